@@ -1,0 +1,1 @@
+"""Record and change what happens inside a PyTorch network."""

@@ -1,0 +1,89 @@
+"""Everything that scio-recorder raises.
+
+The tree::
+
+    RecorderError
+    ├── MissingInputError   (ValueError)    no shape information to label the net with
+    ├── UnsupportedNetError (TypeError)     a net that hooks can't observe
+    ├── LabellingError      (RuntimeError)  the labelling pass itself failed
+    ├── LayerNotFoundError  (ValueError, KeyError)  a selector or key that names no layer
+    │   └── SelectorTypeError (TypeError)   something that can't be a selector
+    ├── FlowError           (RuntimeError)  layers ran differently from the labelling
+    ├── PostprocessorError  (ValueError)    post-processors that can't be applied
+    ├── MutationError       (RuntimeError)  a record was overwritten in place
+    ├── CollectError        (ValueError)    a dataset that can't be collected
+    ├── RecordingError      (OSError)       a recording on disk that can't be trusted
+    └── RecomputeError      (LookupError)   an activation that can't be recomputed
+
+Each class also derives from the built-in that a caller would expect, so that code written without
+this package in mind catches the right thing.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectError",
+    "FlowError",
+    "LabellingError",
+    "LayerNotFoundError",
+    "MissingInputError",
+    "MutationError",
+    "PostprocessorError",
+    "RecomputeError",
+    "RecorderError",
+    "RecordingError",
+    "SelectorTypeError",
+    "UnsupportedNetError",
+]
+
+
+class RecorderError(Exception):
+    """Base class of everything that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        # KeyError among the bases would show the message quoted and escaped.
+        return Exception.__str__(self)
+
+
+class MissingInputError(RecorderError, ValueError):
+    """Neither ``input_size`` nor ``input_data`` was given."""
+
+
+class UnsupportedNetError(RecorderError, TypeError):
+    """The net is of a kind whose layers can't be observed by hooks."""
+
+
+class LabellingError(RecorderError, RuntimeError):
+    """The pass that labels the layers failed."""
+
+
+class LayerNotFoundError(RecorderError, ValueError, KeyError):
+    """A selector matched no layer that can be recorded, or a key names none that was."""
+
+
+class SelectorTypeError(LayerNotFoundError, TypeError):
+    """What was given can't select layers at all."""
+
+
+class FlowError(RecorderError, RuntimeError):
+    """Layers ran more or less often than at labelling, or the flow depends on the data."""
+
+
+class PostprocessorError(RecorderError, ValueError):
+    """A post-processor is missing, failed, or gave back something unusable."""
+
+
+class MutationError(RecorderError, RuntimeError):
+    """A recorded tensor was overwritten in place, so the record no longer holds."""
+
+
+class CollectError(RecorderError, ValueError):
+    """A dataset can't be collected as asked."""
+
+
+class RecordingError(RecorderError, OSError):
+    """A recording on disk is damaged, incomplete or belongs to something else."""
+
+
+class RecomputeError(RecorderError, LookupError):
+    """There is nothing to recompute an activation from."""
