@@ -1,0 +1,24 @@
+"""What every test starts from: no network, one thread, known seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import numpy as np
+import pytest
+import torch
+
+# Bit-for-bit comparisons need sums in one order, and the tests run several processes at once.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _known_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)  # the global generator is the one that nets draw from
+    torch.manual_seed(0)

@@ -1,0 +1,1 @@
+"""The nets of the zoo, by topic; `tests.zoo` puts them in one table."""
