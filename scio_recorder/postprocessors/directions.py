@@ -1,0 +1,165 @@
+"""Post-processors that act on chosen channels or along a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors.base import FloatingMap, describe, index, number
+
+__all__ = ["Ablate", "Add"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ablate(FloatingMap):
+    """Set chosen channels to a number.
+
+    Parameters
+    ----------
+    channels : int or iterable of int
+        Positions along ``dim``; negative ones count from the end.
+    dim : int, default 1
+        The dimension of channels: 1 for convolutions, -1 for transformers' features.
+    value : float, default 0
+        What they are set to, in the activation's own unit. It need not be finite: NaN shows what
+        depends on a channel.
+
+    Raises
+    ------
+    PostprocessorError
+        ``channels`` is empty or holds something else than integers; at a call, the activation
+        lacks the dimension or a channel.
+
+    References
+    ----------
+    Meyes et al., "Ablation Studies in Artificial Neural Networks", 2019 (arXiv:1901.08644).
+
+    Examples
+    --------
+    >>> import torch
+    >>> Ablate([0, 2])(torch.ones(1, 3))
+    tensor([[0., 1., 0.]])
+    """
+
+    channels: int | Iterable[int]
+    dim: int = 1
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "channels", _channels(self.channels))
+        object.__setattr__(self, "dim", index("Ablate", "dim", self.dim))
+        object.__setattr__(
+            self, "value", number("Ablate", "value", self.value, finite=False, nan=True)
+        )
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        self._check(activation)
+        size = activation.shape[self.dim]
+        wanted = [channel % size for channel in self._listed]
+        positions = torch.tensor(wanted, device=activation.device)
+        return activation.index_fill(self.dim, positions, self.value)
+
+    @property
+    def _listed(self) -> tuple[int, ...]:
+        assert isinstance(self.channels, tuple)  # made so on construction
+        return self.channels
+
+    def _check(self, activation: Tensor) -> None:
+        shape = tuple(activation.shape)
+        if not -len(shape) <= self.dim < len(shape):
+            raise PostprocessorError(
+                f"{self!r} was given an activation of shape {shape}, which has no dimension "
+                f"{self.dim}. Give the dimension of channels: Ablate(channels, dim=...)."
+            )
+        size = shape[self.dim]
+        missing = [channel for channel in self._listed if not -size <= channel < size]
+        if missing:
+            raise PostprocessorError(
+                f"{self!r} was given an activation of shape {shape}, whose dimension {self.dim} "
+                f"has {size} channels; {missing} are not among them. Another dimension is chosen "
+                "by Ablate(channels, dim=...)."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Add(FloatingMap):
+    """Add a direction: activation steering.
+
+    Parameters
+    ----------
+    direction : Tensor
+        Broadcastable to the activation without enlarging it: ``[features]`` for a transformer's
+        ``[batch, tokens, features]``, ``[channels, 1, 1]`` for images. Gradients reach it.
+    coefficient : float, default 1.0
+        What the direction is multiplied by.
+
+    Raises
+    ------
+    PostprocessorError
+        ``direction`` is not a floating-point tensor; ``coefficient`` is not a finite number; at a
+        call, the shapes do not fit.
+
+    References
+    ----------
+    Turner et al., "Steering Language Models With Activation Engineering", 2023
+    (arXiv:2308.10248).
+
+    Examples
+    --------
+    >>> import torch
+    >>> Add(torch.tensor([1.0, 0.0]), coefficient=3.0)(torch.zeros(2, 2))
+    tensor([[3., 0.],
+            [3., 0.]])
+    """
+
+    direction: Tensor
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.direction, Tensor) or not self.direction.is_floating_point():
+            raise PostprocessorError(
+                f"Add takes a floating-point tensor as direction, not {describe(self.direction)}; "
+                "for a number, write Add(torch.tensor(number))."
+            )
+        coefficient = number("Add", "coefficient", self.coefficient)
+        object.__setattr__(self, "coefficient", coefficient)
+
+    def __repr__(self) -> str:
+        return f"Add({describe(self.direction)}, coefficient={self.coefficient})"
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        shape, own = tuple(activation.shape), tuple(self.direction.shape)
+        if not _fits(own, shape):
+            raise PostprocessorError(
+                f"Add has a direction of shape {own}, which does not broadcast to the "
+                f"activation's {shape}. Shape it so that its last dimensions match, for channels "
+                "of images direction[:, None, None]."
+            )
+        direction = self.direction.to(activation.device, activation.dtype)
+        return torch.add(activation, direction, alpha=self.coefficient)
+
+
+def _channels(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    many = list(value) if isinstance(value, Iterable) else [value]
+    if not many or any(isinstance(channel, bool) for channel in many):
+        # A mask would be taken for the channels 0 and 1.
+        raise PostprocessorError(
+            f"Ablate takes the positions of channels, not {describe(value)}; "
+            "for a mask, write Ablate(mask.nonzero().flatten())."
+        )
+    return tuple(index("Ablate", "channels", channel) for channel in many)
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of shape ``own`` broadcasts to ``shape`` without enlarging it."""
+    if len(own) > len(shape):
+        return False
+    pairs = zip(reversed(own), reversed(shape), strict=False)
+    return all(mine in (1, theirs) for mine, theirs in pairs)

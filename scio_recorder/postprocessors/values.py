@@ -1,0 +1,158 @@
+"""Post-processors that treat every number alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors.base import FloatingMap, describe, number
+
+__all__ = ["Clip", "GaussianNoise", "Scale"]
+
+
+@dataclass(frozen=True, eq=False)
+class Clip(FloatingMap):
+    """Limit activations to an interval; with ``max`` alone this is ReAct.
+
+    Parameters
+    ----------
+    max : float, optional
+        Upper limit, in the activation's own unit; None for no upper limit.
+    min : float, optional
+        Lower limit; None (default) for no lower limit.
+
+    Raises
+    ------
+    PostprocessorError
+        Neither limit is given, one is not a number, or ``min`` is above ``max``.
+
+    References
+    ----------
+    Sun, Guo and Li, "ReAct: Out-of-distribution Detection With Rectified Activations",
+    NeurIPS 2021: ``min(x, c)`` on the penultimate layer, ``c`` a percentile of its activations
+    on training data.
+
+    Examples
+    --------
+    >>> import torch
+    >>> Clip(1.0)(torch.tensor([-2.0, 0.5, 3.0]))
+    tensor([-2.0000,  0.5000,  1.0000])
+    """
+
+    max: float | None
+    min: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max", "min"):
+            limit = getattr(self, name)
+            if limit is not None:
+                # Infinity is a limit that never acts, which sweeps over thresholds make use of.
+                object.__setattr__(self, name, number("Clip", name, limit, finite=False))
+        if self.max is None and self.min is None:
+            raise PostprocessorError("Clip needs a limit: write Clip(max) or Clip(None, min=...).")
+        if self.max is not None and self.min is not None and self.min > self.max:
+            raise PostprocessorError(
+                f"Clip was given min={self.min} above max={self.max}; "
+                f"did you mean Clip({self.min}, min={self.max})?"
+            )
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        return torch.clamp(activation, min=self.min, max=self.max)
+
+
+@dataclass(frozen=True, eq=False)
+class Scale(FloatingMap):
+    """Multiply activations by a number.
+
+    Parameters
+    ----------
+    factor : float
+        Finite; 0 removes what the layer says, negative values invert it.
+
+    Raises
+    ------
+    PostprocessorError
+        ``factor`` is not a finite number.
+
+    References
+    ----------
+    Stoehr et al., "Activation Scaling for Steering and Interpreting Language Models", Findings of
+    EMNLP 2024 (arXiv:2410.04962).
+
+    Examples
+    --------
+    >>> import torch
+    >>> Scale(0.5)(torch.tensor([2.0, -4.0]))
+    tensor([ 1., -2.])
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", number("Scale", "factor", self.factor))
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        return activation * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianNoise(FloatingMap):
+    """Add independent Gaussian noise of mean 0.
+
+    Parameters
+    ----------
+    std : float
+        Standard deviation, in the activation's own unit; not negative.
+    generator : torch.Generator, optional
+        Where the noise is drawn from, on the generator's device. None (default) draws from torch's
+        global generator, which is what activation checkpointing restores when it runs a layer
+        again: use it there, or the second run sees other noise. ``torch.compile(fullgraph=True)``
+        needs it too.
+
+    Raises
+    ------
+    PostprocessorError
+        ``std`` is not a finite number or is negative; ``generator`` is something else.
+
+    References
+    ----------
+    Meng et al., "Locating and Editing Factual Associations in GPT", NeurIPS 2022 (corrupted runs).
+
+    Examples
+    --------
+    >>> import torch
+    >>> noise = GaussianNoise(0.1, torch.Generator().manual_seed(0))
+    >>> noise(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    """
+
+    std: float
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "std", number("GaussianNoise", "std", self.std))
+        if self.std < 0:
+            raise PostprocessorError(
+                f"GaussianNoise was given std={self.std}; it can't be negative."
+            )
+        if not isinstance(self.generator, torch.Generator | None):
+            raise PostprocessorError(
+                f"GaussianNoise takes a torch.Generator, not {describe(self.generator)}; "
+                "write torch.Generator().manual_seed(seed)."
+            )
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        if self.generator is None:
+            noise = torch.randn_like(activation)
+        else:
+            drawn = torch.randn(
+                activation.shape,
+                generator=self.generator,
+                device=self.generator.device,
+                dtype=activation.dtype,
+            )
+            noise = drawn.to(activation.device)
+        return torch.add(activation, noise, alpha=self.std)

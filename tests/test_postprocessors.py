@@ -1,0 +1,237 @@
+"""Post-processors against torch written out by hand, and errors for what can't work."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors import Ablate, Add, Clip, GaussianNoise, Replace, Scale
+
+SHAPE = (2, 3, 4)
+
+
+class Output(NamedTuple):
+    hidden: Tensor
+    positions: Tensor
+    rest: dict[str, Any]
+
+
+def activation(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def seeded_noise(std: float) -> GaussianNoise:
+    return GaussianNoise(std, torch.Generator().manual_seed(7))
+
+
+def ablated(x: Tensor) -> Tensor:
+    keep = torch.tensor([0.0, 1.0, 0.0], dtype=x.dtype).reshape(1, 3, 1)
+    return x * keep + (1 - keep) * 2.0
+
+
+def noisy(x: Tensor) -> Tensor:
+    noise = torch.randn(SHAPE, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
+    return x + 0.25 * noise
+
+
+DIRECTION = torch.tensor([1.0, -2.0, 0.5, 4.0])
+# Factors that are powers of two: the expected values are exact in every dtype.
+CASES = {
+    "clip": (lambda: Clip(0.5), lambda x: torch.where(x > 0.5, torch.full_like(x, 0.5), x)),
+    "clip both": (
+        lambda: Clip(0.5, min=-0.25),
+        lambda x: torch.minimum(torch.maximum(x, torch.tensor(-0.25)), torch.tensor(0.5)).to(x),
+    ),
+    "clip below": (lambda: Clip(None, min=0), lambda x: torch.relu(x)),
+    "scale": (lambda: Scale(-2), lambda x: -(x + x)),
+    "ablate": (lambda: Ablate([0, -1], value=2), ablated),
+    "add": (lambda: Add(DIRECTION, 0.5), lambda x: x + (DIRECTION / 2).to(x)),
+    "replace": (lambda: Replace(activation(seed=3)), lambda x: activation(seed=3).to(x)),
+    "noise": (lambda: seeded_noise(0.25), noisy),
+}
+
+
+def cases(*, without: str = "") -> pytest.MarkDecorator:
+    chosen = {name: case for name, case in CASES.items() if name != without}
+    return pytest.mark.parametrize(("make", "by_hand"), chosen.values(), ids=chosen)
+
+
+@cases()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_result_and_dtype(make: Any, by_hand: Any, dtype: torch.dtype) -> None:
+    x = activation(dtype)
+    before = x.clone()
+    result = make()(x)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, by_hand(x), rtol=0, atol=0)
+    assert torch.equal(x, before), "worked in place"
+    assert result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@cases(without="replace")
+def test_gradient_flows(make: Any, by_hand: Any) -> None:
+    x = activation(torch.float64).requires_grad_()
+    reference = activation(torch.float64).requires_grad_()
+    weights = activation(torch.float64, seed=5)
+    (make()(x) * weights).sum().backward()
+    (by_hand(reference) * weights).sum().backward()
+    assert torch.equal(x.grad, reference.grad)
+
+
+def test_gradient_reaches_what_is_added_and_what_replaces() -> None:
+    direction = DIRECTION.clone().requires_grad_()
+    Add(direction, 2.0)(activation()).sum().backward()
+    assert torch.equal(direction.grad, torch.full((4,), 2.0 * 2 * 3))
+    other = activation(seed=1).requires_grad_()
+    Replace(other)(activation()).sum().backward()
+    assert torch.equal(other.grad, torch.ones(SHAPE))
+
+
+def test_replacement_survives_what_the_net_does_in_place() -> None:
+    kept = activation(seed=1)
+    before = kept.clone()
+    nn.ReLU(inplace=True)(Replace(kept)(activation()))
+    assert torch.equal(kept, before)
+
+
+@cases(without="replace")  # which takes whole structures, and has a test of its own
+def test_structure_is_mapped_and_the_rest_kept(make: Any, by_hand: Any) -> None:
+    x, positions = activation(), torch.arange(3)
+    result = make()(Output(x, positions, {"name": "row", "none": None}))
+    assert isinstance(result, Output)
+    torch.testing.assert_close(result.hidden, by_hand(x), rtol=0, atol=0)
+    assert result.positions is positions
+    assert result.rest == {"name": "row", "none": None}
+
+
+def test_every_floating_tensor_of_a_structure_changes() -> None:
+    result = Scale(2)([torch.ones(2), {"deep": (torch.ones(1),)}])
+    assert torch.equal(result[0], torch.full((2,), 2.0))
+    assert torch.equal(result[1]["deep"][0], torch.full((1,), 2.0))
+
+
+def test_replace_takes_a_structure() -> None:
+    new = Output(activation(seed=1), torch.tensor([2, 1, 0]), {"deep": torch.zeros(1)})
+    old = Output(activation(), torch.arange(3), {"deep": torch.ones(1)})
+    result = Replace(new)(old)
+    assert isinstance(result, Output)
+    assert torch.equal(result.hidden, new.hidden)
+    assert torch.equal(result.positions, new.positions)
+    assert torch.equal(result.rest["deep"], torch.zeros(1))
+
+
+@cases()
+def test_pickle_and_copy(make: Any, by_hand: Any) -> None:
+    for clone in (pickle.loads(pickle.dumps(make())), copy.deepcopy(make())):
+        torch.testing.assert_close(clone(activation()), by_hand(activation()), rtol=0, atol=0)
+
+
+@cases(without="noise")  # torch.compile takes no generator; the next test has the global one
+def test_compiles_without_a_graph_break(make: Any, by_hand: Any) -> None:
+    postprocessor = make()
+    # aot_eager traces as every backend does and keeps eager's arithmetic.
+    compiled = torch.compile(lambda x: postprocessor(x) + 1, fullgraph=True, backend="aot_eager")
+    x = activation()
+    torch.testing.assert_close(compiled(x), by_hand(x) + 1, rtol=0, atol=0)
+
+
+def test_global_noise_compiles_and_follows_the_seed() -> None:
+    noise = GaussianNoise(0.5)
+    compiled = torch.compile(noise.__call__, fullgraph=True, backend="aot_eager")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        result = compiled(torch.zeros(SHAPE))
+        torch.manual_seed(0)
+        assert torch.equal(result, 0.5 * torch.randn(SHAPE))
+
+
+def test_noise_has_the_spread_asked_for() -> None:
+    noise = seeded_noise(3.0)
+    drawn = noise(torch.full((100_000,), 10.0)) - 10
+    # Five standard errors of the mean and of the deviation.
+    assert abs(drawn.mean()) < 5 * 3 / 100_000**0.5
+    assert abs(drawn.std() - 3) < 5 * 3 / 200_000**0.5
+    assert not torch.equal(noise(torch.zeros(4)), noise(torch.zeros(4)))
+
+
+def test_own_generator_leaves_the_global_one_alone() -> None:
+    before = torch.get_rng_state()
+    seeded_noise(1.0)(torch.zeros(8))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "channels", [1, np.int64(1), [1], (1,), range(1, 2), torch.tensor([1]), torch.tensor(1)]
+)
+def test_channels_in_any_form(channels: Any) -> None:
+    assert torch.equal(Ablate(channels)(torch.ones(1, 3)), torch.tensor([[1.0, 0.0, 1.0]]))
+    assert torch.equal(Ablate(channels, dim=0)(torch.ones(2, 1)), torch.tensor([[1.0], [0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Clip(None), ["Clip(max)"]),
+        (lambda: Clip("high"), ["max", "'high'"]),
+        (lambda: Clip(float("nan")), ["max", "nan"]),
+        (lambda: Clip(0, min=1), ["min=1.0", "max=0.0", "Clip(1.0, min=0.0)"]),
+        (lambda: Clip(torch.ones(3)), ["one number", "(3,)"]),
+        (lambda: Scale(float("inf")), ["factor", "finite"]),
+        (lambda: Scale(1j), ["factor", "1j"]),
+        (lambda: Ablate([]), ["positions"]),
+        (lambda: Ablate([0.5]), ["channels", "0.5"]),
+        (lambda: Ablate(torch.tensor([True, False])), ["mask", "nonzero"]),
+        (lambda: Ablate(0, dim="features"), ["dim", "'features'"]),
+        (lambda: Ablate(0, value=None), ["value", "None"]),
+        (lambda: Add(1.0), ["direction", "torch.tensor"]),
+        (lambda: Add(torch.arange(3)), ["direction", "int64"]),
+        (lambda: Add(torch.ones(3), None), ["coefficient", "None"]),
+        (lambda: Replace(None), ["Replace", "None"]),
+        (lambda: GaussianNoise(-1), ["std=-1.0", "negative"]),
+        (lambda: GaussianNoise("some"), ["std", "'some'"]),
+        (lambda: GaussianNoise(1, 0), ["Generator", "manual_seed"]),
+    ],
+)
+def test_arguments_that_cannot_work(make: Any, words: list[str]) -> None:
+    with pytest.raises(PostprocessorError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("postprocessor", "given", "words"),
+    [
+        (Clip(1), torch.arange(3), ["Clip(max=1.0", "int64", "activation_postproc={"]),
+        (Scale(1), (None, "text"), ["tuple"]),
+        (Ablate(3), torch.ones(SHAPE), ["(2, 3, 4)", "[3]", "3 channels"]),
+        (Ablate(-4), torch.ones(SHAPE), ["[-4]"]),
+        (Ablate(0), torch.ones(3), ["no dimension 1", "dim=..."]),
+        (Add(torch.ones(3)), torch.ones(SHAPE), ["(3,)", "(2, 3, 4)", "direction[:, None, None]"]),
+        (Add(torch.ones(5, 2, 3, 4)), torch.ones(SHAPE), ["(5, 2, 3, 4)"]),
+        (Add(torch.ones(2)), torch.ones(1), ["(2,)", "(1,)"]),
+        (Replace(torch.ones(2)), torch.ones(3), ["(2,)", "(3,)", "expand"]),
+        (Replace(torch.ones(2)), torch.ones(2, dtype=torch.int64), ["int64"]),
+        (Replace(torch.ones(2)), (torch.ones(2),), ["tuple", "whole structure"]),
+        (Replace((torch.ones(2), torch.ones(1))), (torch.ones(2),), ["whole structure"]),
+    ],
+)
+def test_activations_that_do_not_fit(postprocessor: Any, given: Any, words: list[str]) -> None:
+    with pytest.raises(PostprocessorError) as caught:
+        postprocessor(given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@cases()
+def test_device_is_kept(make: Any, by_hand: Any) -> None:
+    result = make()(activation().cuda())
+    assert result.device.type == "cuda"
+    torch.testing.assert_close(result.cpu(), by_hand(activation()), rtol=0, atol=0)
