@@ -1,0 +1,158 @@
+"""Running a net of the zoo bare, watched by the oracle, or recorded, in every mode alike."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from scio_recorder import Recorder
+from tests.oracle import freeze, generator_states, scalar_loss, seed_everything, tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.nets.base import Case
+
+CONTEXTS = ("no_grad", "grad", "inference", "autocast")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Training flag and grad mode of a pass."""
+
+    training: bool
+    context: str
+
+    @property
+    def builds_graph(self) -> bool:
+        return self.context == "grad" or (self.context == "autocast" and self.training)
+
+    def allows(self, case: Case) -> bool:
+        unable = {"inference": not case.inference, "autocast": not case.autocast}
+        return not unable.get(self.context, False) and (case.train or not self.training)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.context == "inference":
+                stack.enter_context(torch.inference_mode())
+            elif not self.builds_graph:
+                stack.enter_context(torch.no_grad())
+            if self.context == "autocast":
+                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            yield
+
+    def __str__(self) -> str:
+        return f"{'train' if self.training else 'eval'}-{self.context}"
+
+
+MODES = tuple(Mode(training, context) for training in (False, True) for context in CONTEXTS)
+
+
+def make_recorder(
+    net: nn.Module, case: Case, *, training: bool = False, **settings: Any
+) -> Recorder:
+    """Label a net of the zoo with its own inputs."""
+    args, kwargs = case.inputs(0)
+    data: Any = list(args) if args else kwargs
+    mode = "train" if training else "eval"
+    extra = kwargs if args else {}
+    return Recorder(net, input_data=data, mode=mode, verbose=0, **extra, **settings)
+
+
+def executed(rnet: Recorder) -> list[tuple[int, int]]:
+    return [label for label, layer in rnet.architecture.items() if layer.executed]
+
+
+@dataclass
+class Passed:
+    """A forward pass, and what it left."""
+
+    output: Any
+    frozen: Any
+    random_state: Any
+    leaves: list[Tensor] = field(repr=False)
+
+    def gradients(self, net: nn.Module) -> Any:
+        """Differentiate; return every gradient that a user would look at."""
+        net.zero_grad(set_to_none=True)
+        loss = scalar_loss(self.output)
+        if loss.requires_grad:
+            loss.backward()
+        parameters = {name: value.grad for name, value in net.named_parameters()}
+        return freeze({"parameters": parameters, "inputs": [leaf.grad for leaf in self.leaves]})
+
+
+def prepare(value: Any, requires_grad: bool, leaves: list[Tensor]) -> Any:
+    """Copy inputs; those that can be differentiated go in as non-leaf tensors, as nets may write."""
+    if isinstance(value, Tensor):
+        if not requires_grad or not (value.is_floating_point() or value.is_complex()):
+            return value.clone()
+        leaves.append(value.clone().requires_grad_())
+        return leaves[-1].clone()
+    if isinstance(value, dict):
+        return {key: prepare(item, requires_grad, leaves) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(prepare(item, requires_grad, leaves) for item in value)
+    return value
+
+
+def run_pass(net: nn.Module, case: Case, mode: Mode, seed: int, **extra: Any) -> Passed:
+    leaves: list[Tensor] = []
+    args, kwargs = prepare(case.inputs(seed), mode.builds_graph, leaves)
+    seed_everything(seed)
+    with mode.entered():
+        output = net(*args, **kwargs, **extra)
+    return Passed(output, freeze(output), generator_states(), leaves)
+
+
+def hook_state(net: nn.Module) -> dict[str, dict[str, list[tuple[int, int]]]]:
+    """Every hook of every module, by identity, and those that are global."""
+    found = {
+        f"{name}.{key}": [(handle, id(hook)) for handle, hook in value.items()]
+        for name, module in net.named_modules()
+        for key, value in vars(module).items()
+        if "hooks" in key and isinstance(value, dict)
+    }
+    shared = vars(torch_module).items()
+    found |= {
+        key: [(handle, id(hook)) for handle, hook in value.items()]
+        for key, value in shared
+        if key.startswith("_global") and isinstance(value, dict)
+    }
+    return found
+
+
+def attribute_names(net: nn.Module) -> dict[str, list[str]]:
+    return {name: sorted(vars(module)) for name, module in net.named_modules()}
+
+
+def training_flags(net: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in net.named_modules()}
+
+
+def trace(net: nn.Module) -> Any:
+    """Everything about a net that recording must leave alone."""
+    return freeze(
+        {
+            "flags": training_flags(net),
+            "hooks": hook_state(net),
+            "attributes": attribute_names(net),
+            "classes": [type(module).__qualname__ for module in net.modules()],
+            "requires_grad": [value.requires_grad for value in net.parameters()],
+            "identities": [id(value) for value in net.parameters()],
+            "gradients": [value.grad for value in net.parameters()],
+            "state": dict(net.state_dict()),
+            "buffers": dict(net.named_buffers()),
+            "random": generator_states(),
+        }
+    )
+
+
+def graph_tensors(value: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors(value) if tensor.requires_grad]
