@@ -1,0 +1,233 @@
+"""A layer: one call of a module, with its label and the shapes that went in and came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "DepthIdx",
+    "Label",
+    "Layer",
+    "TensorSpec",
+    "as_label",
+    "describe",
+    "parse_label",
+    "shapes_of",
+]
+
+DepthIdx: TypeAlias = tuple[int, int]
+
+_PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
+
+
+class Label(tuple[int, int]):
+    """The key of a layer, ``(depth, index)``, printed ``depth-index``.
+
+    It is the tuple in every respect (order, hash, repr), and also equals its printed form.
+
+    Examples
+    --------
+    >>> label = Label((1, 3))
+    >>> label == (1, 3), label == "1-3", str(label), {(1, 3): "found"}[label]
+    (True, True, '1-3', 'found')
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{self[0]}-{self[1]}"
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other if isinstance(other, str) else tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    # Labels are looked up in dictionaries by the bare tuple.
+    __hash__ = tuple.__hash__
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor looks like without its values.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Its shape; a dimension of varying length, as in nested tensors, is -1.
+    dtype : torch.dtype
+        Type of its elements.
+
+    Examples
+    --------
+    >>> TensorSpec((2, 3), torch.float32).nbytes
+    24
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, zero where a dimension varies."""
+        return max(0, math.prod(max(0, length) for length in self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A row of the architecture: one call of a module.
+
+    Parameters
+    ----------
+    label : Label
+        Its key, ``(depth, index)``.
+    name : str
+        Qualified name of the module, ``""`` for the net itself.
+    module : torch.nn.Module or None
+        The module; None in an architecture that was read from disk.
+    type_name : str
+        Name of the module's class.
+    call : int
+        0 for the module's first call, in the order in which calls start.
+    depth, index : int
+        The two halves of the label.
+    input_shape, output_shape : Any
+        Shape of the tensor that went in and came out: a tuple of ints, or a structure of these
+        where the layer takes or returns a structure. None if it did not run.
+    num_params : int
+        Number of parameters, those of submodules included.
+    executed : bool
+        Whether it ran at labelling. Only such layers can be recorded.
+    completion : int or None
+        Its rank among all executed calls in the order in which they returned.
+    output_spec : Any
+        The output's structure with a :class:`TensorSpec` for every tensor.
+
+    Examples
+    --------
+    >>> from scio_recorder.labelling import label_net
+    >>> _, architecture = label_net(nn.Sequential(nn.Linear(4, 2)), input_size=(1, 4))
+    >>> layer = architecture[1, 1]
+    >>> layer.name, layer.type_name, layer.output_shape
+    ('0', 'Linear', (1, 2))
+    """
+
+    label: Label
+    name: str
+    module: nn.Module | None
+    type_name: str
+    call: int
+    depth: int
+    index: int
+    input_shape: Any
+    output_shape: Any
+    num_params: int
+    executed: bool
+    completion: int | None
+    output_spec: Any
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.name or '(root)'} ({self.type_name})"
+
+
+def describe(value: Any) -> Any:
+    """Return the structure of a value with a :class:`TensorSpec` for every tensor.
+
+    Parameters
+    ----------
+    value : Any
+        A tensor or any nesting of tuples, lists, mappings and dataclasses.
+
+    Returns
+    -------
+    Any
+        Mappings and dataclasses become dictionaries; whatever is no tensor and holds none that can
+        be reached becomes None, so that a description keeps nothing alive.
+
+    Examples
+    --------
+    >>> describe((torch.ones(2, 3), {"scale": 4}))
+    (TensorSpec(shape=(2, 3), dtype=torch.float32), {'scale': None})
+    """
+    return _map_leaves(_spec, value)
+
+
+def shapes_of(spec: Any) -> Any:
+    """Return a structure of specifications with the bare shape for each.
+
+    Parameters
+    ----------
+    spec : Any
+        What :func:`describe` returns.
+
+    Returns
+    -------
+    Any
+        The same structure, a tuple of ints in place of each :class:`TensorSpec`.
+
+    Examples
+    --------
+    >>> shapes_of([TensorSpec((2, 3), torch.float32)])
+    [(2, 3)]
+    """
+    return _map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
+
+
+def as_label(key: object) -> Label | None:
+    """Return a pair of integers as a label, None for anything else."""
+    if not isinstance(key, tuple) or len(key) != 2:
+        return None
+    try:
+        return Label((operator.index(key[0]), operator.index(key[1])))
+    except TypeError:
+        return None
+
+
+def parse_label(text: str) -> Label | None:
+    """Return the label that a text such as ``"1-3"`` spells, None for any other text."""
+    match = _PRINTED_LABEL.fullmatch(text)
+    return Label((int(match[1]), int(match[2]))) if match else None
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_leaves(function, item) for item in value]
+    if isinstance(value, tuple):
+        items = [_map_leaves(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        return {name: _map_leaves(function, getattr(value, name)) for name in fields}
+    return function(value)
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    return TensorSpec(_shape(value), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    try:
+        return tuple(int(length) for length in tensor.shape)
+    except (RuntimeError, ValueError, TypeError):
+        return tuple(_length(tensor, dim) for dim in range(tensor.dim()))
+
+
+def _length(tensor: Tensor, dim: int) -> int:
+    # Nested tensors have dimensions without one length.
+    try:
+        return int(tensor.size(dim))
+    except (RuntimeError, ValueError, TypeError):
+        return -1

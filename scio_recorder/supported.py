@@ -1,0 +1,92 @@
+"""Which nets hooks can observe, and what to do about the others."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from scio_recorder.errors import UnsupportedNetError
+
+__all__ = ["check_supported"]
+
+
+def check_supported(net: Any) -> None:
+    """Refuse a net that can't be observed.
+
+    Parameters
+    ----------
+    net : Any
+        What the user gave.
+
+    Raises
+    ------
+    UnsupportedNetError
+        It is no module, or one whose submodules' hooks don't fire or don't fire where they should.
+
+    Examples
+    --------
+    >>> check_supported(nn.ReLU)
+    Traceback (most recent call last):
+    scio_recorder.errors.UnsupportedNetError: ... write ReLU(...)
+    """
+    if not isinstance(net, nn.Module):
+        raise UnsupportedNetError(_not_a_module(net))
+    if isinstance(net, torch.jit.ScriptModule):
+        raise UnsupportedNetError(
+            f"{_name(net)} is a TorchScript module, whose submodules run without hooks: give the "
+            "module that it was made from"
+        )
+    if _is_compiled(net):
+        raise UnsupportedNetError(
+            "the net is compiled already, and compiled code ignores hooks that come later: wrap "
+            "first, compile after, as in torch.compile(Recorder(net, ...))"
+        )
+    _check_acyclic(net, "", [])
+    for name, module in net.named_modules():
+        _check_module(name, module)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    where = f"the module {name!r}" if name else "the net"
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedNetError(
+            f"{where} is a DataParallel, whose replicas share hooks and lose what these record: "
+            "use torch.nn.parallel.DistributedDataParallel, or give its .module"
+        )
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise UnsupportedNetError(
+            f"{where} ({_name(module)}) is not initialised, and labelling must not do that for "
+            "you: run the net once on an input, then wrap it"
+        )
+
+
+def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None:
+    if any(module is outer for outer in above):
+        raise UnsupportedNetError(
+            f"the module {name!r} contains itself: hold a reference to an outer module in a tuple, "
+            "so that it does not become a submodule"
+        )
+    for child_name, child in module.named_children():
+        _check_acyclic(child, f"{name}.{child_name}".lstrip("."), [*above, module])
+
+
+def _is_compiled(net: nn.Module) -> bool:
+    # Without this module, nothing was compiled, and importing it takes seconds.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_wrapped = dynamo is not None and isinstance(net, dynamo.OptimizedModule)
+    return is_wrapped or net._compiled_call_impl is not None
+
+
+def _not_a_module(net: Any) -> str:
+    if isinstance(net, type) and issubclass(net, nn.Module):
+        return f"{net.__name__} is a class and no net yet: write {net.__name__}(...)"
+    return f"a net must be a torch.nn.Module, not {type(net).__name__}"
+
+
+def _name(module: nn.Module) -> str:
+    return str(getattr(module, "original_name", type(module).__name__))
