@@ -89,7 +89,7 @@ class Passed:
 
 
 def prepare(value: Any, requires_grad: bool, leaves: list[Tensor]) -> Any:
-    """Copy inputs; those that can be differentiated go in as non-leaf tensors, as nets may write."""
+    """Copy inputs; what can be differentiated goes in as non-leaf tensors, as nets may write."""
     if isinstance(value, Tensor):
         if not requires_grad or not (value.is_floating_point() or value.is_complex()):
             return value.clone()
@@ -111,17 +111,17 @@ def run_pass(net: nn.Module, case: Case, mode: Mode, seed: int, **extra: Any) ->
     return Passed(output, freeze(output), generator_states(), leaves)
 
 
-def hook_state(net: nn.Module) -> dict[str, dict[str, list[tuple[int, int]]]]:
-    """Every hook of every module, by identity, and those that are global."""
+def hook_state(net: nn.Module) -> dict[str, list[str]]:
+    """Every hook of every module, and those that are global, by the function's name."""
     found = {
-        f"{name}.{key}": [(handle, id(hook)) for handle, hook in value.items()]
+        f"{name}.{key}": [getattr(hook, "__qualname__", repr(hook)) for hook in value.values()]
         for name, module in net.named_modules()
         for key, value in vars(module).items()
         if "hooks" in key and isinstance(value, dict)
     }
     shared = vars(torch_module).items()
     found |= {
-        key: [(handle, id(hook)) for handle, hook in value.items()]
+        key: [getattr(hook, "__qualname__", repr(hook)) for hook in value.values()]
         for key, value in shared
         if key.startswith("_global") and isinstance(value, dict)
     }

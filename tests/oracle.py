@@ -148,6 +148,7 @@ class Watch:
     """
 
     def __init__(self, net: nn.Module) -> None:
+        self._net = net
         self.names = {id(module): name for name, module in net.named_modules()}
         self.calls: dict[tuple[str, int], Any] = {}
         self._own = storages(tuple(net.parameters()), tuple(net.buffers()))
@@ -157,12 +158,19 @@ class Watch:
     def __enter__(self) -> Watch:
         before = torch_module.register_module_forward_pre_hook(self._start)
         after = torch_module.register_module_forward_hook(self._stop, with_kwargs=True)
-        self._handles = (before, after)
+        # Some modules ask for hooks of their own before they leave their fused kernel.
+        own = (module.register_forward_hook(_look_on) for module in self._net.modules())
+        self._handles = (before, after, *own)
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+            # torch leaves this mark of a removed global hook behind.
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        for leaf in leaves(Node(dict, (), tuple(self.calls.values()))):
+            # A net that differentiates inside forward has set it already.
+            leaf.gradient = None
 
     def _start(self, module: nn.Module, _args: Any) -> None:
         name = self.names.get(id(module))
@@ -185,6 +193,10 @@ class Watch:
             # Registered now, it sees the gradient of the value as returned, whatever comes later.
             tensor.register_hook(lambda gradient: setattr(leaf, "gradient", gradient))
         return leaf
+
+
+def _look_on(*_: Any) -> None:
+    return None
 
 
 def seed_everything(seed: int) -> None:

@@ -44,7 +44,7 @@ def _rows() -> Iterator[Any]:
     for index, case in enumerate(transformers_zoo.CASES):
         allowed = [mode for mode in MODES if mode.allows(case)]
         # Three neighbours, stepping on from net to net, so that each mode meets many nets.
-        chosen = allowed if FULL else (allowed[index:] + allowed * 6)[:MODES_OF_A_TRANSFORMER]
+        chosen = allowed if FULL else (allowed * 6)[index % 8 :][:MODES_OF_A_TRANSFORMER]
         yield from (_row(case, mode) for mode in chosen)
 
 
@@ -130,16 +130,15 @@ def _one_pass(rnet: Recorder, bare: Any, watched: Any, case: Case, mode: Mode, s
     assert training_flags(rnet.net) == training_flags(bare)
 
 
-@pytest.mark.parametrize(("case", "mode"), _rows())
+@pytest.mark.parametrize(("case", "mode"), list(_rows()))
 def test_every_record_is_true_and_the_net_is_as_bare(case: Case, mode: Mode) -> None:
     bare, watched, net = (case.fresh().train(mode.training) for _ in range(3))
-    hooks = hook_state(net)
     rnet = make_recorder(net, case, training=mode.training, force_static_flow=False)
     rnet.record(*executed(rnet))
     for seed in range(1, PASSES + 1):
         _one_pass(rnet, bare, watched, case, mode, seed)
     rnet.remove()
-    assert hook_state(net) == hooks
+    assert hook_state(net) == hook_state(bare)
     assert attribute_names(net) == attribute_names(bare)
 
 
