@@ -1,0 +1,8 @@
+"""``python -m scio_recorder`` is the ``scio-recorder`` command."""
+
+import sys
+
+from scio_recorder.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The command line: ``scio-recorder summary`` and ``scio-recorder demo``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from scio_recorder.errors import RecorderError
+
+__all__ = ["main"]
+
+# What argparse itself exits with for wrong use.
+WRONG_USE = 2
+INTERRUPTED = 130
+
+
+class UsageError(Exception):
+    """An argument that can't be followed; its text is all that the user sees."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What follows the program's name; None (default) means ``sys.argv[1:]``.
+
+    Returns
+    -------
+    int
+        The exit code: 0, or 2 for wrong use, with one line on standard error.
+
+    Examples
+    --------
+    >>> main(["summary", "torch.nn:ReLU"])
+    Traceback (most recent call last):
+    SystemExit: 2
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.run(parsed, Console())
+    except (UsageError, RecorderError) as error:
+        print(f"scio-recorder: error: {error}", file=sys.stderr)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scio-recorder",
+        description="Record and change what happens inside a PyTorch network.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_summary(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_summary(commands: Any) -> None:
+    summary = commands.add_parser(
+        "summary",
+        help="print the labelled architecture of a net",
+        description="Print the labelled architecture of a net. MODULE is imported, from the "
+        "current folder if it is there; NAME is a net, or a class or function that makes one when "
+        "called without arguments.",
+    )
+    summary.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
+    given = summary.add_mutually_exclusive_group(required=True)
+    given.add_argument(
+        "--input-size",
+        type=_size,
+        action="append",
+        metavar="N,C,...",
+        help="shape of an input, batch first, such as 1,3,32,32; once for each input",
+    )
+    given.add_argument(
+        "--input-data",
+        metavar="MODULE:NAME",
+        help="the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it",
+    )
+    summary.add_argument(
+        "--dtype",
+        type=_dtype,
+        action="append",
+        help="dtype of the inputs of --input-size, such as int64; once for all or once for each",
+    )
+    summary.add_argument(
+        "--allow-dynamic-flow",
+        action="store_true",
+        help="label a net although its control flow depends on the data",
+    )
+    summary.set_defaults(run=_summary)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small net on handwritten digits and detect unknown ones",
+        description="Train a small net on the digits 0 to 6, record what happens inside it, and "
+        "compare scores that should notice the digits 7 to 9. Needs scikit-learn and no network.",
+    )
+    demo.add_argument("--seed", type=_whole, default=0, help="decides everything random (0)")
+    demo.add_argument("--epochs", type=_positive, default=15, help="length of the training (15)")
+    demo.set_defaults(run=_demo)
+
+
+def _summary(parsed: argparse.Namespace, console: Console) -> None:
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder.recorder import Recorder
+
+    if parsed.input_data is not None and parsed.dtype:
+        raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
+    net = _load(parsed.net)
+    net = _call(parsed.net, net) if not isinstance(net, nn.Module) else net
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{parsed.net} gives a {type(net).__name__}, not a torch.nn.Module")
+    rnet = Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
+    console.print(str(rnet), markup=False, highlight=False, soft_wrap=True)
+
+
+def _demo(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.demo import run_demo
+
+    try:
+        run_demo(console, seed=parsed.seed, epochs=parsed.epochs)
+    except ModuleNotFoundError as error:
+        if error.name != "sklearn":
+            raise
+        raise UsageError("the demo needs scikit-learn: pip install scikit-learn") from None
+
+
+def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
+    if parsed.input_data is not None:
+        data = _load(parsed.input_data)
+        return {"input_data": _call(parsed.input_data, data) if callable(data) else data}
+    sizes, dtypes = parsed.input_size, parsed.dtype or [torch.float32]
+    if len(dtypes) not in (1, len(sizes)):
+        raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")
+    return {"input_size": sizes, "dtypes": dtypes * (len(sizes) // len(dtypes))}
+
+
+def _load(target: str) -> Any:
+    """Import what ``MODULE:NAME`` says."""
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
+    # A console script does not look in the current folder by itself.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise UsageError(f"can't load {target}: {_said(error)}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return found
+
+
+def _call(target: str, function: Any) -> Any:
+    if not callable(function):
+        raise UsageError(f"{target} is a {type(function).__name__}, which can't be called")
+    try:
+        return function()
+    except Exception as error:
+        raise UsageError(f"{target}, called without arguments, failed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _size(text: str) -> tuple[int, ...]:
+    try:
+        size = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        size = ()
+    if not size or min(size) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it like 1,3,32,32")
+    return size
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
+    return dtype
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
