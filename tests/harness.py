@@ -114,14 +114,16 @@ def run_pass(net: nn.Module, case: Case, mode: Mode, seed: int, **extra: Any) ->
 def hook_state(net: nn.Module) -> dict[str, list[str]]:
     """Every hook of every module, and those that are global, by the function's name."""
     found = {
-        f"{name}.{key}": [getattr(hook, "__qualname__", repr(hook)) for hook in value.values()]
+        f"{name}.{key}": [
+            getattr(hook, "__qualname__", type(hook).__qualname__) for hook in value.values()
+        ]
         for name, module in net.named_modules()
         for key, value in vars(module).items()
         if "hooks" in key and isinstance(value, dict)
     }
     shared = vars(torch_module).items()
     found |= {
-        key: [getattr(hook, "__qualname__", repr(hook)) for hook in value.values()]
+        key: [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in value.values()]
         for key, value in shared
         if key.startswith("_global") and isinstance(value, dict)
     }
