@@ -1,0 +1,33 @@
+"""Running summaries of activations: constant memory, any number of batches.
+
+A reduction sees batches one after the other and keeps a summary instead of the data. Split the
+data anywhere, reduce the parts and merge them in any order: the result is the same to rounding
+(except for :class:`Last` and a :class:`Fold` without ``merge``).
+"""
+
+from __future__ import annotations
+
+from scio_recorder.reductions.base import Reduction
+from scio_recorder.reductions.covariance import Covariance, CovarianceResult, PrincipalSpace
+from scio_recorder.reductions.extrema import Max, Min
+from scio_recorder.reductions.fold import Fold, Last
+from scio_recorder.reductions.histogram import Histogram, HistogramResult
+from scio_recorder.reductions.moments import Mean, Moments, MomentsResult
+from scio_recorder.reductions.quantiles import Quantiles
+
+__all__ = [
+    "Covariance",
+    "CovarianceResult",
+    "Fold",
+    "Histogram",
+    "HistogramResult",
+    "Last",
+    "Max",
+    "Mean",
+    "Min",
+    "Moments",
+    "MomentsResult",
+    "PrincipalSpace",
+    "Quantiles",
+    "Reduction",
+]

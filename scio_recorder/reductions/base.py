@@ -1,0 +1,375 @@
+"""What a reduction is, and what all reductions over samples have in common."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.labels import By, Label, group_by_label, in_order, labels_of
+from scio_recorder.reductions.numerics import working_dtype
+
+__all__ = ["Reduction", "SampleReduction", "undisturbed"]
+
+
+class Reduction(abc.ABC):
+    """A running summary of batches; derive from it to write your own.
+
+    One object summarises one layer. ``collect`` makes the others with `fresh`. Keep no reference
+    to what `update` is given: the network may overwrite it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> class Count(Reduction):
+    ...     def __init__(self): self.count = 0
+    ...     def update(self, activation, batch=None): self.count += len(activation)
+    ...     def merge(self, other): self.count += other.count
+    ...     def compute(self): return self.count
+    ...     def reset(self): self.count = 0
+    ...     def state_dict(self): return {"count": self.count}
+    ...     def load_state_dict(self, state): self.count = state["count"]
+    >>> count = Count()
+    >>> count.update(torch.zeros(5, 2))
+    >>> count.compute()
+    5
+    """
+
+    @abc.abstractmethod
+    def update(self, activation: Tensor, batch: Any = None) -> None:
+        """Take in an activation [batch, ...] and the loader's batch that it came from."""
+
+    @abc.abstractmethod
+    def merge(self, other: Self) -> None:
+        """Take in, in place, what another reduction of the same construction has seen."""
+
+    @abc.abstractmethod
+    def compute(self) -> Any:
+        """Return the result for all that was seen so far."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all that was seen."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: only tensors, numbers, strings, lists and dicts with string keys."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that a reduction of the same construction returned."""
+
+    def fresh(self) -> Self:
+        """Return a reduction of the same construction that has seen nothing."""
+        twin = copy.deepcopy(self)
+        twin.reset()
+        return twin
+
+
+@contextlib.contextmanager
+def undisturbed(device_type: str) -> Iterator[None]:
+    """Compute as if the caller had set no mode.
+
+    State made under ``inference_mode`` could never be updated outside it, and autocast would
+    multiply matrices in half precision.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+class SampleReduction(Reduction):
+    """A reduction over the samples of dimension 0, class by class with ``by``.
+
+    Subclasses name the attributes that make up their state and write `_add`, `_join` and `_result`;
+    everything else is here. Such an attribute is None until the first samples, and with ``by``
+    (where each class has a member of its own). Its annotation leaves that out, since `_result` is
+    only asked for after samples.
+    """
+
+    _state_names: ClassVar[tuple[str, ...]]
+    _takes_complex: ClassVar[bool] = False
+    _count: int
+    _shape: tuple[int, ...] | None
+    _dtype: torch.dtype | None
+    _members: dict[Label, Self]
+
+    def __init__(self, *, by: By | None = None) -> None:
+        self._by = by
+        self.reset()
+
+    # What a subclass writes.
+
+    @abc.abstractmethod
+    def _add(self, samples: Tensor) -> None:
+        """Take in samples [batch, ...], at least one."""
+
+    @abc.abstractmethod
+    def _join(self, other: Self) -> None:
+        """Take in another reduction; both have seen samples."""
+
+    @abc.abstractmethod
+    def _result(self) -> Any:
+        """Return the result, which must not alias the state."""
+
+    def _settle(self) -> None:
+        """Bring what is still buffered into the state; called before the state is read."""
+
+    def _options(self) -> dict[str, Any]:
+        """Return the constructor's arguments that the state depends on."""
+        return {}
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        """Return the part of the shape that must be the same in every batch."""
+        return tuple(samples.shape[1:])
+
+    # What a user calls.
+
+    def update(self, activation: Tensor, batch: Any = None) -> None:
+        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from.
+
+        Raises
+        ------
+        CollectError
+            If it is no dense tensor with a dimension of samples, if its samples have another
+            shape than those before, or if the labels do not fit.
+        """
+        self._check(activation)
+        with undisturbed(activation.device.type):
+            samples = activation.detach()
+            labels = None if self._by is None else labels_of(self._by, batch, len(samples))
+            if len(samples) == 0:
+                return
+            self._accept(samples)
+            if labels is None:
+                self._add(samples)
+            else:
+                self._add_labelled(samples, labels)
+            self._count += len(samples)
+
+    def merge(self, other: Self) -> None:
+        """Take in, in place, what another reduction of the same construction has seen.
+
+        Raises
+        ------
+        CollectError
+            If the other is of another construction or saw samples of another shape.
+        """
+        if type(other) is not type(self) or other._identity() != self._identity():
+            raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
+        if other._count == 0:
+            return
+        device = self._device() or other._device()
+        with undisturbed("cpu" if device is None else device.type):
+            if other is self or other._device() != device:
+                other = other._clone_on(device)
+            if self._count == 0:
+                self._adopt(other)
+                return
+            self._agree(other._shape)
+            self._settle()
+            other._settle()
+            self._join(other)
+            self._dtype = _promote(self._dtype, other._dtype)
+            self._count += other._count
+
+    def compute(self) -> Any:
+        """Return the result for all that was seen; with ``by``, by class label.
+
+        Raises
+        ------
+        CollectError
+            If nothing was seen yet.
+        """
+        if self._count == 0:
+            raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
+        device = self._device()
+        with undisturbed("cpu" if device is None else device.type):
+            self._settle()
+            return self._result() if self._by is None else self._labelled_result()
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        self._count = 0
+        self._shape = None
+        self._dtype = None
+        self._members = {}
+        for name in self._state_names:
+            setattr(self, name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
+        with undisturbed("cpu"):
+            self._settle()
+        state: dict[str, Any] = {"construction": self._identity(), "count": self._count}
+        if self._shape is not None:
+            state["shape"] = list(self._shape)
+        if self._dtype is not None:
+            state["dtype"] = str(self._dtype).removeprefix("torch.")
+        for name, value in self._state().items():
+            if value is not None:
+                state[name.removeprefix("_")] = map_tensors(_snapshot, value)
+        if self._members:
+            state["labels"] = list(self._members)
+            state["members"] = [member.state_dict() for member in self._members.values()]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that a reduction of the same construction returned.
+
+        Raises
+        ------
+        CollectError
+            If the state is of a reduction of another construction.
+        """
+        if state.get("construction") != self._identity():
+            raise CollectError(
+                f"A state of {state.get('construction')} can't be loaded into {self!r}, which "
+                f"is {self._identity()}; construct the reduction as when the state was written."
+            )
+        with undisturbed("cpu"):
+            self.reset()
+            self._count = state["count"]
+            self._shape = tuple(state["shape"]) if "shape" in state else None
+            self._dtype = getattr(torch, state["dtype"]) if "dtype" in state else None
+            names = [name for name in self._state_names if name.removeprefix("_") in state]
+            self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+            for label, inner in zip(state.get("labels", []), state.get("members", []), strict=True):
+                self._member(label).load_state_dict(inner)
+
+    def fresh(self) -> Self:
+        """Return a reduction of the same construction that has seen nothing."""
+        # The functions that the user gave are shared, never copied, also where they are objects.
+        functions = [value for value in vars(self).values() if callable(value)]
+        twin = copy.deepcopy(self, {id(function): function for function in functions})
+        twin.reset()
+        return twin
+
+    def __repr__(self) -> str:
+        given = [f"{key}={value!r}" for key, value in self._options().items()]
+        by = [] if self._by is None else [f"by={self._by!r}"]
+        return f"{type(self).__name__}({', '.join(given + by)})"
+
+    # What is common underneath.
+
+    def _identity(self) -> dict[str, Any]:
+        options = {key: value for key, value in self._options().items() if value is not None}
+        return {"kind": type(self).__name__, "by_class": self._by is not None, **options}
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._state_names}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _check(self, activation: object) -> None:
+        if not isinstance(activation, Tensor):
+            raise CollectError(
+                f"{self!r} reduces tensors and was given {type(activation).__name__}; choose a "
+                "tensor of it with transform=."
+            )
+        if activation.layout != torch.strided or activation.is_nested or activation.is_quantized:
+            raise CollectError(
+                f"{self!r} reduces dense tensors and was given a nested, sparse or quantised one; "
+                "make it dense with transform=."
+            )
+        if activation.ndim == 0:
+            raise CollectError(
+                f"{self!r} reduces over dimension 0 and was given a tensor without dimensions; "
+                "give it one value for each sample with transform=."
+            )
+        if activation.is_complex() and not self._takes_complex:
+            raise CollectError(
+                f"{self!r} is not defined for complex values; reduce torch.view_as_real(activation)"
+                " or activation.abs() with transform=."
+            )
+
+    def _accept(self, samples: Tensor) -> None:
+        self._agree(self._sample_shape(samples))
+        self._dtype = _promote(self._dtype, self._kept_dtype(samples))
+        if self._device() not in (None, samples.device):
+            self._place(samples.device)
+
+    def _kept_dtype(self, samples: Tensor) -> torch.dtype:
+        return working_dtype(samples.dtype)
+
+    def _agree(self, shape: tuple[int, ...] | None) -> None:
+        if self._shape is not None and shape != self._shape:
+            raise CollectError(
+                f"{self!r} was given samples of shape {shape} after samples of shape "
+                f"{self._shape}; bring them to one shape with transform=."
+            )
+        self._shape = shape
+
+    def _member(self, label: Label) -> Self:
+        if label not in self._members:
+            member = self.fresh()
+            member._by = None
+            self._members[label] = member
+        return self._members[label]
+
+    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
+        groups = group_by_label(labels)
+        for label, positions in groups.items():
+            index = torch.tensor(positions, device=samples.device)
+            part = samples if len(groups) == 1 else samples.index_select(0, index)
+            member = self._member(label)
+            member._accept(part)
+            member._add(part)
+            member._count += len(part)
+
+    def _join_members(self, other: Self) -> None:
+        for label, member in other._members.items():
+            self._member(label).merge(member)
+
+    def _labelled_result(self) -> Any:
+        return {label: self._members[label]._result() for label in in_order(self._members)}
+
+    def _adopt(self, other: Self) -> None:
+        self.load_state_dict(other.state_dict())
+
+    def _clone_on(self, device: torch.device | None) -> Self:
+        twin = self.fresh()
+        twin._adopt(self)
+        if device is not None:
+            twin._place(device)
+        return twin
+
+    def _device(self) -> torch.device | None:
+        found: list[torch.device] = []
+        map_tensors(lambda tensor: found.append(tensor.device), list(self._state().values()))
+        return found[0] if found else None
+
+    def _place(self, device: torch.device) -> None:
+        self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to the tensors in nested lists and dicts; anything else stays."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [map_tensors(function, item) for item in value]
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype | None:
+    if known is None or new is None:
+        return new or known
+    return torch.promote_types(known, new)

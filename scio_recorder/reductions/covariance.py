@@ -1,0 +1,264 @@
+"""Covariance of features, and the principal space that follows from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.base import SampleReduction
+from scio_recorder.reductions.labels import By, Label, in_order
+from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
+from scio_recorder.reductions.scatter import (
+    add_product,
+    centre_by_class,
+    chan_weights,
+    symmetric,
+)
+
+__all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
+
+# So many rows are multiplied at once: enough that the work for each block is cheap beside the
+# product, few enough that the block stays in the cache.
+_FEWEST_ROWS, _MOST_ROWS, _BLOCK_VALUES = 1024, 8192, 2**18
+
+
+class PrincipalSpace(NamedTuple):
+    """The directions of largest variance, and what is left.
+
+    ``mean`` [D], ``basis`` [k, D], ``residual_basis`` [D - k, D] and ``residual_singular_values``
+    [D - k], largest first; the rows of both bases are orthonormal.
+    """
+
+    mean: Tensor
+    basis: Tensor
+    residual_basis: Tensor
+    residual_singular_values: Tensor
+
+
+class CovarianceResult(NamedTuple):
+    """Number of rows, mean [D] and unbiased covariance [D, D]; with ``by``, dicts and pooled."""
+
+    count: int | dict[Label, int]  # type: ignore[assignment]  # as in MomentsResult
+    mean: Tensor | dict[Label, Tensor]
+    covariance: Tensor
+
+    def principal(self, k: int) -> PrincipalSpace:
+        """Split the features' space into the `k` principal directions and the rest.
+
+        Parameters
+        ----------
+        k : int
+            Number of principal directions, from 0 to D.
+
+        Returns
+        -------
+        PrincipalSpace
+            ``(mean, basis, residual_basis, residual_singular_values)``; the singular values are
+            those of the centred data matrix [rows, D] (zeros where it has less rows than D). With
+            ``by``, rows are centred at their class's mean, and ``mean`` is the mean of all rows.
+
+        Raises
+        ------
+        CollectError
+            If `k` is out of range or the covariance is not finite (fewer than two rows, nan).
+
+        Notes
+        -----
+        From the eigenvalues of the covariance, in float64. Those of float32 activations are right
+        to a few 1e-7 of the largest one, so that singular values below about 5e-4 of the largest
+        are not resolved; give float64 activations where they matter.
+        """
+        features = len(self.covariance)
+        if not 0 <= k <= features:
+            raise CollectError(
+                f"principal(k={k}) of {features} features; give k from 0 to {features}."
+            )
+        if not self.covariance.isfinite().all():
+            raise CollectError(
+                "principal() needs a finite covariance: at least two samples (with by=, two in one "
+                "class) and no nan or inf among the activations."
+            )
+        mean, degrees = self._pooled()
+        values, vectors = torch.linalg.eigh(self.covariance.double())
+        singular = (values.flip(0).clamp(min=0) * degrees).sqrt()
+        basis = vectors.flip(1).T.to(self.covariance.dtype)
+        residual = singular[k:].to(self.covariance.dtype)
+        return PrincipalSpace(mean, basis[:k].clone(), basis[k:].clone(), residual)
+
+    def _pooled(self) -> tuple[Tensor, int]:
+        """Return the mean of all rows and the degrees of freedom of the covariance."""
+        counts = list(self.count.values()) if isinstance(self.count, dict) else [self.count]
+        means = list(self.mean.values()) if isinstance(self.mean, dict) else [self.mean]
+        total = sum(counts)
+        shares = [count / total for count in counts]
+        weighted = [mean.double() * share for mean, share in zip(means, shares, strict=True)]
+        return torch.stack(weighted).sum(0).to(self.covariance.dtype), total - len(counts)
+
+
+class Covariance(SampleReduction):
+    """Count, mean and unbiased covariance of features.
+
+    Parameters
+    ----------
+    feature_dim : int, optional
+        The dimension that holds the features; every other position counts as a sample (1 for
+        convolution maps [batch, channels, height, width]). None flattens all but dimension 0.
+    by : callable, optional
+        ``batch -> labels [batch]``. The result's count and mean are then dicts from label to
+        value, and its covariance is the pooled within-class one, divided by n - classes.
+
+    Notes
+    -----
+    Blocks of rows are centred at their own mean and multiplied in the activation's precision; the
+    products are joined in float64 by the pairwise update of Chan, Golub and LeVeque (1979), which
+    stays exact where the mean is large beside the spread. Memory: one [D, D] matrix in float64 and
+    a block of 1024 rows or 2^18 values; with ``by`` a mean for each class in addition. Dtypes of
+    the results as for `Mean`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> covariance = Covariance()
+    >>> covariance.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    >>> count, mean, matrix = covariance.compute()
+    >>> matrix
+    tensor([[2., 4.],
+            [4., 8.]])
+    >>> covariance.compute().principal(1).residual_singular_values.shape
+    torch.Size([1])
+    """
+
+    _state_names = ("_labels", "_counts", "_means", "_scatter")
+    _labels: list[Label]
+    _counts: Tensor  # [classes]
+    _means: Tensor  # [classes, D]
+    _scatter: Tensor  # [D, D], complete on and above the diagonal only
+
+    def __init__(self, feature_dim: int | None = None, *, by: By | None = None) -> None:
+        self._feature_dim = feature_dim
+        super().__init__(by=by)
+
+    def _options(self) -> dict[str, Any]:
+        return {"feature_dim": self._feature_dim}
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        return feature_shape(samples.shape, self._feature_dim)
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._shift: Tensor | None = None
+        self._rows: RowBuffer | None = None
+        self._codes: list[Tensor] = []
+
+    def _add(self, samples: Tensor) -> None:
+        # Without by=, all rows are of one class, whose label is never shown.
+        self._encode([""])
+        self._add_coded(samples, None)
+
+    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
+        self._add_coded(samples, torch.tensor(self._encode(labels), device=samples.device))
+
+    def _add_coded(self, samples: Tensor, codes: Tensor | None) -> None:
+        samples = as_samples(samples, self._feature_dim)
+        samples = samples.byte() if samples.dtype == torch.bool else samples
+        rows, shift = self._ready_buffer(samples)
+        for values, place, first in rows.fill(samples):
+            # Near the first batch's mean, float32 is too coarse for the mean of the raw values;
+            # differences from that mean are exact.
+            torch.sub(values, shift, out=place)
+            if codes is not None:
+                count, positions = values.shape[:2]
+                self._codes.append(codes[first : first + count].repeat_interleave(positions))
+            if rows.full:
+                self._settle()
+
+    def _ready_buffer(self, samples: Tensor) -> tuple[RowBuffer, Tensor]:
+        width, dtype, device = samples.shape[-1], self._dtype, samples.device
+        assert dtype is not None
+        if self._rows is None or self._rows.rows.dtype != dtype:
+            self._settle()
+            strided = samples.stride(-1) != 1 and samples.stride(1) == 1
+            block = min(_MOST_ROWS, max(_FEWEST_ROWS, _BLOCK_VALUES // max(1, width)))
+            self._rows = RowBuffer(block, width, dtype, device, feature_major=strided)
+            self._shift = None
+        if self._shift is None:
+            self._shift = samples.to(dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
+        return self._rows, self._shift
+
+    def _encode(self, labels: list[Label]) -> list[int]:
+        """Return each label's row in the means, adding rows for new labels."""
+        known = {label: code for code, label in enumerate(self._labels or [])}
+        codes = [known.setdefault(label, len(known)) for label in labels]
+        self._labels = list(known)
+        return codes
+
+    def _settle(self) -> None:
+        """Bring the rows that wait in the buffer into the state."""
+        if self._rows is None or self._shift is None or not self._rows.used:
+            return
+        rows, codes = self._rows.filled, torch.cat(self._codes) if self._codes else None
+        self._rows.used, self._codes = 0, []
+        present, counts, means = centre_by_class(rows, codes)
+        self._grow(rows.shape[1], rows.device)
+        add_product(self._scatter, rows)
+        add_product(self._scatter, self._advance(present, counts, self._shift.double() + means))
+
+    def _grow(self, width: int, device: torch.device) -> None:
+        """Make room for the labels that are known by now."""
+        missing = len(self._labels or [])
+        if self._scatter is None:
+            self._scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
+            self._counts = torch.zeros(missing, dtype=torch.int64, device=device)
+            self._means = torch.zeros(missing, width, dtype=torch.float64, device=device)
+            return
+        missing -= len(self._counts)
+        self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
+        self._means = torch.cat([self._means, self._means.new_zeros(missing, width)])
+
+    def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> Tensor:
+        """Move the means of classes; return rows whose product completes the scatter."""
+        ours = self._counts[codes].double().unsqueeze(1)
+        share, weight = chan_weights(ours, counts.double().unsqueeze(1))
+        delta = means - self._means[codes]
+        self._means[codes] += delta * share
+        self._counts[codes] += counts
+        return delta * weight.sqrt()
+
+    def _join(self, other: Covariance) -> None:
+        codes = torch.tensor(self._encode(other._labels or []), device=other._means.device)
+        self._grow(other._means.shape[1], other._means.device)
+        self._scatter += other._scatter
+        add_product(self._scatter, self._advance(codes, other._counts, other._means))
+
+    def _device(self) -> torch.device | None:
+        return super()._device() if self._rows is None else self._rows.rows.device
+
+    def _place(self, device: torch.device) -> None:
+        self._settle()
+        super()._place(device)
+        self._rows = self._shift = None
+
+    def _result(self) -> CovarianceResult:
+        count = int(self._counts[0])
+        mean = self._means[0].to(self._dtype, copy=True)
+        return CovarianceResult(count, mean, self._matrix(count - 1))
+
+    def _labelled_result(self) -> CovarianceResult:
+        means = self._means.to(self._dtype)
+        counted = dict(zip(self._labels, self._counts.tolist(), strict=True))
+        averaged = {label: mean.clone() for label, mean in zip(self._labels, means, strict=True)}
+        labels = in_order(self._labels)
+        return CovarianceResult(
+            {label: counted[label] for label in labels},
+            {label: averaged[label] for label in labels},
+            self._matrix(sum(counted.values()) - len(labels)),
+        )
+
+    def _matrix(self, degrees: int) -> Tensor:
+        full = symmetric(self._scatter)
+        # Divided as tensors: without degrees of freedom it is nan, not ZeroDivisionError.
+        return full.div_(torch.full_like(full[:1, :1], degrees)).to(self._dtype)

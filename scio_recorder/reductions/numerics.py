@@ -1,0 +1,47 @@
+"""In which precision reductions compute, and how much of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["float32_products_are_exact", "portions", "working_dtype"]
+
+# float32 represents every value of these types; of anything wider float64 does, or nearly.
+_FITS_FLOAT32 = {
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+}
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that results have and differences are taken in."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    return torch.float32 if dtype in _FITS_FLOAT32 else torch.float64
+
+
+def portions(samples: Tensor) -> Iterator[Tensor]:
+    """Cut samples [batch, ...] so that temporaries stay small beside a large batch."""
+    per_sample = max(1, samples[0].numel())
+    return iter(torch.split(samples, max(64, 2**20 // per_sample)))
+
+
+def float32_products_are_exact(device: torch.device) -> bool:
+    """Tell whether matrix products of float32 tensors keep float32's precision here.
+
+    Users may allow TensorFloat32 or bfloat16 inside products, which is fine for a network
+    and ruins a covariance.
+    """
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if precision is None:  # before torch 2.9
+        return torch.get_float32_matmul_precision() == "highest"
+    return precision in ("none", "ieee")

@@ -1,0 +1,203 @@
+"""Quantiles from a mergeable summary with a proven rank error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.base import SampleReduction
+from scio_recorder.reductions.labels import By
+from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
+from scio_recorder.reductions.sketch import read_quantiles, sort_rows, thin
+
+__all__ = ["Quantiles"]
+
+
+class Quantiles(SampleReduction):
+    """Approximate quantiles, over all values of a layer or for each feature.
+
+    Parameters
+    ----------
+    q : float or sequence of float
+        The quantiles to return, from 0 (the minimum) to 1 (the maximum).
+    feature_dim : int, optional
+        The dimension that holds the features; every other position counts as a sample. None takes
+        all values together.
+    by : callable, optional
+        ``batch -> labels [batch]``; the result is then a dict from label to result.
+
+    Notes
+    -----
+    NOTE 1. A full block of raw values is sorted and thinned to `s` of them, evenly spaced in rank;
+    two summaries of the same weight are merged, sorted and thinned to every second value. This is
+    the deterministic scheme of Munro and Paterson (1980) as analysed by Manku, Rajagopalan and
+    Lindsay, "Approximate medians and other quantiles in one pass and with limited memory" (1998).
+    A thinning shifts ranks by at most half the weight of a value that it leaves, so of all N
+    values by N / 2 s a level, for any split and any order of merging. Reading adds as much.
+
+    The error in rank is therefore at most ``(2 + log2(N / block)) / (2 s)`` of N, with s = 4096 and
+    blocks of 65,536 over all values (0.32 % at 10^12 values), s = 2048 and blocks of 4,096 for each
+    feature (0.49 % at 10^9 values a feature); in practice it is several times smaller. Minimum
+    and maximum are exact, and up to one block everything is, with the linear interpolation of
+    ``torch.quantile``. Memory, in values of 4 bytes (8 for float64) for each feature: one block
+    and s for each doubling of it, so 0.5 MB over 10^8 values, and 66 kB a feature over 10^5.
+
+    nan has no rank and raises `CollectError`; infinite values are ordered as usual. The result,
+    [len(q)] or [len(q), features], has the dtype that `Mean` would give.
+
+    Examples
+    --------
+    >>> import torch
+    >>> quantiles = Quantiles([0.0, 0.5, 1.0])
+    >>> quantiles.update(torch.arange(11.0).reshape(11, 1))
+    >>> quantiles.compute()
+    tensor([ 0.,  5., 10.])
+    """
+
+    # A summary at level i has 2 ** i times the weight of one at level 0.
+    _state_names = ("_low", "_high", "_levels", "_summaries", "_odd", "_waiting")
+    _low: Tensor  # [features], of the blocks that were thinned
+    _high: Tensor
+    _levels: list[int]
+    _summaries: list[Tensor]  # each [features, s], sorted
+    _odd: int
+    _waiting: Tensor | None  # [rows, features], raw; None also where none wait
+
+    def __init__(
+        self,
+        q: float | Sequence[float],
+        feature_dim: int | None = None,
+        *,
+        by: By | None = None,
+    ) -> None:
+        self._q = [float(q)] if isinstance(q, int | float) else [float(value) for value in q]
+        if not self._q or not all(0 <= value <= 1 for value in self._q):
+            raise CollectError(f"Quantiles(q={q!r}): give one or more numbers from 0 to 1.")
+        self._feature_dim = feature_dim
+        self._size, self._block = (4096, 2**16) if feature_dim is None else (2048, 4096)
+        super().__init__(by=by)
+
+    def _options(self) -> dict[str, Any]:
+        return {"feature_dim": self._feature_dim}
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"(q={self._q}, ", 1)
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        # All values together are alike, whatever the shape that they come in.
+        if self._feature_dim is None:
+            return ()
+        return feature_shape(samples.shape, self._feature_dim)
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._buffer: RowBuffer | None = None
+
+    def _accept(self, samples: Tensor) -> None:
+        super()._accept(samples)
+        missing = int(samples.isnan().sum())
+        if missing:
+            raise CollectError(
+                f"{self!r} was given {missing} nan among {samples.numel()} values, which have no "
+                "rank; replace or drop them with transform=, for example torch.nan_to_num."
+            )
+
+    def _add(self, samples: Tensor) -> None:
+        if self._feature_dim is None:
+            self._add_rows(samples.reshape(-1, 1, 1))
+        else:
+            self._add_rows(as_samples(samples, self._feature_dim))
+
+    def _add_rows(self, rows: Tensor) -> None:
+        buffer = self._ready_buffer(rows)
+        for values, place, _ in buffer.fill(rows):
+            place.copy_(values)
+            if buffer.full:
+                self._summarise(buffer)
+
+    def _ready_buffer(self, rows: Tensor) -> RowBuffer:
+        width, dtype = rows.shape[-1], self._dtype
+        assert dtype is not None
+        if self._buffer is None or self._buffer.rows.dtype != dtype:
+            self._settle()
+            self._buffer = RowBuffer(self._block, width, dtype, rows.device, feature_major=True)
+        if self._waiting is not None:
+            # Less than a block, so nothing needs to be summarised here.
+            for values, place, _ in self._buffer.fill(self._waiting.unsqueeze(1)):
+                place.copy_(values)
+            self._waiting = None
+        return self._buffer
+
+    def _summarise(self, buffer: RowBuffer) -> None:
+        ordered = sort_rows(buffer.columns)
+        buffer.used = 0
+        self._widen(ordered[:, 0], ordered[:, -1])
+        self._carry(0, thin(ordered, self._block // self._size, self._next_odd()))
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
+        self._low = low.clone() if self._low is None else torch.minimum(self._low, low)
+        self._high = high.clone() if self._high is None else torch.maximum(self._high, high)
+
+    def _next_odd(self) -> int:
+        self._odd = 1 - (self._odd or 0)
+        return self._odd
+
+    def _carry(self, level: int, summary: Tensor) -> None:
+        """Add a summary as one adds a binary digit: two of a level make one of the next."""
+        present = dict(zip(self._levels or [], self._summaries or [], strict=True))
+        while level in present:
+            both = torch.cat([present.pop(level), summary], dim=1)
+            summary = thin(sort_rows(both), 2, self._next_odd())
+            level += 1
+        present[level] = summary
+        self._levels, self._summaries = list(present), list(present.values())
+
+    def _join(self, other: Quantiles) -> None:
+        self._join_members(other)
+        for level, summary in zip(other._levels or [], other._summaries or [], strict=True):
+            self._carry(level, summary.clone())
+        if other._low is not None:
+            self._widen(other._low, other._high)
+        if other._waiting is not None:
+            self._add_rows(other._waiting.unsqueeze(1))
+
+    def _settle(self) -> None:
+        """Bring the rows that wait in the buffer into the state, as they are."""
+        if self._buffer is not None and self._buffer.used:
+            self._waiting = self._buffer.filled.clone()
+            self._buffer.used = 0
+
+    def _device(self) -> torch.device | None:
+        return super()._device() if self._buffer is None else self._buffer.rows.device
+
+    def _place(self, device: torch.device) -> None:
+        self._settle()
+        super()._place(device)
+        self._buffer = None
+
+    def _result(self) -> Tensor:
+        self._settle()
+        raw = [] if self._waiting is None else [self._waiting.T]
+        summaries = self._summaries or []
+        values = torch.cat([*raw, *summaries], dim=1)
+        low, high = values.amin(1), values.amax(1)
+        if self._low is not None:
+            low, high = torch.minimum(low, self._low), torch.maximum(high, self._high)
+        q = torch.tensor(self._q, dtype=torch.float64, device=values.device)
+        result = read_quantiles(values, self._weights(values.device), low, high, q)
+        result = result.to(self._dtype)
+        return result.squeeze(1) if self._feature_dim is None else result
+
+    def _weights(self, device: torch.device) -> Tensor:
+        """Return for how many values each one stands: the raw ones, then level by level."""
+        rows = 0 if self._waiting is None else len(self._waiting)
+        counts = [rows] + [self._size] * len(self._levels or [])
+        step = self._block // self._size
+        weights = [1.0] + [float(step * 2**level) for level in self._levels or []]
+        each = torch.tensor(weights, dtype=torch.float64, device=device)
+        return each.repeat_interleave(torch.tensor(counts, device=device))
