@@ -10,14 +10,13 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from torch import nn
 
 from scio_recorder import architecture_json
 from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, as_label, parse_label
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["Architecture", "DepthIdx", "Label", "Layer", "TensorSpec"]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, shapes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 __all__ = ["decode", "encode"]
 

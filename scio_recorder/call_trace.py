@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.jit import ScriptModule
+from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.isolation import copy_inputs
 from scio_recorder.layer import describe, shapes_of
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Call", "CallTrace"]
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from torchinfo import ModelStatistics, summary
 from torchinfo import torchinfo as engine
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.tree import map_tensors, tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import torch
-    from torch import nn
 
 __all__ = ["LayerInfo", "ModelStatistics", "forgiving", "layer_name", "point_to", "summary"]
 

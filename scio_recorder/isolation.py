@@ -1,23 +1,27 @@
-"""Running a net without leaving a trace: copies of it, and global state that is put back."""
+"""Copies of a net and of its inputs, that can be used without changing these."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import random
-import sys
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["copy_inputs", "copy_net", "preserved_rng", "quiet", "restored"]
+__all__ = [
+    "CopyTensors",
+    "OriginalCalledError",
+    "are_large",
+    "clone",
+    "copy_inputs",
+    "copy_net",
+    "refusing_calls",
+]
 
 TensorCopier: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -25,7 +29,7 @@ TensorCopier: TypeAlias = Callable[[Tensor], Tensor]
 # leaves no trace; beyond it, the copy shares their memory.
 CLONED_PARAMETER_BYTES = 1 << 30
 
-_HOOKS = (
+HOOK_DICTIONARIES = (
     "_backward_pre_hooks",
     "_backward_hooks",
     "_forward_hooks",
@@ -41,7 +45,7 @@ _HOOKS = (
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype)
 
 
-class _CopyTensors(TorchFunctionMode):
+class CopyTensors(TorchFunctionMode):
     """Make ``copy.deepcopy`` copy every tensor with the given function, wherever it meets one."""
 
     def __init__(self, copier: TensorCopier) -> None:
@@ -60,7 +64,11 @@ class _CopyTensors(TorchFunctionMode):
 
 
 def copy_net(
-    net: nn.Module, *, keep_hooks: bool = False, copier: TensorCopier | None = None
+    net: nn.Module,
+    *,
+    keep_hooks: bool = False,
+    copier: TensorCopier | None = None,
+    share_uncopyable: bool = True,
 ) -> nn.Module:
     """Return a copy of a net that can be run without changing the net.
 
@@ -73,6 +81,9 @@ def copy_net(
     copier : callable, optional
         Copies each tensor, parameters included. By default tensors are cloned, except for
         parameters that together are larger than 1 GiB, which share their memory.
+    share_uncopyable : bool
+        Whether attributes that can't be copied are shared, or the copy fails with the exception
+        that they raise.
 
     Returns
     -------
@@ -86,11 +97,13 @@ def copy_net(
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
-    with torch.no_grad(), _CopyTensors(copier or _clone):
+    with torch.no_grad(), CopyTensors(copier or clone):
         memo = _first_memo(net, keep_hooks, copier)
         try:
             return copy.deepcopy(net, memo)
         except Exception:
+            if not share_uncopyable:
+                raise
             return _copy_by_module(net, _first_memo(net, keep_hooks, copier))
 
 
@@ -115,137 +128,52 @@ def copy_inputs(inputs: Any, *, share_memory: bool = False) -> Any:
     >>> copy_inputs({"x": x})["x"] is x
     False
     """
-    with torch.no_grad(), _CopyTensors(torch.detach if share_memory else _clone):
+    with torch.no_grad(), CopyTensors(torch.detach if share_memory else clone):
         try:
             return copy.deepcopy(inputs)
         except Exception:
             return inputs
 
 
+class OriginalCalledError(BaseException):
+    """The copy of a net called a module of the net. No ``except Exception`` may catch it."""
+
+
 @contextlib.contextmanager
-def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
-    """Give back to a net, at the end of the block, every attribute and value that it had.
+def refusing_calls(net: nn.Module) -> Iterator[None]:
+    """Raise :class:`OriginalCalledError` when this thread calls a module of the net.
 
     Parameters
     ----------
     net : torch.nn.Module
-        The net. Parameters that together are larger than 1 GiB keep in-place changes.
-    keep_hooks : bool
-        Whether the user's hooks stay for the length of the block.
+        The original of a copy that is run in the block. A closure that the copy shares with it may
+        lead back to it.
 
     Examples
     --------
-    >>> net = nn.BatchNorm1d(2)
-    >>> with restored(net):
-    ...     _ = net(torch.randn(8, 2))
-    >>> int(net.num_batches_tracked)
-    0
+    >>> net = nn.ReLU()
+    >>> with refusing_calls(net):
+    ...     net(torch.ones(1))
+    Traceback (most recent call last):
+    scio_recorder.isolation.OriginalCalledError
     """
-    modules = list(net.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    contents = [_contents(value) for saved in attributes for value in saved.values()]
-    tensors = [_TensorState(tensor) for tensor in _state_tensors(net)]
-    try:
-        if not keep_hooks:
-            for module in modules:
-                vars(module).update(
-                    {name: OrderedDict() for name in _HOOKS if name in vars(module)}
-                )
-        yield
-    finally:
-        for module, saved in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(saved)
-        for restore in contents:
-            restore()
-        for state in tensors:
-            state.restore()
+    thread = threading.get_ident()
 
+    def refuse(module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            raise OriginalCalledError
 
-@contextlib.contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Put every global random number generator back as it was.
-
-    Examples
-    --------
-    >>> before = torch.get_rng_state()
-    >>> with preserved_rng():
-    ...     _ = torch.rand(3)
-    >>> torch.equal(torch.get_rng_state(), before)
-    True
-    """
-    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    # Asking a device that is not in use would initialise it.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    plain = [module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    handles = [module.register_forward_pre_hook(refuse) for module in plain]
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
+        for handle in handles:
+            handle.remove()
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what this thread prints, and warnings.
-
-    Examples
-    --------
-    >>> with quiet():
-    ...     print("not seen")
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with (
-            contextlib.redirect_stdout(_Muted(sys.stdout)),
-            contextlib.redirect_stderr(_Muted(sys.stderr)),
-        ):
-            yield
-
-
-class _Muted:
-    """A stream that drops what its own thread writes: other threads go on printing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self._thread:
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _TensorState:
-    """The memory and the values of one tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._data = tensor.data
-        self._requires_grad = tensor.requires_grad
-        self._version = None if tensor.is_inference() else tensor._version
-        self._values = _clone(tensor)
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            # `net.to(device)` swaps the memory under a parameter.
-            if self._tensor.data_ptr() != self._data.data_ptr():
-                self._tensor.data = self._data
-            if self._version is None or self._tensor._version != self._version:
-                self._data.copy_(self._values)
-        if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
-            self._tensor.requires_grad_(self._requires_grad)
-
-
-def _clone(tensor: Tensor) -> Tensor:
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy outside any graph that requires a gradient where a leaf does."""
     clone = tensor.detach().clone()
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 
@@ -256,11 +184,13 @@ def _share(parameter: Tensor) -> Tensor:
 
 def _first_memo(net: nn.Module, keep_hooks: bool, copier: TensorCopier | None) -> dict[int, Any]:
     memo: dict[int, Any] = {}
-    copy_parameter = copier or (_share if _are_large(net) else None)
+    copy_parameter = copier or (_share if are_large(net) else None)
     for module in net.modules():
         if not keep_hooks:
             memo |= {
-                id(vars(module)[name]): OrderedDict() for name in _HOOKS if name in vars(module)
+                id(vars(module)[name]): OrderedDict()
+                for name in HOOK_DICTIONARIES
+                if name in vars(module)
             }
         if copy_parameter is not None:
             for parameter in module.parameters(recurse=False):
@@ -268,7 +198,8 @@ def _first_memo(net: nn.Module, keep_hooks: bool, copier: TensorCopier | None) -
     return memo
 
 
-def _are_large(net: nn.Module) -> bool:
+def are_large(net: nn.Module) -> bool:
+    """Whether cloning the parameters would take too much memory."""
     return sum(parameter.nbytes for parameter in net.parameters()) > CLONED_PARAMETER_BYTES
 
 
@@ -300,19 +231,3 @@ def _copy_or_share(value: Any, memo: dict[int, Any]) -> Any:
         return value
     memo.update(attempt)
     return copied
-
-
-def _state_tensors(net: nn.Module) -> list[Tensor]:
-    buffers = list(net.buffers())
-    return buffers if _are_large(net) else [*net.parameters(), *buffers]
-
-
-def _contents(value: Any) -> Callable[[], None]:
-    """Return what puts the items of a container back into it."""
-    if isinstance(value, dict):
-        items = dict(value)
-        return lambda: (value.clear(), value.update(items))[1]  # type: ignore[func-returns-value]
-    if isinstance(value, list):
-        elements = list(value)
-        return lambda: value.__setitem__(slice(None), elements)
-    return lambda: None

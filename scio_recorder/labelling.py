@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,9 @@ from scio_recorder.forgiving_torchinfo import (
     point_to,
     summary,
 )
-from scio_recorder.isolation import copy_inputs, copy_net, preserved_rng, quiet, restored
+from scio_recorder.isolation import OriginalCalledError, copy_inputs, copy_net, refusing_calls
 from scio_recorder.layer import describe, shapes_of
+from scio_recorder.restoring import preserved_rng, quiet, restored
 from scio_recorder.supported import check_supported
 
 __all__ = ["label_net"]
@@ -144,7 +144,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
 def _label_once(net: nn.Module, keywords: dict[str, Any], keep_hooks: bool) -> _Labelled:
     twin = _faithful_copy(net, keep_hooks)
     if twin is not None:
-        with contextlib.suppress(_OriginalWasCalled), _guarding(net):
+        with contextlib.suppress(OriginalCalledError), refusing_calls(net):
             return _dry_run(twin, keywords, net)
     # Something in the net, a closure for one, leads from the copy back to the net.
     with restored(net, keep_hooks=keep_hooks):
@@ -161,27 +161,6 @@ def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
     own = {id(module) for module in net.modules()}
     is_separate = not any(id(module) in own for module in twin.modules())
     return twin if is_separate and names == copied else None
-
-
-class _OriginalWasCalled(BaseException):
-    """The copy of a net called a module of the net."""
-
-
-@contextlib.contextmanager
-def _guarding(net: nn.Module) -> Iterator[None]:
-    thread = threading.get_ident()
-
-    def refuse(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:
-            raise _OriginalWasCalled
-
-    plain = [module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    handles = [module.register_forward_pre_hook(refuse) for module in plain]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

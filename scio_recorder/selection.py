@@ -7,15 +7,13 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from scio_recorder.architecture import Architecture, DepthIdx, Label, Layer
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import as_label, parse_label
-
-if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx, Label, Layer
 
 __all__ = ["select"]
 

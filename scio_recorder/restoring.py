@@ -1,0 +1,159 @@
+"""Running a net without leaving a trace: its state and global state are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.isolation import HOOK_DICTIONARIES, are_large, clone
+
+__all__ = ["preserved_rng", "quiet", "restored"]
+
+
+@contextlib.contextmanager
+def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
+    """Give back to a net, at the end of the block, every attribute and value that it had.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. Parameters that together are larger than 1 GiB keep in-place changes.
+    keep_hooks : bool
+        Whether the user's hooks stay for the length of the block.
+
+    Examples
+    --------
+    >>> net = nn.BatchNorm1d(2)
+    >>> with restored(net):
+    ...     _ = net(torch.randn(8, 2))
+    >>> int(net.num_batches_tracked)
+    0
+    """
+    modules = list(net.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    contents = [_contents(value) for saved in attributes for value in saved.values()]
+    tensors = [_TensorState(tensor) for tensor in _state_tensors(net)]
+    try:
+        if not keep_hooks:
+            for module in modules:
+                vars(module).update(
+                    {name: OrderedDict() for name in HOOK_DICTIONARIES if name in vars(module)}
+                )
+        yield
+    finally:
+        for module, saved in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(saved)
+        for restore in contents:
+            restore()
+        for state in tensors:
+            state.restore()
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Put every global random number generator back as it was.
+
+    Examples
+    --------
+    >>> before = torch.get_rng_state()
+    >>> with preserved_rng():
+    ...     _ = torch.rand(3)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    # Asking a device that is not in use would initialise it.
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what this thread prints, and warnings.
+
+    Examples
+    --------
+    >>> with quiet():
+    ...     print("not seen")
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            contextlib.redirect_stdout(_Muted(sys.stdout)),
+            contextlib.redirect_stderr(_Muted(sys.stderr)),
+        ):
+            yield
+
+
+class _Muted:
+    """A stream that drops what its own thread writes: other threads go on printing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _TensorState:
+    """The memory and the values of one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._data = tensor.data
+        self._requires_grad = tensor.requires_grad
+        self._version = None if tensor.is_inference() else tensor._version
+        self._values = clone(tensor)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            # `net.to(device)` swaps the memory under a parameter.
+            if self._tensor.data_ptr() != self._data.data_ptr():
+                self._tensor.data = self._data
+            if self._version is None or self._tensor._version != self._version:
+                self._data.copy_(self._values)
+        if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
+            self._tensor.requires_grad_(self._requires_grad)
+
+
+def _state_tensors(net: nn.Module) -> list[Tensor]:
+    buffers = list(net.buffers())
+    return buffers if are_large(net) else [*net.parameters(), *buffers]
+
+
+def _contents(value: Any) -> Callable[[], None]:
+    """Return what puts the items of a container back into it."""
+    if isinstance(value, dict):
+        items = dict(value)
+        return lambda: (value.clear(), value.update(items))[1]  # type: ignore[func-returns-value]
+    if isinstance(value, list):
+        elements = list(value)
+        return lambda: value.__setitem__(slice(None), elements)
+    return lambda: None

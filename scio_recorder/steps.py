@@ -1,0 +1,159 @@
+"""Where in its source a traceback was, and whether a branch was taken there."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+__all__ = ["Step", "is_returned", "steps_of", "takes_branch"]
+
+_Position = tuple[int, int, int, int]
+# What a branch compiles to, for code without source.
+_BRANCHING = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "GET_ITER", "FOR_ITER")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a traceback: the instruction at which a frame was."""
+
+    filename: str
+    name: str
+    line: int
+    operation: str
+    # First and last line, first and last column in bytes; None where Python does not keep them.
+    position: _Position | None
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.filename, self.line).strip()
+        return f"{self.filename}:{self.line}" + (f" ({text})" if text else "")
+
+
+def steps_of(traceback: TracebackType | None) -> list[Step]:
+    """Return the entries of a traceback, the outermost first.
+
+    Parameters
+    ----------
+    traceback : types.TracebackType or None
+        Of an exception that was caught.
+
+    Returns
+    -------
+    list of Step
+        One for each frame.
+
+    Examples
+    --------
+    >>> try:
+    ...     1 / 0
+    ... except ZeroDivisionError as error:
+    ...     [step.operation for step in steps_of(error.__traceback__)]
+    ['BINARY_OP']
+    """
+    steps = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        index = traceback.tb_lasti // 2
+        numbers = next((p for i, p in enumerate(code.co_positions()) if i == index), None)
+        known = numbers is not None and None not in numbers
+        steps.append(
+            Step(
+                filename=code.co_filename,
+                name=code.co_name,
+                line=traceback.tb_lineno,
+                operation=dis.opname[code.co_code[traceback.tb_lasti]],
+                position=numbers if known else None,  # type: ignore[arg-type]
+            )
+        )
+        traceback = traceback.tb_next
+    return steps
+
+
+def takes_branch(step: Step) -> bool:
+    """Whether the value that a step works on decides which code runs next.
+
+    Parameters
+    ----------
+    step : Step
+        The step.
+
+    Returns
+    -------
+    bool
+        True in the head of a branch or a loop, except where the other way is an exception.
+
+    Examples
+    --------
+    >>> takes_branch(Step("<no source>", "forward", 1, "GET_ITER", None))
+    True
+    """
+    tree = _parsed(step)
+    nodes = list(ast.walk(tree)) if tree else []
+    if any(_holds(node, step) for node in nodes if _is_check(node)):
+        return False
+    # The instruction of a branch bears the position of its whole statement in some Pythons.
+    if step.operation.startswith(_BRANCHING):
+        return True
+    return any(_holds(head, step) for node in nodes for head in _heads(node))
+
+
+def is_returned(step: Step) -> bool:
+    """Whether a step is part of what its function returns.
+
+    Parameters
+    ----------
+    step : Step
+        The step.
+
+    Returns
+    -------
+    bool
+        False where there is no source.
+
+    Examples
+    --------
+    >>> is_returned(Step("<no source>", "forward", 1, "CALL", None))
+    False
+    """
+    tree = _parsed(step)
+    returns = (node for node in ast.walk(tree) if isinstance(node, ast.Return)) if tree else ()
+    return any(_holds(node, step) for node in returns)
+
+
+def _parsed(step: Step) -> ast.Module | None:
+    if step.position is None:
+        return None
+    try:
+        return ast.parse("".join(linecache.getlines(step.filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Whether a statement only decides whether to raise."""
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(isinstance(statement, ast.Raise) for statement in node.body)
+    return isinstance(node, ast.Assert)
+
+
+def _heads(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.If | ast.While | ast.IfExp):
+        yield node.test
+    elif isinstance(node, ast.For | ast.comprehension):
+        yield node.iter
+        yield from getattr(node, "ifs", ())
+    elif isinstance(node, ast.Match):
+        yield node.subject
+    elif isinstance(node, ast.BoolOp):
+        yield from node.values[:-1]
+
+
+def _holds(node: ast.AST, step: Step) -> bool:
+    assert step.position is not None
+    first, last, column, end_column = step.position
+    begin = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+    end = (getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0))
+    return begin <= (first, column) and (last, end_column) <= end
