@@ -1,0 +1,109 @@
+"""A recorder under `torch.compile(fullgraph=True)`: the eager records, and no graph break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import RecorderError
+from tests.nets.base import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Tracing is what can break; the code generator behind it would only cost time here.
+BACKENDS = ("eager", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Sequential(linear(), nn.Tanh()))
+
+
+def recorder(net: nn.Module, *selectors: str) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors)
+    return rnet
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_recorder_gives_the_records_of_the_eager_net(backend: str, grad: bool) -> None:
+    net = small_net()
+    rnet = recorder(net, "0", "1", "2.0", "2")
+    compiled = torch.compile(rnet, fullgraph=True, backend=backend)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            output = compiled(x)
+            first = net[0].forward(x)
+            hidden = net[2][0].forward(torch.relu(first))
+            torch.testing.assert_close(rnet.activations["0"], first)
+            torch.testing.assert_close(rnet.activations["1"], torch.relu(first))
+            torch.testing.assert_close(rnet.activations["2.0"], hidden)
+            torch.testing.assert_close(rnet.activations["2"], torch.tanh(hidden))
+            torch.testing.assert_close(output, torch.tanh(hidden))
+            assert not any(value.requires_grad for value in rnet.activations.values())
+
+
+def test_compiled_recorder_intervenes_and_trains() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    compiled = torch.compile(rnet, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 4)
+    output = compiled(x, activation_postproc=double)
+    truth = torch.tanh(net[2][0].forward(torch.relu(net[0].forward(x) * 2)))
+    torch.testing.assert_close(output, truth)
+    torch.testing.assert_close(rnet.activations["0"], net[0].forward(x))
+    output.sum().backward()
+    mine = net[0].weight.grad.clone()
+    net.zero_grad()
+    truth.sum().backward()
+    torch.testing.assert_close(mine, net[0].weight.grad)
+
+
+def test_compiled_and_eager_passes_alternate() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    compiled = torch.compile(rnet, fullgraph=True, backend="eager")
+    for call in (compiled, rnet, compiled, rnet):
+        x = torch.randn(3, 4)
+        call(x)
+        torch.testing.assert_close(rnet.activations["0"], net[0].forward(x))
+
+
+def test_net_that_is_compiled_already_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RecorderError, match="compile"):
+        Recorder(torch.compile(small_net(), backend="eager"), input_size=(3, 4), verbose=0)
+
+
+def test_compiled_part_of_an_eager_net_is_not_silently_missing() -> None:
+    net = nn.Sequential(linear(), nn.Sequential(linear(), nn.Tanh()))
+    rnet = recorder(net, "0", "1.0")
+    rnet(torch.randn(3, 4))
+    net[1].compile(backend="eager")
+    rnet.remove()
+    rnet = recorder(net, "0", "1.0")
+    x = torch.randn(3, 4)
+    try:
+        rnet(x)
+    except RecorderError as error:
+        missing = str(error)
+    else:
+        missing = ""
+        torch.testing.assert_close(rnet.activations["1.0"], net[1][0].forward(net[0].forward(x)))
+    assert missing == "" or "1.0" in missing
