@@ -1,0 +1,21 @@
+"""The disk format: layers of samples in a folder, durable chunk by chunk.
+
+This package knows tensors, sample ids and settings, and nothing of nets. ``docs/disk-format.md``
+specifies what it writes.
+"""
+
+from scio_recorder.disk.ids import SampleIds
+from scio_recorder.disk.jsons import JSON
+from scio_recorder.disk.reader import FileReport, RunReader
+from scio_recorder.disk.tables import TensorSpec
+from scio_recorder.disk.writer import RunWriter, holds_recording
+
+__all__ = [
+    "JSON",
+    "FileReport",
+    "RunReader",
+    "RunWriter",
+    "SampleIds",
+    "TensorSpec",
+    "holds_recording",
+]

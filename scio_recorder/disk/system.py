@@ -1,0 +1,47 @@
+"""The operating-system calls of the disk format, in one place.
+
+Everything that touches the file system goes through these names, so that a test can make any single
+one of them fail, fall short or never return.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+__all__ = [
+    "close",
+    "flock",
+    "fstat",
+    "fsync",
+    "ftruncate",
+    "list_names",
+    "map_file",
+    "mkdir",
+    "open_file",
+    "pread",
+    "rename",
+    "stat",
+    "unlink",
+    "write",
+]
+
+close = os.close
+flock = fcntl.flock
+fstat = os.fstat
+fsync = os.fsync
+ftruncate = os.ftruncate
+list_names = os.listdir
+mkdir = os.mkdir
+open_file = os.open
+pread = os.pread
+rename = os.rename
+stat = os.stat
+unlink = os.unlink
+write = os.write
+
+
+def map_file(descriptor: int, length: int) -> mmap.mmap:
+    """Map the first ``length`` bytes of an open file, for reading."""
+    return mmap.mmap(descriptor, length, access=mmap.ACCESS_READ)
