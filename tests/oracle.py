@@ -27,6 +27,7 @@ class Leaf:
 
     value: Tensor
     requires_grad: bool
+    kind: type = Tensor
     aliased: bool = False
     gradient: Tensor | None = None
 
@@ -68,7 +69,9 @@ def snapshot(value: Any, make: Callable[[Tensor], Leaf], seen: tuple[int, ...] =
 
 def plain_leaf(tensor: Tensor) -> Leaf:
     """Copy a tensor with the numbers, conjugation resolved, and nothing of its graph."""
-    return Leaf(tensor.detach().clone(), tensor.requires_grad)
+    # A record of a returned parameter is no parameter: it must not be trained.
+    kind = Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
+    return Leaf(tensor.detach().clone(), tensor.requires_grad, kind)
 
 
 def freeze(value: Any) -> Any:
@@ -99,6 +102,11 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal dtype, shape, layout and bytes: NaN equals NaN, 0.0 does not equal -0.0."""
     if (left.dtype, left.shape, left.layout) != (right.dtype, right.shape, right.layout):
         return False
+    if left.layout == torch.sparse_csr:
+        one, two = left.detach(), right.detach()
+        rows = same_bits(one.crow_indices(), two.crow_indices())
+        columns = same_bits(one.col_indices(), two.col_indices())
+        return rows and columns and same_bits(one.values(), two.values())
     if left.layout == torch.sparse_coo:
         one, two = left.detach().coalesce(), right.detach().coalesce()
         return same_bits(one.indices(), two.indices()) and same_bits(one.values(), two.values())
@@ -115,6 +123,8 @@ def differences(record: Any, truth: Any, where: str = "") -> list[str]:
     if type(record) is not type(truth):
         return [f"{where}: {type(record).__name__} for {type(truth).__name__}"]
     if isinstance(truth, Leaf):
+        if record.kind is not truth.kind:
+            return [f"{where}: {record.kind} for {truth.kind}"]
         return _tensor_differences(record.value, truth.value, where)
     if not isinstance(truth, Node):
         return [] if record == truth else [f"{where}: {record!r} for {truth!r}"]

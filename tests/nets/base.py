@@ -34,8 +34,8 @@ class Case:
     partial_backward: bool = True
     # torch takes another kernel when modules carry hooks: the bare output differs in rounding.
     hooks_change_kernel: bool = False
-    # Module attributes that the net itself assigns in forward.
-    state: tuple[str, ...] = ()
+    # Modules whose output something else holds and overwrites: the record may be off the graph.
+    held: tuple[str, ...] = ()
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(1234)

@@ -174,7 +174,7 @@ def optional_branch() -> nn.Module:
     return Optional()
 
 
-@CASES.add(vectors, state=("steps", "last_seen"))
+@CASES.add(vectors)
 def counts_its_calls() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
         net.steps += 1

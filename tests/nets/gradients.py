@@ -131,6 +131,21 @@ def own_function() -> nn.Module:
     return nn.Sequential(linear(), Net(lambda _, x: Doubled.apply(x)), nn.ReLU(inplace=True))
 
 
+@CASES.add(vectors, inference=False)
+def leaf_made_inside() -> nn.Module:
+    """A module returns a leaf of its own making, and the net differentiates to it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            start = net.start(x)
+            energy = net.first(start).square().sum()
+            (force,) = torch.autograd.grad(energy, start)
+        return net.last(x + force)
+
+    start = Net(lambda _, x: x.detach().clone().requires_grad_())
+    return Net(forward, start=start, first=linear(), last=linear())
+
+
 @CASES.add(vectors)
 def detached_branch() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.nets.base import Net, Table, images, linear, vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CASES = Table()
 
@@ -132,20 +135,41 @@ def change_of_every_view() -> nn.Module:
     return Net(forward, first=linear(), split=Net(split), last=linear())
 
 
-@CASES.add(vectors, state=("cache",))
-def cached_output_changed_later() -> nn.Module:
+def _caching(keep: Callable[[Tensor], Tensor], change: Callable[[Tensor], object]) -> nn.Module:
+    """A module that keeps something of its output, which the net then changes."""
+
     def inner(net: Any, x: Tensor) -> Tensor:
-        net.cache = net.linear(x)
-        return net.cache
+        result = net.linear(x)
+        net.cache = keep(result)
+        return result
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        hidden = net.inner(x)
-        result = net.last(hidden * 2)
+        result = net.last(net.inner(x) * 2)
         with torch.no_grad():
-            net.inner.cache.zero_()
+            change(net.inner.cache)
         return result
 
     return Net(forward, inner=Net(inner, linear=linear(), cache=None), last=linear())
+
+
+@CASES.add(vectors, held=("inner",))
+def cached_output_changed_later() -> nn.Module:
+    return _caching(lambda result: result, lambda cache: cache.zero_())
+
+
+@CASES.add(vectors, held=("inner",))
+def cached_view_changed_later() -> nn.Module:
+    return _caching(lambda result: result[0], lambda cache: cache.zero_())
+
+
+@CASES.add(vectors, held=("inner",))
+def cached_alias_off_the_graph_changed_later() -> nn.Module:
+    return _caching(lambda result: result.detach(), lambda cache: cache.fill_(3))
+
+
+@CASES.add(vectors, held=("inner",))
+def cached_in_a_list_changed_later() -> nn.Module:
+    return _caching(lambda result: [result], lambda cache: cache[0].add_(3))
 
 
 @CASES.add(vectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def own_parametrization() -> nn.Module:
     return nn.Sequential(layer, layer)
 
 
-@CASES.add(vectors, state=("weight",))
+@CASES.add(vectors)
 def spectral_norm_hook() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(linear()), nn.ReLU())
 
@@ -107,7 +108,7 @@ class OldWeightNorm(nn.Module):
         return self.inner(x)
 
 
-@CASES.add(vectors, state=("weight",))
+@CASES.add(vectors)
 def weight_norm_hook() -> nn.Module:
     return nn.Sequential(OldWeightNorm(), nn.ReLU(inplace=True))
 
@@ -222,6 +223,34 @@ def sparse_output() -> nn.Module:
 
     sparse = Net(lambda _, x: x.relu().to_sparse())
     return Net(forward, first=linear(), sparse=sparse, weight=nn.Parameter(torch.randn(4, 2)))
+
+
+@CASES.add(vectors, autocast=False)
+def sparse_rows_output() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.sparse(net.first(x)).to_dense() + net.last(x)
+
+    with warnings.catch_warnings():
+        # torch says once in a process that this layout is young.
+        warnings.simplefilter("ignore")
+        torch.eye(2).to_sparse_csr()
+    sparse = Net(lambda _, x: x.detach().relu().to_sparse_csr())
+    return Net(forward, first=linear(), sparse=sparse, last=linear())
+
+
+class Tagged(Tensor):
+    """A tensor of another class, as libraries return."""
+
+
+@CASES.add(vectors)
+def tensor_subclass_output() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        tagged = net.tag(net.first(x))
+        tagged.mul_(2)
+        return net.last(tagged.as_subclass(Tensor))
+
+    tag = Net(lambda _, x: (x * 1).as_subclass(Tagged))
+    return Net(forward, first=linear(), tag=tag, last=linear())
 
 
 @CASES.add(images)
