@@ -133,6 +133,15 @@ def test_pickle_and_copy(make: Any, by_hand: Any) -> None:
         torch.testing.assert_close(clone(activation()), by_hand(activation()), rtol=0, atol=0)
 
 
+def test_structures_compile_too() -> None:
+    compiled = torch.compile(Clip(0.5).__call__, fullgraph=True, backend="aot_eager")
+    x = activation()
+    result, rest = compiled((x, {"deep": x + 1, "count": torch.arange(2)}))
+    assert torch.equal(result, x.clamp(max=0.5))
+    assert torch.equal(rest["deep"], (x + 1).clamp(max=0.5))
+    assert torch.equal(rest["count"], torch.arange(2))
+
+
 @cases(without="noise")  # torch.compile takes no generator; the next test has the global one
 def test_compiles_without_a_graph_break(make: Any, by_hand: Any) -> None:
     postprocessor = make()

@@ -59,9 +59,7 @@ class Ablate(FloatingMap):
 
     def _apply(self, activation: Tensor) -> Tensor:
         self._check(activation)
-        size = activation.shape[self.dim]
-        wanted = [channel % size for channel in self._listed]
-        positions = torch.tensor(wanted, device=activation.device)
+        positions = torch.tensor(self._listed, device=activation.device)
         return activation.index_fill(self.dim, positions, self.value)
 
     @property
