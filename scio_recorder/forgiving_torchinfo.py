@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from scio_recorder.layer import describe, shapes_of
 from scio_recorder.tree import map_tensors, tensors
 
 __all__ = ["LayerInfo", "ModelStatistics", "forgiving", "layer_name", "point_to", "summary"]
+
+_Function: TypeAlias = Callable[..., Any]
+_Replacement: TypeAlias = Callable[[_Function], _Function]
 
 # The patches are process-wide: two at a time would restore each other's.
 _LOCK = threading.RLock()
@@ -37,10 +41,10 @@ def forgiving() -> Iterator[None]:
     """
     with _LOCK, contextlib.ExitStack() as stack:
         stack.callback(_restore_cache, dict(engine._cached_forward_pass))
-        for (owner, name), fallback in _FALLBACKS.items():
+        for (owner, name), replacement in _REPLACEMENTS.items():
             original = vars(owner)[name]
             stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _guarded(original, fallback))
+            setattr(owner, name, _replaced(original, replacement))
         yield
 
 
@@ -75,17 +79,64 @@ def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
             pending.append(info.parent_info)
 
 
-def _guarded(original: Any, fallback: Callable[..., Any]) -> Any:
-    is_static = isinstance(original, staticmethod)
-    function = original.__func__ if is_static else original
+def _replaced(original: Any, replacement: _Replacement) -> Any:
+    if isinstance(original, staticmethod):
+        return staticmethod(replacement(original.__func__))
+    return replacement(original)
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+
+def _guarded(fallback: _Function) -> _Replacement:
+    """Return what makes a function give the fallback's result where it raises."""
+
+    def replacement(original: _Function) -> _Function:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except Exception:
+                return fallback(*args, **kwargs)
+
+        return guarded
+
+    return replacement
+
+
+def _computed_once(name: str) -> _Replacement:
+    """Return what makes a method of a row keep its result.
+
+    torchinfo computes the parameters of a row that are in none of its descendants by recursion
+    over all of these, in a time exponential in the depth, and does so again for every print.
+    """
+
+    def replacement(original: _Function) -> _Function:
+        def computed_once(info: LayerInfo) -> Any:
+            result = original(info)
+            setattr(info, name, _Constant(result))
+            return result
+
+        return computed_once
+
+    return replacement
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _flat(size_of: _Function) -> _Function:
+    """Make a size a flat list: torchinfo's own arithmetic fails on nested ones."""
+
+    def flat(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
         try:
-            return function(*args, **kwargs)
+            size, element_bytes = size_of(inputs, batch_dim)
         except Exception:
-            return fallback(*args, **kwargs)
+            size, element_bytes = _first_size(inputs)
+        return list(engine.flatten(size)), element_bytes
 
-    return staticmethod(guarded) if is_static else guarded
+    return flat
 
 
 def _restore_cache(saved: dict[str, Any]) -> None:
@@ -93,7 +144,7 @@ def _restore_cache(saved: dict[str, Any]) -> None:
     engine._cached_forward_pass.update(saved)
 
 
-def _first_size(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
+def _first_size(inputs: Any) -> tuple[list[int], int]:
     found = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
     return (list(found[0].size()), found[0].element_size()) if found else ([], 0)
 
@@ -124,12 +175,14 @@ def _none(*args: Any) -> None:
     return None
 
 
-_FALLBACKS: dict[tuple[Any, str], Callable[..., Any]] = {
-    (LayerInfo, "calculate_size"): _first_size,
-    (LayerInfo, "calculate_num_params"): _plain_counts,
-    (LayerInfo, "calculate_macs"): _none,
-    (LayerInfo, "get_kernel_size"): _none,
-    (engine, "set_device"): _to_device,
-    (engine, "get_input_data_sizes"): _data_sizes,
-    (engine, "get_total_memory_used"): _data_bytes,
+_REPLACEMENTS: dict[tuple[Any, str], _Replacement] = {
+    (LayerInfo, "calculate_size"): _flat,
+    (LayerInfo, "calculate_num_params"): _guarded(_plain_counts),
+    (LayerInfo, "calculate_macs"): _guarded(_none),
+    (LayerInfo, "get_kernel_size"): _guarded(_none),
+    (LayerInfo, "leftover_params"): _computed_once("leftover_params"),
+    (LayerInfo, "leftover_trainable_params"): _computed_once("leftover_trainable_params"),
+    (engine, "set_device"): _guarded(_to_device),
+    (engine, "get_input_data_sizes"): _guarded(_data_sizes),
+    (engine, "get_total_memory_used"): _guarded(_data_bytes),
 }

@@ -207,7 +207,8 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return [_map_leaves(function, item) for item in value]
     if isinstance(value, tuple):
         items = [_map_leaves(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        # Some named tuples, PackedSequence for one, check what their constructor is given.
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         return {name: _map_leaves(function, getattr(value, name)) for name in fields}
