@@ -104,7 +104,7 @@ def prepare(value: Any, requires_grad: bool, leaves: list[Tensor]) -> Any:
 
 def run_pass(net: nn.Module, case: Case, mode: Mode, seed: int, **extra: Any) -> Passed:
     leaves: list[Tensor] = []
-    args, kwargs = prepare(case.inputs(seed), mode.builds_graph, leaves)
+    args, kwargs = prepare(case.inputs(seed), mode.builds_graph and case.input_gradients, leaves)
     seed_everything(seed)
     with mode.entered():
         output = net(*args, **kwargs, **extra)

@@ -1,4 +1,4 @@
-"""What a net's modules truly return: global hooks copy every output at the moment of return.
+"""What a net's modules truly return: hooks copy every output at the moment of return.
 
 Nothing of the package is used here. Values are copied into neutral trees (`Node`, `Leaf`), so that
 neither a later in-place operation nor an assignment into a returned container can reach them, and
@@ -11,12 +11,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 OPAQUE = (type, nn.Module, torch.dtype, torch.device, Callable)
 
@@ -158,42 +161,36 @@ class Watch:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self._net = net
-        self.names = {id(module): name for name, module in net.named_modules()}
+        self._modules = dict(net.named_modules())
         self.calls: dict[tuple[str, int], Any] = {}
         self._own = storages(tuple(net.parameters()), tuple(net.buffers()))
         self._started: Counter[str] = Counter()
         self._open: list[int] = []
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Watch:
-        before = torch_module.register_module_forward_pre_hook(self._start)
-        after = torch_module.register_module_forward_hook(self._stop, with_kwargs=True)
-        # Some modules ask for hooks of their own before they leave their fused kernel.
-        own = (module.register_forward_hook(_look_on) for module in self._net.modules())
-        self._handles = (before, after, *own)
+        for name, module in self._modules.items():
+            # Registered last, they see what other hooks made of an output.
+            before = module.register_forward_pre_hook(partial(self._start, name))
+            after = module.register_forward_hook(partial(self._stop, name), with_kwargs=True)
+            self._handles += [before, after]
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-            # torch leaves this mark of a removed global hook behind.
-            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         for leaf in leaves(Node(dict, (), tuple(self.calls.values()))):
             # A net that differentiates inside forward has set it already.
             leaf.gradient = None
 
-    def _start(self, module: nn.Module, _args: Any) -> None:
-        name = self.names.get(id(module))
-        if name is not None:
-            self._open.append(self._started[name])
-            self._started[name] += 1
+    def _start(self, name: str, _module: nn.Module, _args: Any) -> None:
+        self._open.append(self._started[name])
+        self._started[name] += 1
 
-    def _stop(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name = self.names.get(id(module))
-        if name is not None:
-            entered = self._own | storages(args, kwargs)
-            tree = snapshot(output, lambda tensor: self._leaf(tensor, entered))
-            self.calls[name, self._open.pop()] = tree
+    def _stop(self, name: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        entered = self._own | storages(args, kwargs)
+        tree = snapshot(output, lambda tensor: self._leaf(tensor, entered))
+        self.calls[name, self._open.pop()] = tree
 
     @staticmethod
     def _leaf(tensor: Tensor, entered: set[int]) -> Leaf:
@@ -203,10 +200,6 @@ class Watch:
             # Registered now, it sees the gradient of the value as returned, whatever comes later.
             tensor.register_hook(lambda gradient: setattr(leaf, "gradient", gradient))
         return leaf
-
-
-def _look_on(*_: Any) -> None:
-    return None
 
 
 def seed_everything(seed: int) -> None:

@@ -78,19 +78,19 @@ def _assert_records_true(rnet: Recorder, watch: Watch) -> None:
 
 
 def _pairs(
-    rnet: Recorder, watch: Watch, held: tuple[str, ...]
+    rnet: Recorder, watch: Watch, unjudged: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor, Leaf]]:
     """Yield the records that the on-graph promise covers, each beside the truth."""
     for label, key in _canonical_calls(rnet).items():
         records = tensors(rnet.activations[label])
         for record, truth in zip(records, leaves(watch.calls[key]), strict=True):
-            if truth.requires_grad and not truth.aliased and key[0] not in held:
+            if truth.requires_grad and not truth.aliased and key[0] not in unjudged:
                 yield f"{label} {key}", record, truth
 
 
 def _assert_gradients_of_records(rnet: Recorder, watch: Watch, output: Any, case: Case) -> None:
     """`autograd.grad` to each record gives the gradient of the value that the module returned."""
-    rows = list(_pairs(rnet, watch, case.held))
+    rows = list(_pairs(rnet, watch, case.unjudged))
     off_graph = [where for where, record, _ in rows if not record.requires_grad]
     assert not off_graph
     loss = scalar_loss(output)

@@ -34,8 +34,11 @@ class Case:
     partial_backward: bool = True
     # torch takes another kernel when modules carry hooks: the bare output differs in rounding.
     hooks_change_kernel: bool = False
-    # Modules whose output something else holds and overwrites: the record may be off the graph.
-    held: tuple[str, ...] = ()
+    # Some nets make leaves of views of their inputs, which an input on a graph does not allow.
+    input_gradients: bool = True
+    # Modules whose record need not be on the graph, since something else holds their output and
+    # overwrites it; or whose gradient hooks of the net's own change after the oracle has seen it.
+    unjudged: tuple[str, ...] = ()
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(1234)

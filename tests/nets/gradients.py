@@ -166,6 +166,47 @@ def used_several_times() -> nn.Module:
     return Net(forward, first=linear(), last=linear(), relu=nn.ReLU())
 
 
+class Scales:
+    """A hook of the user's that changes what it sees; an object, so that copies share nothing."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, _module: nn.Module, _inputs: Any, values: Any) -> Any:
+        if isinstance(values, tuple):
+            return tuple(None if value is None else value * self.factor for value in values)
+        return values * self.factor
+
+
+@CASES.add(vectors)
+def forward_hooks_of_the_user() -> nn.Module:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
+    net[0].register_forward_hook(Scales(3))
+    net[1].register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+    net[2].register_forward_hook(Scales(0.5), prepend=True)
+    return net
+
+
+@CASES.add(vectors)
+def backward_hooks_of_the_user() -> nn.Module:
+    net = nn.Sequential(linear(), nn.Tanh(), nn.Sequential(linear(), nn.Sigmoid()))
+    net[0].register_full_backward_hook(lambda _module, _inputs, _outputs: None)
+    net[2].register_full_backward_hook(lambda _module, inputs, _outputs: (inputs[0] * 2,))
+    net[1].register_full_backward_pre_hook(lambda _module, outputs: (outputs[0] * 3,))
+    return net
+
+
+@CASES.add(vectors, unjudged=("first",))
+def tensor_hooks_inside() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 2)
+        return net.last(hidden.relu_())
+
+    return Net(forward, first=linear(), last=linear())
+
+
 @CASES.add(vectors)
 def frozen_parameters() -> nn.Module:
     net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())

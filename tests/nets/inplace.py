@@ -152,22 +152,22 @@ def _caching(keep: Callable[[Tensor], Tensor], change: Callable[[Tensor], object
     return Net(forward, inner=Net(inner, linear=linear(), cache=None), last=linear())
 
 
-@CASES.add(vectors, held=("inner",))
+@CASES.add(vectors, unjudged=("inner",))
 def cached_output_changed_later() -> nn.Module:
     return _caching(lambda result: result, lambda cache: cache.zero_())
 
 
-@CASES.add(vectors, held=("inner",))
+@CASES.add(vectors, unjudged=("inner",))
 def cached_view_changed_later() -> nn.Module:
     return _caching(lambda result: result[0], lambda cache: cache.zero_())
 
 
-@CASES.add(vectors, held=("inner",))
+@CASES.add(vectors, unjudged=("inner",))
 def cached_alias_off_the_graph_changed_later() -> nn.Module:
     return _caching(lambda result: result.detach(), lambda cache: cache.fill_(3))
 
 
-@CASES.add(vectors, held=("inner",))
+@CASES.add(vectors, unjudged=("inner",))
 def cached_in_a_list_changed_later() -> nn.Module:
     return _caching(lambda result: [result], lambda cache: cache[0].add_(3))
 
