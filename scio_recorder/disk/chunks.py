@@ -8,21 +8,31 @@ import numpy
 import torch
 
 from scio_recorder.disk import system
-from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum
+from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum, new_checksum
 from scio_recorder.disk.faults import accessing
 from scio_recorder.disk.folder import write_all
 from scio_recorder.disk.tables import Table, TensorSpec, encode_header
 from scio_recorder.errors import RecordingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from scio_recorder.disk.folder import Folder
 
-__all__ = ["ChunkFile", "FileEntry", "expected_size", "spec_of", "write_tensors"]
+__all__ = [
+    "ChunkFile",
+    "FileEntry",
+    "block_checksums",
+    "dense",
+    "expected_size",
+    "spec_of",
+    "write_tensors",
+]
+
+_PIECE_BYTES = 1 << 18
 
 
 class FileEntry(NamedTuple):
@@ -52,37 +62,36 @@ def expected_size(table: Table) -> int:
     return len(encode_header(table)[0]) + sum(spec.num_bytes for spec in table.values())
 
 
-def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> tuple[int, tuple[str, ...]]:
-    """Write a safetensors file; return its length and the checksums of its blocks.
-
-    Every block is hashed right before it is written, while the processor's cache holds it: the
-    checksums are those of the source, and memory is read once.
-    """
-    table = {name: spec_of(tensor) for name, tensor in tensors.items()}
-    header, offsets = encode_header(table)
+def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> int:
+    """Write a safetensors file from the tensors' own memory; return its length in bytes."""
+    header, offsets = encode_header({name: spec_of(tensor) for name, tensor in tensors.items()})
     write_all(descriptor, header)
-    end = len(header)
-    blocks = {}
+    length = len(header)
     for name in sorted(tensors, key=offsets.__getitem__):
         data = _bytes_of(tensors[name])
-        blocks[name] = "".join(
-            _write_block(descriptor, data[start : start + BLOCK_BYTES])
-            for start in range(0, len(data), BLOCK_BYTES)
-        )
-        end += len(data)
-    return end, tuple(blocks[name] for name in tensors)
+        write_all(descriptor, data)
+        length += len(data)
+    return length
 
 
-def _write_block(descriptor: int, block: memoryview) -> str:
-    result = checksum(block)
-    write_all(descriptor, block)
-    return result
+def block_checksums(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return for each tensor the checksums of its blocks, taken from the tensor itself."""
+    return tuple(_checksums(_bytes_of(tensor)) for tensor in tensors.values())
+
+
+def _checksums(data: memoryview) -> str:
+    starts = range(0, len(data), BLOCK_BYTES)
+    return "".join(checksum(data[start : start + BLOCK_BYTES]) for start in starts)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory is what is to be written; itself, if it can be."""
+    # A conjugate or negative view reads as its base does until it is resolved.
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    # A conjugate or negative view reads as its base does until it is resolved.
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: NDArray[numpy.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    array: NDArray[numpy.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return array.data
 
 
@@ -121,11 +130,11 @@ class ChunkFile:
         # Touching a page beyond the end of a file that was cut short kills the process.
         self._check_size(self._map.size())
         stop = start + len(out)
-        first = start - start % BLOCK_BYTES
-        for block_start in range(first, stop, BLOCK_BYTES):
-            block = self._block(name, block_start)
-            begin, end = max(start, block_start), min(stop, block_start + BLOCK_BYTES)
-            out[begin - start : end - start] = block[begin - block_start : end - block_start]
+        for block in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
+            for begin, piece in self._pieces(name, block):
+                low, high = max(start, begin), min(stop, begin + len(piece))
+                if low < high:
+                    out[low - start : high - start] = piece[low - begin : high - begin]
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""
@@ -139,21 +148,31 @@ class ChunkFile:
         self._check_size(self._map.size())
         for name, spec in self._table.items():
             for start in range(0, spec.num_bytes, BLOCK_BYTES):
-                self._block(name, start)
+                for _ in self._pieces(name, start):
+                    pass
 
-    def _block(self, name: str, start: int) -> NDArray[numpy.uint8]:
+    def _pieces(self, name: str, start: int) -> Iterator[tuple[int, NDArray[numpy.uint8]]]:
+        """Yield the block at ``start`` in pieces, and raise after the last if it is damaged.
+
+        Hashed and copied piece by piece, data comes out of memory once and then out of the cache.
+        """
         stop = min(start + BLOCK_BYTES, self._table[name].num_bytes)
         offset = self._offsets[name]
-        block = self._data[offset + start : offset + stop]
         index = start // BLOCK_BYTES
-        if not self._verified[name][index]:
-            if checksum(block.data) != self._blocks[name][index * DIGITS : (index + 1) * DIGITS]:
-                raise RecordingError(
-                    f"{self._path} is damaged: bytes {offset + start} to {offset + stop}, "
-                    f"in {name!r}, do not match their checksum"
-                )
-            self._verified[name][index] = True
-        return block
+        if self._verified[name][index]:
+            yield start, self._data[offset + start : offset + stop]
+            return
+        digest = new_checksum()
+        for begin in range(start, stop, _PIECE_BYTES):
+            piece = self._data[offset + begin : offset + min(stop, begin + _PIECE_BYTES)]
+            digest.update(piece.data)
+            yield begin, piece
+        if digest.hexdigest() != self._blocks[name][index * DIGITS : (index + 1) * DIGITS]:
+            raise RecordingError(
+                f"{self._path} is damaged: bytes {offset + start} to {offset + stop}, "
+                f"in {name!r}, do not match their checksum"
+            )
+        self._verified[name][index] = True
 
     def _check_size(self, size: int) -> None:
         if size != self._size:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from scio_recorder.disk import system
-from scio_recorder.disk.chunks import FileEntry, write_tensors
+from scio_recorder.disk.chunks import FileEntry, block_checksums, dense, write_tensors
 from scio_recorder.disk.folder import Folder, write_all
 from scio_recorder.disk.journal import encode_frame
 from scio_recorder.disk.jsons import JSON, dump
@@ -59,12 +60,13 @@ class ShardWriter:
         """Write a file; without tensors there is none. It does not count before `commit`."""
         if not tensors:
             return None
+        plain = {name: dense(tensor) for name, tensor in tensors.items()}
         try:
-            return self._write_file(tensors)
+            return self._write_file(plain)
         except _SyncFailedError:
             # Linux reports a failed sync once and then takes the lost pages for written, so that
             # syncing again would succeed and prove nothing. A new file is written in full.
-            return self._write_file(tensors)
+            return self._write_file(plain)
 
     def sync_names(self) -> None:
         """Make the names of all stored files durable."""
@@ -110,8 +112,12 @@ class ShardWriter:
         temporary = name + ".tmp"
         descriptor = self._folder.create_file(temporary)
         try:
-            num_bytes, blocks = write_tensors(descriptor, tensors)
-            _sync(descriptor)
+            num_bytes = write_tensors(descriptor, tensors)
+            # The checksums cost nothing while the disk is at work.
+            with ThreadPoolExecutor(1, "scio-sync") as threads:
+                synced = threads.submit(_sync, descriptor)
+                blocks = block_checksums(tensors)
+                synced.result()
         except BaseException:
             with suppress(OSError):
                 self._folder.unlink(temporary)
