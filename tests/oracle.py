@@ -32,6 +32,7 @@ class Leaf:
     requires_grad: bool
     kind: type = Tensor
     aliased: bool = False
+    is_view: bool = False
     gradient: Tensor | None = None
 
 
@@ -196,6 +197,7 @@ class Watch:
     def _leaf(tensor: Tensor, entered: set[int]) -> Leaf:
         leaf = plain_leaf(tensor)
         leaf.aliased = bool(storages(tensor) & entered)
+        leaf.is_view = tensor._is_view()
         if tensor.requires_grad and tensor.layout == torch.strided:
             # Registered now, it sees the gradient of the value as returned, whatever comes later.
             tensor.register_hook(lambda gradient: setattr(leaf, "gradient", gradient))
