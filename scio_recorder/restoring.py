@@ -129,7 +129,6 @@ class _TensorState:
         self._tensor = tensor
         self._data = tensor.data
         self._requires_grad = tensor.requires_grad
-        self._version = None if tensor.is_inference() else tensor._version
         self._values = clone(tensor)
 
     def restore(self) -> None:
@@ -137,8 +136,8 @@ class _TensorState:
             # `net.to(device)` swaps the memory under a parameter.
             if self._tensor.data_ptr() != self._data.data_ptr():
                 self._tensor.data = self._data
-            if self._version is None or self._tensor._version != self._version:
-                self._data.copy_(self._values)
+            # Whatever the version counter says: batch norm writes its statistics behind its back.
+            self._data.copy_(self._values)
         if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
             self._tensor.requires_grad_(self._requires_grad)
 
