@@ -230,3 +230,48 @@ def test_gradient_at_an_overwritten_record(change: Callable[[Tensor], Tensor]) -
         (gradient,) = torch.autograd.grad(output.sum(), record)
         expected = GRADIENTS[change](hidden) * net.last.weight.sum(0)
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_only_what_was_overwritten_is_copied_after_the_first_pass(grad: bool) -> None:
+    seen: list[Tensor] = []
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.Tanh())
+    for layer in (net[0], net[2]):
+        layer.register_forward_hook(lambda _module, _args, output: seen.append(output.detach()))
+    rnet = recorder(net, "0", "2")
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            seen.clear()
+            rnet(torch.randn(3, 4))
+    assert rnet.activations["2"].data_ptr() == seen[1].data_ptr()
+    if not grad:
+        assert rnet.activations["0"].data_ptr() != seen[0].data_ptr()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_offloaded_records_are_true_and_detached(grad: bool) -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
+    rnet = recorder(net, "0", "2", offload=True)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with torch.set_grad_enabled(grad):
+            output = rnet(x)
+        truth = output.detach().clone()
+        with torch.no_grad():
+            output.add_(1)
+        assert same_bits(rnet.activations["0"], net[0].forward(x))
+        assert same_bits(rnet.activations["2"], truth)
+        assert not any(record.requires_grad for record in rnet.activations.values())
+
+
+def test_hook_registered_after_recording_began_is_not_missed() -> None:
+    """What the module returns is what its caller gets: with every hook, whenever registered."""
+    net = nn.Sequential(linear(), nn.Tanh())
+    rnet = recorder(net, "0")
+    rnet(torch.randn(3, 4))
+    net[0].register_forward_hook(lambda _module, _args, output: output * 3)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        assert same_bits(output, torch.tanh(net[0].forward(x) * 3))
+        assert same_bits(rnet.activations["0"], net[0].forward(x) * 3)

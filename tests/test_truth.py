@@ -180,3 +180,17 @@ def test_records_stay_true_when_the_batch_size_changes() -> None:
             with torch.no_grad():
                 rnet(x.clone())
             _assert_records_true(rnet, watch)
+
+
+def test_changed_kernel_is_said_once() -> None:
+    case = zoo.BY_NAME["transformer_encoder"]
+    net = case.fresh().eval()
+    rnet = make_recorder(net, case, force_static_flow=False)
+    rnet.record("layers.0.linear1")
+    (x,), _ = case.inputs(1)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"(?i)encoder"):
+            rnet(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rnet(x)
