@@ -131,7 +131,13 @@ def _by_name(architecture: Architecture, matcher: Callable[[str], object]) -> It
 
 
 def _by_type(architecture: Architecture, kind: type[nn.Module]) -> Iterable[DepthIdx]:
-    return [row.label for row in architecture.values() if isinstance(row.module, kind)]
+    return [row.label for row in architecture.values() if _is_of(row, kind)]
+
+
+def _is_of(layer: Layer, kind: type[nn.Module]) -> bool:
+    # An architecture that was read from disk knows classes by name only.
+    by_name = layer.module is None and layer.type_name == kind.__name__
+    return by_name or isinstance(layer.module, kind)
 
 
 def _by_predicate(
