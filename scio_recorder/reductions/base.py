@@ -219,8 +219,10 @@ class SampleReduction(Reduction):
             if value is not None:
                 state[name.removeprefix("_")] = map_tensors(_snapshot, value)
         if self._members:
-            state["labels"] = list(self._members)
-            state["members"] = [member.state_dict() for member in self._members.values()]
+            state["classes"] = [
+                {"label": label, "state": member.state_dict()}
+                for label, member in self._members.items()
+            ]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,8 +245,8 @@ class SampleReduction(Reduction):
             self._dtype = getattr(torch, state["dtype"]) if "dtype" in state else None
             names = [name for name in self._state_names if name.removeprefix("_") in state]
             self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
-            for label, inner in zip(state.get("labels", []), state.get("members", []), strict=True):
-                self._member(label).load_state_dict(inner)
+            for member in state.get("classes", []):
+                self._member(member["label"]).load_state_dict(member["state"])
 
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
@@ -366,7 +368,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _snapshot(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    # Contiguous, for file formats that keep no strides.
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype | None:

@@ -12,6 +12,7 @@ from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.labels import By, Label, in_order
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
 from scio_recorder.reductions.scatter import (
+    NARROW,
     add_product,
     centre_by_class,
     chan_weights,
@@ -22,7 +23,7 @@ __all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
 
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.
-_FEWEST_ROWS, _MOST_ROWS, _BLOCK_VALUES = 1024, 8192, 2**18
+_FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**18
 
 
 class PrincipalSpace(NamedTuple):
@@ -131,7 +132,8 @@ class Covariance(SampleReduction):
     torch.Size([1])
     """
 
-    _state_names = ("_labels", "_counts", "_means", "_scatter")
+    _state_names = ("_shift", "_labels", "_counts", "_means", "_scatter")
+    _shift: Tensor | None  # [D], near the mean, in the dtype of the rows
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -150,7 +152,6 @@ class Covariance(SampleReduction):
     def reset(self) -> None:
         """Forget all that was seen."""
         super().reset()
-        self._shift: Tensor | None = None
         self._rows: RowBuffer | None = None
         self._codes: list[Tensor] = []
 
@@ -182,10 +183,9 @@ class Covariance(SampleReduction):
         if self._rows is None or self._rows.rows.dtype != dtype:
             self._settle()
             strided = samples.stride(-1) != 1 and samples.stride(1) == 1
-            block = min(_MOST_ROWS, max(_FEWEST_ROWS, _BLOCK_VALUES // max(1, width)))
+            block = max(_FEWEST_ROWS, _BLOCK_VALUES // max(NARROW, width))
             self._rows = RowBuffer(block, width, dtype, device, feature_major=strided)
-            self._shift = None
-        if self._shift is None:
+        if self._shift is None or self._shift.dtype != dtype:
             self._shift = samples.to(dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
         return self._rows, self._shift
 
@@ -240,7 +240,7 @@ class Covariance(SampleReduction):
     def _place(self, device: torch.device) -> None:
         self._settle()
         super()._place(device)
-        self._rows = self._shift = None
+        self._rows = None
 
     def _result(self) -> CovarianceResult:
         count = int(self._counts[0])

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from scio_recorder.reductions.numerics import float32_products_are_exact
 
-__all__ = ["add_product", "centre_by_class", "chan_weights", "symmetric"]
+__all__ = ["NARROW", "add_product", "centre_by_class", "chan_weights", "symmetric"]
+
+NARROW = 64
 
 
 def centre_by_class(rows: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,13 +35,18 @@ def add_product(total: Tensor, rows: Tensor) -> None:
 
     Working strip by strip leaves out most of the redundant half, which pays for the float64 sum.
     """
-    if not float32_products_are_exact(rows.device):
+    width = rows.shape[1]
+    # Few features make the product a small part of the work: float64 costs little there, and
+    # bears with single values that dwarf all others.
+    if width < NARROW or not float32_products_are_exact(rows.device):
         rows = rows.double()
     # Narrow strips save the most; an accelerator needs wide ones to be busy.
-    strip = 128 if rows.device.type == "cpu" else 1024
-    for start in range(0, rows.shape[1], strip):
-        product = rows[:, start : start + strip].T @ rows[:, start:]
-        total[start : start + strip, start:].add_(product)
+    strip = max(32, min(128, width // 4)) if rows.device.type == "cpu" else 1024
+    # The last strip takes the rest: products of a few columns are slower and less precise.
+    for start in range(0, max(1, width - strip + 1), strip):
+        end = width if width - start < 2 * strip else start + strip
+        product = rows[:, start:end].T @ rows[:, start:]
+        total[start:end, start:].add_(product)
 
 
 def symmetric(total: Tensor) -> Tensor:

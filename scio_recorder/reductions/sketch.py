@@ -53,7 +53,9 @@ def _read(values: Tensor, weights: Tensor, low: Tensor, high: Tensor, q: Tensor)
     upper = torch.searchsorted(position, target, right=True).clamp_(1, position.shape[1] - 1)
     left, right = position.gather(1, upper - 1), position.gather(1, upper)
     share = torch.where(right > left, (target - left) / (right - left), 1.0)
-    return _between(known.gather(1, upper - 1), known.gather(1, upper), share).T
+    found = _between(known.gather(1, upper - 1), known.gather(1, upper), share)
+    # Where single values are kept beside thinned ones, the first of them has rank 0 as well.
+    return torch.where(q == 0, known[:, :1], torch.where(q == 1, known[:, -1:], found)).T
 
 
 def _between(low: Tensor, high: Tensor, share: Tensor) -> Tensor:

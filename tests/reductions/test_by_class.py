@@ -1,0 +1,181 @@
+"""Class by class, against the one-shot result of each class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions import (
+    Covariance,
+    Fold,
+    Histogram,
+    Last,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Quantiles,
+)
+from tests.reductions.parts import Plan, offset_normal, plans, reduce_in_parts
+
+COUNT = 40
+DATA = offset_normal(COUNT, 3, 2)
+LABELS = [("cat", "dog", "eel")[i * i % 7 % 3] for i in range(COUNT)]
+
+
+def of(label: str) -> Tensor:
+    return DATA[[found == label for found in LABELS]].double()
+
+
+def by(batch: tuple[Tensor, Any]) -> Any:
+    return batch[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(plan=plans(COUNT))
+def test_elementwise_summaries(plan: Plan) -> None:
+    results = {
+        make: reduce_in_parts(lambda make=make: make(by=by), DATA, plan, LABELS).compute()
+        for make in (Min, Max, Mean, Moments)
+    }
+    assert all(list(result) == ["cat", "dog", "eel"] for result in results.values())
+    for label in ("cat", "dog", "eel"):
+        exact = of(label)
+        assert torch.equal(results[Min][label].double(), exact.amin(0))
+        assert torch.equal(results[Max][label].double(), exact.amax(0))
+        torch.testing.assert_close(results[Mean][label].double(), exact.mean(0), rtol=1e-6, atol=0)
+        count, mean, variance = results[Moments][label]
+        assert count == len(exact)
+        torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
+        torch.testing.assert_close(variance.double(), exact.var(0), rtol=1e-6, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plan=plans(COUNT), feature_dim=st.sampled_from([None, 1]))
+def test_covariance_is_pooled_within_classes(plan: Plan, feature_dim: int | None) -> None:
+    def rows_of(label: str) -> Tensor:
+        samples = of(label)
+        return samples.flatten(1) if feature_dim is None else samples.movedim(1, -1).flatten(0, 1)
+
+    result = reduce_in_parts(lambda: Covariance(feature_dim, by=by), DATA, plan, LABELS).compute()
+    classes = {label: rows_of(label) for label in ("cat", "dog", "eel")}
+    assert result.count == {label: len(rows) for label, rows in classes.items()}
+    assert list(result.mean) == list(classes)
+    for label, rows in classes.items():
+        torch.testing.assert_close(result.mean[label].double(), rows.mean(0), rtol=1e-6, atol=0)
+    centred = torch.cat([rows - rows.mean(0) for rows in classes.values()])
+    exact = centred.T @ centred / (len(centred) - 3)
+    assert (result.covariance.double() - exact).abs().max() <= 1e-6 * exact.max()
+
+
+def test_principal_space_within_classes() -> None:
+    covariance = Covariance(by=by)
+    # Classes far apart: only the spread within each may show.
+    data = (
+        DATA.flatten(1).double()
+        + torch.tensor([100.0 * len(x) * (x == "eel") for x in LABELS])[:, None]
+    )
+    covariance.update(data, (data, LABELS))
+    space = covariance.compute().principal(2)
+    classes = [data[[found == label for found in LABELS]] for label in ("cat", "dog", "eel")]
+    centred = torch.cat([rows - rows.mean(0) for rows in classes])
+    exact = torch.linalg.svdvals(centred)
+    torch.testing.assert_close(space.residual_singular_values, exact[2:])
+    torch.testing.assert_close(space.mean, data.mean(0))
+
+
+def test_histograms_share_the_range_of_the_whole_first_batch() -> None:
+    histogram = Histogram(4, by=by)
+    histogram.update(DATA, (DATA, LABELS))
+    result = histogram.compute()
+    low, high = float(DATA.min()), float(DATA.max())
+    for label in ("cat", "dog", "eel"):
+        counts, edges = np.histogram(of(label).numpy(), 4, range=(low, high))
+        assert result[label].counts.tolist() == counts.tolist()
+        assert result[label].edges.tolist() == edges.tolist()
+
+
+@settings(max_examples=10, deadline=None)
+@given(plan=plans(COUNT))
+def test_quantiles_and_folds(plan: Plan) -> None:
+    quantiles = reduce_in_parts(lambda: Quantiles([0.5], by=by), DATA, plan, LABELS).compute()
+
+    def count(seen: int | None, activation: Tensor) -> int:
+        return (seen or 0) + len(activation)
+
+    def make() -> Fold:
+        return Fold(count, merge=int.__add__, by=by)
+
+    counts = reduce_in_parts(make, DATA, plan, LABELS).compute()
+    for label in ("cat", "dog", "eel"):
+        half = torch.tensor([0.5], dtype=torch.float64)
+        torch.testing.assert_close(
+            quantiles[label].double(), of(label).quantile(half), rtol=1e-6, atol=0
+        )
+        assert counts[label] == len(of(label))
+
+
+def test_last_keeps_the_last_samples_of_each_class() -> None:
+    last = Last(by=by)
+    first, second = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])
+    last.update(first, (first, [0, 1, 0]))
+    last.update(second, (second, [1]))
+    assert {label: value.tolist() for label, value in last.compute().items()} == {
+        0: [[1.0], [3.0]],
+        1: [[4.0]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("labels", "keys"),
+    [
+        (torch.tensor([1, 0, 1]), [0, 1]),
+        (np.array([1, 0, 1], dtype=np.uint8), [0, 1]),
+        (np.array(["b", "a", "b"]), ["a", "b"]),
+        ([np.int64(1), torch.tensor(0), 1], [0, 1]),
+        (torch.tensor([1.5, 0.5, 1.5]), [0.5, 1.5]),
+        ((1, "one", 1), [1, "one"]),
+    ],
+    ids=["tensor", "numpy", "numpy strings", "scalars", "floats", "mixed"],
+)
+def test_keys_are_plain_and_in_order(labels: Any, keys: list[Any]) -> None:
+    mean = Mean(by=lambda batch: batch)
+    mean.update(torch.ones(3, 2), labels)
+    found = list(mean.compute())
+    assert found == keys
+    assert [type(key) for key in found] == [type(key) for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("labels", "parts"),
+    [
+        ([0, 1], ["2 labels", "3 samples"]),
+        (torch.zeros(4), ["4 labels", "3 samples"]),
+        (torch.zeros(3, 1), ["label [0.0]", "numbers"]),
+        ([0.0, float("nan"), 1.0], ["nan"]),
+        ([0, None, 1], ["label None", "numbers"]),
+        (7, ["int", "one label for each"]),
+        ("abc", ["str", "one label for each"]),
+    ],
+    ids=["few", "many", "matrix", "nan", "none", "number", "string"],
+)
+@pytest.mark.parametrize("make", [Mean, Covariance], ids=["mean", "covariance"])
+def test_labels_that_do_not_fit(make: type[Mean], labels: Any, parts: list[str]) -> None:
+    reduction = make(by=by)
+    with pytest.raises(CollectError) as caught:
+        reduction.update(torch.ones(3, 2), (None, labels))
+    assert all(part in str(caught.value) for part in parts)
+    with pytest.raises(CollectError, match="no samples"):
+        reduction.compute()
+
+
+def test_labels_need_the_batch() -> None:
+    with pytest.raises(CollectError, match=r"update\(activation, batch\)"):
+        Mean(by=by).update(torch.ones(3, 2))
