@@ -79,7 +79,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements, zero where a dimension varies."""
-        return max(0, math.prod(max(0, length) for length in self.shape)) * self.dtype.itemsize
+        return math.prod(max(0, length) for length in self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,7 @@ def _spec(value: Any) -> TensorSpec | None:
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     try:
         return tuple(int(length) for length in tensor.shape)
-    except (RuntimeError, ValueError, TypeError):
+    except (RuntimeError, ValueError, TypeError, AttributeError):
         return tuple(_length(tensor, dim) for dim in range(tensor.dim()))
 
 
@@ -230,5 +230,5 @@ def _length(tensor: Tensor, dim: int) -> int:
     # Nested tensors have dimensions without one length.
     try:
         return int(tensor.size(dim))
-    except (RuntimeError, ValueError, TypeError):
+    except (RuntimeError, ValueError, TypeError, AttributeError):
         return -1
