@@ -1,0 +1,99 @@
+"""A pass under ``torch.compile``: plain dictionaries and nothing that dynamo can't follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from scio_recorder.errors import FlowError, PostprocessorError
+from scio_recorder.records import Records
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.capture.program import Program
+    from scio_recorder.postprocessing import Postprocessor
+
+__all__ = ["CompiledPass", "CompiledRecords"]
+
+
+class CompiledPass:
+    """The state of one pass while it is traced; records are detached copies."""
+
+    def __init__(
+        self, program: Program, posts: dict[DepthIdx, Postprocessor] | None, keeps: bool
+    ) -> None:
+        self.positions = program.positions
+        self.labels = program.labels
+        self.posts = posts
+        self.keeps = keeps
+        self.counts: dict[int, int] = {}
+        self.values: dict[DepthIdx, Any] = {}
+
+    def receive(self, index: int, output: Any) -> Any:
+        """Take what a module returned; return what the network goes on with, None for the same."""
+        count = self.counts.get(index, 0)
+        self.counts[index] = count + 1
+        positions = self.positions[index]
+        label = self.labels[positions[count]] if count < len(positions) else None
+        if label is None:
+            return None
+        handed = None
+        before = _copy(output) if self.keeps else None
+        if self.posts is not None and label in self.posts:
+            handed = self.posts[label](output)
+            if handed is not None and isinstance(output, Tensor) != isinstance(handed, Tensor):
+                raise PostprocessorError(
+                    f"the post-processor of layer {label} returned another type"
+                )
+            # A post-processor that works in place changes the record too.
+            before = _copy(output) if self.keeps else None
+        if self.keeps:
+            self.values[label] = before
+        return handed
+
+
+class CompiledRecords:
+    """What the latest compiled pass has left."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] | None = None
+        self.values: dict[DepthIdx, Any] = {}
+
+    def records(self, program: Program) -> Records:
+        """Return the activations.
+
+        Raises
+        ------
+        FlowError
+            Layers ran more or less often than at labelling.
+        """
+        wrong = [
+            str(program.architecture[label])
+            for index, positions in enumerate(program.positions)
+            for label in (program.labels[at] for at in positions)
+            if label is not None and (self.counts or {}).get(index, 0) != len(positions)
+        ]
+        if wrong:
+            raise FlowError(
+                "in the compiled pass, the modules of these layers ran more or less often than at "
+                f"labelling: {', '.join(wrong)}. Compile the recorder after record(), and call it "
+                "as it was labelled"
+            )
+        labels = list(self.values)
+        return Records(
+            program.architecture, labels, [self.values[at] for at in labels], [()] * len(labels)
+        )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def is_compiling() -> bool:
+    """Whether dynamo is tracing this code."""
+    return torch.compiler.is_compiling()

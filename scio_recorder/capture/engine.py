@@ -1,0 +1,266 @@
+"""Running passes: the state between them, and what is true before and after each."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
+from scio_recorder.capture.gradients import Gradients
+from scio_recorder.capture.hooks import Hooks, Site
+from scio_recorder.capture.passes import Pass, StopForward, _Violation
+from scio_recorder.capture.program import Options, Plan, Program
+from scio_recorder.capture.rerun import Rerun, Reruns, is_rerun
+from scio_recorder.capture.setting import Settings
+from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.postprocessing import Postprocessor, Postprocessors, assign
+from scio_recorder.records import Records
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import Architecture, DepthIdx
+
+__all__ = ["Capture"]
+
+# Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
+_MAX_PLANS = 64
+
+
+class _Latest(threading.local):
+    """The latest pass of each thread."""
+
+    activations: Records | None = None
+    inputs: Records | None = None
+    gradients: Gradients | None = None
+
+
+class Capture:
+    """Records the layers of one selection. A new selection takes a new one.
+
+    The network's hooks refer to a part of this object, never to the recorder, so that dropping the
+    recorder drops everything.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        architecture: Architecture,
+        recording: tuple[DepthIdx, ...] = (),
+        options: Options | None = None,
+    ) -> None:
+        self.program = Program(architecture, recording, options or Options())
+        self._settings = Settings(net)
+        self._plans: dict[object, Plan] = {}
+        self._reruns = Reruns()
+        self._site = Site(self._reruns)
+        self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
+        self._latest = _Latest()
+        self._compiled = CompiledRecords()
+        self._active: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_removed = False
+        self._has_warned = False
+        self._hooks.attach()
+
+    def remove(self) -> None:
+        """Take all hooks away and drop the records."""
+        self._is_removed = True
+        self._hooks.detach()
+        self._latest = _Latest()
+        self._compiled = CompiledRecords()
+        self._plans.clear()
+
+    @property
+    def activations(self) -> Records:
+        """The activations of the latest pass that this thread has run."""
+        if self._compiled.counts is not None:
+            return self._compiled.records(self.program)
+        return self._latest.activations or Records(self.program.architecture)
+
+    @property
+    def inputs(self) -> Records:
+        """The inputs of the latest pass that this thread has run."""
+        return self._latest.inputs or Records(self.program.architecture, what="input")
+
+    @property
+    def gradients(self) -> Records:
+        """The gradients that the latest backward pass through the latest pass has brought."""
+        if self._latest.gradients is None:
+            return Records(self.program.architecture, what="gradient")
+        return self._latest.gradients.records(self.program.architecture)
+
+    def run(
+        self,
+        net: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        given: Postprocessors | None = None,
+        records_outputs: bool = True,
+        stop: bool = False,
+    ) -> Any:
+        """Run the network, recording what it does; with ``stop``, no further than needed."""
+        program = self.program
+        if self._is_removed or not program.recording or (given is None and not records_outputs):
+            self._forget_latest()
+            return net(*args, **kwargs)
+        _refuse_transforms()
+        posts = None if given is None else assign(program.architecture, program.order, given)
+        if is_rerun():
+            # Checkpointing around the recorder: the pass that is run again is recorded already.
+            records_outputs = False
+        else:
+            self._forget_latest()
+        if not self._hooks.is_attached:
+            self._attach()
+        self._hooks.move_last()
+        key = self._settings.key(args, kwargs, posts, stop)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._new_plan(key)
+        stop_after = len(program.order) if stop else None
+        current = Pass(program, plan, posts, records_outputs, stop_after)
+        return self._run(net, args, kwargs, current, key)
+
+    def _run(
+        self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass, key: object
+    ) -> Any:
+        local = self._site.local
+        outer = local.active
+        self._active.add(id(current))
+        finished = False
+        self._expect_rerun(current)
+        try:
+            local.active = current
+            output = None
+            try:
+                output = net(*args, **kwargs)
+            except StopForward:
+                pass
+            finally:
+                local.active = outer
+            self._finish(current, key, output)
+            finished = True
+            return output
+        finally:
+            self._active.discard(id(current))
+            if not finished:
+                current.abandon()
+                self._detach_if_idle()
+
+    def _finish(self, current: Pass, key: object, output: Any) -> None:
+        try:
+            activations, inputs = current.finish()
+        except _Violation as violation:
+            self._plans[key] = violation.plan
+            raise
+        if current.plan is self._plans.get(key):
+            better = (
+                None
+                if current.fast is current.plan.fast and current.plan.is_fast
+                else current.learned()
+            )
+            if better is not None:
+                self._plans[key] = better
+        if current.rerun is not None:
+            current.rerun.close(output, *dict(activations._values).values())
+        if current.records_outputs:
+            latest = self._latest
+            latest.activations, latest.inputs = activations, inputs
+            latest.gradients = current.gradients
+
+    def _expect_rerun(self, current: Pass) -> None:
+        wants = current.posts is not None or self.program.options.gradients
+        if not wants or not torch.is_grad_enabled():
+            return
+        if self.program.options.gradients and current.gradients is None:
+            current.gradients = Gradients()
+        current.rerun = Rerun(self.program, current.posts or {}, current.gradients)
+        self._reruns.add(current.rerun)
+
+    def _new_plan(self, key: object) -> Plan:
+        plan = self.program.first_plan()
+        while len(self._plans) >= _MAX_PLANS:
+            self._plans.pop(next(iter(self._plans)), None)
+        self._plans[key] = plan
+        if not self._has_warned:
+            self._warn_of_other_kernels()
+        return plan
+
+    def _forget_latest(self) -> None:
+        latest = self._latest
+        latest.activations = latest.inputs = latest.gradients = None
+        if self._compiled.counts is not None:
+            self._compiled = CompiledRecords()
+
+    def _attach(self) -> None:
+        with self._lock:
+            if not self._hooks.is_attached:
+                self._hooks.attach()
+
+    def _detach_if_idle(self) -> None:
+        """After an exception nothing may stay behind, unless others still need the hooks."""
+        with self._lock:
+            if not self._active and not self._reruns:
+                self._hooks.detach()
+
+    def _warn_of_other_kernels(self) -> None:
+        if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
+            return
+        for row in self.program.architecture.values():
+            module = row.module
+            if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+                if any(inner in self.program.modules for inner in module.modules()):
+                    self._has_warned = True
+                    warnings.warn(
+                        f"layer {row} runs without torch's fused kernel while it is recorded: torch "
+                        "takes the plain one where modules have hooks, whose results can differ in "
+                        "the last bits",
+                        stacklevel=5,
+                    )
+                    return
+
+    # -- the compiled path -------------------------------------------------------------------------
+
+    def run_compiled(
+        self,
+        net: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        posts: dict[DepthIdx, Postprocessor] | None,
+        records_outputs: bool,
+    ) -> Any:
+        """Run the network while it is compiled."""
+        current = CompiledPass(self.program, posts, records_outputs)
+        self._site.compiled = current
+        output = net(*args, **kwargs)
+        self._site.compiled = None
+        self._compiled.counts = current.counts
+        self._compiled.values = current.values
+        return output
+
+
+def _refuse_transforms() -> None:
+    """Refuse what makes tensors that don't outlive the call."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedNetError(
+            "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "
+            "can't be recorded: call rnet.net there, or record() nothing"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedNetError(
+            "torch.jit.trace would keep one recorded pass and repeat it: trace rnet.net, or "
+            "record() nothing"
+        )
+
+
+def detach_when_dead(owner: object, capture: Capture) -> weakref.finalize[Any, Any]:
+    """Remove a capture's hooks when its recorder is gone."""
+    finalizer = weakref.finalize(owner, capture.remove)
+    finalizer.atexit = False
+    return finalizer

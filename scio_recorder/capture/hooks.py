@@ -1,0 +1,156 @@
+"""The only registrar of hooks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from scio_recorder.capture.compiled import CompiledPass
+    from scio_recorder.capture.passes import Pass
+    from scio_recorder.capture.rerun import Reruns
+
+__all__ = ["Hooks", "ModuleHook", "Site"]
+
+
+class _Local(threading.local):
+    """What differs from thread to thread."""
+
+    active: Pass | None = None
+
+
+class Site:
+    """What the hooks of one program share."""
+
+    __slots__ = ("compiled", "local", "reruns")
+
+    def __init__(self, reruns: Reruns) -> None:
+        self.local = _Local()
+        self.reruns = reruns
+        # Not None while a pass is compiled: dynamo can't see into thread-local objects.
+        self.compiled: CompiledPass | None = None
+
+
+class ModuleHook:
+    """What is called before and after one module's forward."""
+
+    __slots__ = ("index", "site")
+
+    def __init__(self, index: int, site: Site) -> None:
+        self.index = index
+        self.site = site
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Take what the module returned.
+
+        This is the path that every recorded layer pays for in every pass.
+        """
+        site = self.site
+        if site.compiled is not None:
+            return site.compiled.receive(self.index, output)
+        active = site.local.active
+        if active is None:
+            return self._outside(output)
+        if active.fast[self.index]:
+            try:
+                active.extend((self.index, output, output._version))
+                return None
+            except (AttributeError, RuntimeError):
+                # No tensor this time, or one without a version counter.
+                pass
+        return active.receive(self.index, output, sys.getrefcount(output))
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take what the module's forward is about to receive."""
+        if self.site.compiled is None and self.site.local.active is not None:
+            self.site.local.active.receive_inputs(self.index, args, kwargs)
+
+    def _outside(self, output: Any) -> Any:
+        """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
+        reruns = self.site.reruns
+        if torch._C._current_graph_task_id() != -1:
+            return reruns.again(self.index, output)
+        reruns.forget()
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InertHook, ()
+
+
+class InertHook:
+    """What stands for a hook in a copy of the net: it leaves at the first call."""
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave."""
+        remove_inert(module)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Leave."""
+        remove_inert(module)
+
+
+def remove_inert(net: nn.Module) -> None:
+    """Remove the inert hooks that a copy of a hooked net came with."""
+    for module in net.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), InertHook):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+class Hooks:
+    """The hooks of one program, attached or not."""
+
+    def __init__(self, modules: tuple[nn.Module, ...], site: Site, with_inputs: bool) -> None:
+        self._modules = modules
+        self._site = site
+        self._with_inputs = with_inputs
+        self._after: list[RemovableHandle] = []
+        self._before: list[RemovableHandle] = []
+        self._checked_at = -1
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the hooks are in place."""
+        return bool(self._after)
+
+    def attach(self) -> None:
+        """Put the hooks in place, behind all others."""
+        for index, module in enumerate(self._modules):
+            hook = ModuleHook(index, self._site)
+            self._after.append(module.register_forward_hook(hook.after))
+            if self._with_inputs:
+                handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
+                self._before.append(handle)
+        self._checked_at = RemovableHandle.next_id
+
+    def detach(self) -> None:
+        """Take the hooks away."""
+        for handle in (*self._after, *self._before):
+            handle.remove()
+        self._after.clear()
+        self._before.clear()
+
+    def move_last(self) -> None:
+        """Stay behind hooks that were added later, to see what a module really returns.
+
+        Every new handle takes a number, so one comparison tells that there are no new ones.
+        """
+        if self._checked_at == RemovableHandle.next_id:
+            return
+        for module, handle in zip(self._modules, self._after, strict=True):
+            if handle.id in module._forward_hooks:
+                module._forward_hooks.move_to_end(handle.id)
+        for module, handle in zip(self._modules, self._before, strict=False):
+            if handle.id in module._forward_pre_hooks:
+                module._forward_pre_hooks.move_to_end(handle.id)
+        self._checked_at = RemovableHandle.next_id

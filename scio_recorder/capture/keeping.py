@@ -1,0 +1,264 @@
+"""How one output is kept so that nothing that runs later can change the record.
+
+NOTE [What a record holds]
+
+1. Reference: the tensor itself. Its version counter, noted here and compared when the pass ends and
+   whenever the record is read, tells whether an in-place operation touched it or a view of it.
+2. Copy, off the graph: for tensors that don't require a gradient, and for those that somebody else
+   holds too (an input that is returned, a view of a parameter, a cached tensor).
+3. Exchange: a tensor on the graph that nobody else holds is kept itself, and the network goes on
+   with a copy of it. So the record is right and also on the graph, upstream of everything.
+
+While it is unknown whether a copy is needed (LEARN), one is made, and what the network goes on with
+is watched: if it was overwritten by the end of the pass, copies are made from then on; if it was
+not, references do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.capture.program import COPY, LEARN, REFERENCE
+from scio_recorder.tree import flatten
+
+__all__ = ["NOTHING", "Keeper", "Kept", "KeptLeaf", "version_of"]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter, or -1 where there is none: in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class KeptLeaf:
+    """One tensor of a record until the pass ends."""
+
+    __slots__ = ("copied", "is_on_graph", "original", "version", "watched", "watched_version")
+
+    def __init__(self, original: Tensor, copied: Tensor | None, is_on_graph: bool) -> None:
+        self.original = original
+        self.version = version_of(original)
+        self.copied = copied
+        # Whether the original is preferred to its copy as long as it is intact.
+        self.is_on_graph = is_on_graph
+        self.watched: Tensor | None = None
+        self.watched_version = 0
+
+    def watch(self, tensor: Tensor) -> None:
+        """Learn from what becomes of the tensor that the network goes on with."""
+        self.watched = tensor
+        self.watched_version = version_of(tensor)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has changed the original."""
+        return version_of(self.original) == self.version
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the network overwrote what it was given."""
+        watched = self.watched
+        return watched is not None and version_of(watched) != self.watched_version
+
+    @property
+    def is_violated(self) -> bool:
+        """Whether the record is lost: it is the original, and that was changed."""
+        return self.copied is None and not self.is_intact
+
+    def settle(self) -> Tensor:
+        """Return what the record holds, now that the pass has ended."""
+        if self.copied is None or (self.is_on_graph and self.is_intact):
+            return self.original
+        return self.copied
+
+
+class Kept:
+    """One recorded structure until the pass ends."""
+
+    __slots__ = ("_version", "leaves", "rebuild")
+
+    def __init__(self, leaves: list[KeptLeaf], rebuild: Callable[[Sequence[Any]], Any]) -> None:
+        self.leaves = leaves
+        self.rebuild = rebuild
+        # Lets the end of a pass compare the versions of bare tensors and of these in one sweep.
+        self._version = 0
+
+
+NOTHING = Kept([], lambda leaves: None)
+
+
+class Keeper:
+    """Keeps the outputs of one pass."""
+
+    __slots__ = ("_private",)
+
+    def __init__(self) -> None:
+        # Modules often return what an inner module returned: one private tensor serves both.
+        self._private: dict[int, tuple[Tensor, int, KeptLeaf]] = {}
+
+    def keep(self, output: Any, handed: Any, kind: int, references: int) -> tuple[Kept, Any]:
+        """Keep an output, and return what the network goes on with instead of ``handed``.
+
+        ``references`` is the number of references to ``output`` that the hook counted.
+        """
+        leaves, rebuild = flatten(output)
+        is_same = handed is output
+        onward, rebuild_onward = (list(leaves), rebuild) if is_same else flatten(handed)
+        before = list(onward)
+        kept = []
+        for leaf, is_private in zip(leaves, _are_private(output, leaves, references), strict=True):
+            shared = [i for i, other in enumerate(before) if _overlaps(other, leaf)]
+            # What a post-processor made out of the record itself could change it later.
+            effective = COPY if shared and not is_same and kind == REFERENCE else kind
+            kept.append(self._keep_leaf(leaf, effective, is_private, onward, shared))
+        is_exchanged = any(new is not old for new, old in zip(onward, before, strict=True))
+        return Kept(kept, rebuild), rebuild_onward(onward) if is_exchanged else handed
+
+    def _keep_leaf(
+        self, leaf: Tensor, kind: int, is_private: bool, goes_on: list[Tensor], shared: list[int]
+    ) -> KeptLeaf:
+        if kind == REFERENCE and not leaf.is_inference():
+            return KeptLeaf(leaf, None, is_on_graph=True)
+        earlier = self._private.get(id(leaf))
+        if earlier is not None and earlier[0] is leaf and earlier[1] == version_of(leaf) >= 0:
+            return self._again(earlier[2], leaf, kind)
+        if is_private and leaf.grad_fn is not None:
+            copies = {i: _faithful_copy(goes_on[i]) for i in shared}
+            if all(copy is not None for copy in copies.values()):
+                return self._exchange(leaf, kind, goes_on, copies)
+        kept = KeptLeaf(leaf, leaf.detach().clone(), is_on_graph=leaf.requires_grad)
+        if kind == LEARN:
+            kept.watch(leaf)
+        self._remember(leaf, kept)
+        return kept
+
+    def _exchange(
+        self, leaf: Tensor, kind: int, goes_on: list[Tensor], copies: dict[int, Tensor | None]
+    ) -> KeptLeaf:
+        kept = KeptLeaf(leaf, None, is_on_graph=True)
+        for i, copy in copies.items():
+            assert copy is not None
+            goes_on[i] = copy
+            if kind == LEARN:
+                kept.watch(copy)
+            self._remember(copy, kept)
+        return kept
+
+    def _again(self, earlier: KeptLeaf, leaf: Tensor, kind: int) -> KeptLeaf:
+        kept = KeptLeaf(earlier.original, earlier.copied, earlier.is_on_graph)
+        kept.version = earlier.version
+        if kind == LEARN:
+            kept.watch(leaf)
+        return kept
+
+    def _remember(self, seen: Tensor, kept: KeptLeaf) -> None:
+        self._private[id(seen)] = (seen, version_of(seen), kept)
+
+
+def keep_inputs(value: Any, kind: int) -> Kept:
+    """Keep what a module's forward is about to receive, which it must receive itself."""
+    leaves, rebuild = flatten(value)
+    kept = []
+    for leaf in leaves:
+        if kind == REFERENCE and not leaf.is_inference():
+            kept.append(KeptLeaf(leaf, None, is_on_graph=True))
+            continue
+        kept.append(KeptLeaf(leaf, leaf.detach().clone(), is_on_graph=leaf.requires_grad))
+        if kind == LEARN:
+            kept[-1].watch(leaf)
+    return Kept(kept, rebuild)
+
+
+def _overlaps(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return True
+    try:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        # Sparse and other layouts have no storage of their own; their views are not made in place.
+        return False
+
+
+def _faithful_copy(tensor: Tensor) -> Tensor | None:
+    """Copy on the graph, or None where a copy would differ in layout and so in later kernels."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return None
+    copy = tensor.clone()
+    return copy if copy.stride() == tensor.stride() else None
+
+
+def _leaf_references(leaves: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(leaf) for leaf in leaves]
+
+
+def _are_private(output: Any, leaves: list[Tensor], references: int) -> list[bool]:
+    """For each leaf, whether nobody but the caller of the module holds it.
+
+    Compared with the counts that a tensor has which a module has just made, measured once: they
+    depend on the versions of Python and torch.
+    """
+    fresh = _baseline()
+    if leaves and leaves[0] is output:
+        return [references == fresh.tensor and _is_unshared(output)]
+    if references != fresh.container:
+        return [False] * len(leaves)
+    counts = _leaf_references(leaves)
+    return [
+        count == fresh.leaf and _is_unshared(leaf)
+        for leaf, count in zip(leaves, counts, strict=True)
+    ]
+
+
+def _is_unshared(leaf: Tensor) -> bool:
+    """Whether autograd holds neither the tensor nor, apart from the view, what it is a view of."""
+    fresh = _baseline()
+    if leaf._use_count() != fresh.uses:
+        return False
+    if not leaf._is_view():
+        return True
+    base = leaf._base
+    return (sys.getrefcount(base), base._use_count()) == fresh.base if base is not None else False
+
+
+class _Baseline:
+    """Reference counts in a forward hook of what nobody else holds."""
+
+    def __init__(self) -> None:
+        self.tensor = self.container = self.leaf = self.uses = 0
+        self.base = (0, 0)
+
+    def of_tensor(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.tensor = sys.getrefcount(output)
+        self.uses = output._use_count()
+
+    def of_tuple(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.container = sys.getrefcount(output)
+        self.leaf = _leaf_references(flatten(output)[0])[0]
+
+    def of_view(self, module: nn.Module, args: Any, output: Any) -> None:
+        base = output._base
+        self.base = (sys.getrefcount(base), base._use_count())
+
+
+class _Probe(nn.Module):
+    def forward(self, kind: str) -> Any:
+        fresh = torch.ones(1, requires_grad=True) * 2
+        if kind == "of_tuple":
+            return (fresh,)
+        return fresh.view(1, 1) if kind == "of_view" else fresh
+
+
+@cache
+def _baseline() -> _Baseline:
+    baseline = _Baseline()
+    with torch.inference_mode(False), torch.enable_grad():
+        for kind in ("of_tensor", "of_tuple", "of_view"):
+            probe = _Probe()
+            probe.register_forward_hook(getattr(baseline, kind))
+            probe(kind)
+    return baseline

@@ -1,0 +1,327 @@
+"""One forward pass: its log of events, and what becomes of them when it ends."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.capture.gradients import Gradients
+from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, keep_inputs
+from scio_recorder.capture.offload import offload
+from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
+from scio_recorder.errors import FlowError, MutationError
+from scio_recorder.postprocessing import Postprocessor, apply
+from scio_recorder.records import Inputs, Offloaded, Records
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.capture.rerun import Rerun
+
+__all__ = ["Pass", "StopForward"]
+
+_version = operator.attrgetter("_version")
+
+
+class StopForward(BaseException):
+    """Ends a forward pass whose remaining layers nobody asked for.
+
+    No ``Exception``, which a network might catch.
+    """
+
+
+class Pass:
+    """The state of one forward pass, alive on one thread's stack.
+
+    ``log`` holds three entries an event: the index of the module, what it returned (or how that is
+    kept), and the version at that moment. Flat, so that the end of a pass can compare the columns
+    with what is expected without visiting each event.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_keeper",
+        "_seen_plain",
+        "_starts",
+        "extend",
+        "fast",
+        "gradients",
+        "inputs",
+        "log",
+        "plan",
+        "posts",
+        "program",
+        "records_outputs",
+        "rerun",
+        "stop_after",
+        "task",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        posts: dict[DepthIdx, Postprocessor] | None,
+        records_outputs: bool,
+        stop_after: int | None,
+    ) -> None:
+        self.program = program
+        self.plan = plan
+        self.posts = posts
+        self.records_outputs = records_outputs
+        # The number of selected events that remain until the pass may stop.
+        self.stop_after = stop_after
+        is_simple = posts is None and records_outputs and stop_after is None
+        self.fast = plan.fast if is_simple else _NEVER_FAST[len(plan.fast)]
+        self.log: list[Any] = []
+        self.extend = self.log.extend
+        self.inputs: dict[int, Kept | Offloaded] = {}
+        self.gradients: Gradients | None = None
+        self.rerun: Rerun | None = None
+        self.task = torch._C._current_graph_task_id()
+        self._keeper: Keeper | None = None
+        self._counts: Counter[int] = Counter()
+        self._starts: Counter[int] = Counter()
+        self._seen_plain: set[int] = set()
+
+    def receive(self, index: int, output: Any, references: int) -> Any:
+        """Take what a module returned; return what the network goes on with, None for the same."""
+        position = self._position(index)
+        label = None if position is None else self.program.labels[position]
+        if position is None or label is None:
+            self.extend((index, NOTHING, 0))
+            return None
+        if self.rerun is not None:
+            self.rerun.note(position)
+        handed = output
+        if self.posts is not None and label in self.posts:
+            handed = apply(self.posts[label], output, self.program.architecture[label])
+        kept: Any = NOTHING
+        if self.records_outputs:
+            kept, handed = self._keep(position, label, output, handed, references)
+        self.extend((index, kept, 0))
+        if self.stop_after is not None:
+            self.stop_after -= 1
+            if self.stop_after <= 0:
+                raise StopForward
+        return None if handed is output else handed
+
+    def receive_inputs(self, index: int, args: Any, kwargs: Any) -> None:
+        """Take what a module's forward is about to receive."""
+        start = self._starts[index]
+        self._starts[index] = start + 1
+        started = self.program.started[index]
+        if start >= len(started) or self.program.labels[started[start]] is None:
+            return
+        position = started[start]
+        value = Inputs(args, dict(kwargs))
+        if self.program.options.offload:
+            self.inputs[position] = offload(value)
+        else:
+            self.inputs[position] = keep_inputs(value, self.plan.input_kinds[position])
+
+    def abandon(self) -> None:
+        """Let go of everything: a traceback may keep this object alive."""
+        self.log.clear()
+        self.inputs.clear()
+        self._keeper = None
+        self.gradients = None
+
+    def _position(self, index: int) -> int | None:
+        positions = self.program.positions[index]
+        if len(positions) == 1 and index not in self._counts:
+            self._counts[index] = 1
+            return positions[0]
+        count = self._counts[index]
+        self._counts[index] = count + 1
+        return positions[count] if count < len(positions) else None
+
+    def _keep(
+        self, position: int, label: DepthIdx, output: Any, handed: Any, references: int
+    ) -> tuple[Any, Any]:
+        options = self.program.options
+        if options.offload:
+            return offload(output), handed
+        if self._keeper is None:
+            self._keeper = Keeper()
+        kind = self.plan.kinds[position]
+        if isinstance(output, Tensor):
+            self._seen_plain.add(position)
+        kept, handed = self._keeper.keep(output, handed, kind, references)
+        if options.gradients:
+            if self.gradients is None:
+                self.gradients = Gradients()
+            self.gradients.attach(label, [leaf.original for leaf in kept.leaves], kept.rebuild)
+        return kept, handed
+
+    def finish(self) -> tuple[Records, Records]:
+        """Verify the pass, and return its activations and inputs.
+
+        Raises
+        ------
+        FlowError
+            A module with a selected layer ran more or less often than at labelling.
+        MutationError
+            A later operation overwrote what was only referenced.
+        """
+        modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
+        positions = range(len(modules))
+        if modules != self.program.expected:
+            if self.stop_after is None:
+                self._check_counts(modules)
+            positions = self._positions(modules)  # type: ignore[assignment]
+        if self.program.options.copy != "never":
+            self._check_versions(positions, values, versions)
+        return self._activations(positions, values, versions), self._inputs()
+
+    def learned(self) -> Plan | None:
+        """Return a better plan where this pass found how outputs can be kept."""
+        if self.program.options.copy == "always" or self.program.options.offload:
+            return None
+        kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
+        positions = self._positions(self.log[::3])
+        for position, kept in zip(positions, self.log[1::3], strict=True):
+            if type(kept) is Kept and kept is not NOTHING:
+                kinds[position] = _next_kind(kinds[position], kept)
+        for position, kept in self.inputs.items():
+            if type(kept) is Kept:
+                input_kinds[position] = _next_kind(input_kinds[position], kept)
+        plain = self.plan.plain | self._seen_plain
+        if (kinds, input_kinds) == (
+            self.plan.kinds,
+            self.plan.input_kinds,
+        ) and plain == self.plan.plain:
+            return None
+        return Plan(self.program, kinds, input_kinds, plain)
+
+    def _positions(self, modules: list[int]) -> list[int]:
+        """Tell the events of a pass apart whose modules returned in another order."""
+        seen: Counter[int] = Counter()
+        positions = []
+        for module in modules:
+            known = self.program.positions[module]
+            positions.append(known[min(seen[module], len(known) - 1)])
+            seen[module] += 1
+        return positions
+
+    def _check_counts(self, modules: list[int]) -> None:
+        program, seen = self.program, Counter(modules)
+        if seen == Counter(program.expected):
+            return
+        wrong = []
+        for index, positions in enumerate(program.positions):
+            if seen[index] != len(positions):
+                chosen = [program.labels[at] for at in positions]
+                names = [str(program.architecture[label]) for label in chosen if label is not None]
+                wrong.append(
+                    f"{', '.join(names)}: {len(positions)} calls of the module at labelling, "
+                    f"{seen[index]} now"
+                )
+        raise FlowError(
+            "modules with recorded layers ran more or less often than at labelling, so labels have "
+            "lost their meaning:\n  "
+            + "\n  ".join(wrong)
+            + "\nA layer that did not run at all was "
+            "skipped by the network, replaced by a fused kernel, compiled, or lost its hook to "
+            "somebody else. Label the net as it is used (mode=, input_data=), or record other "
+            "layers"
+        )
+
+    def _check_versions(self, positions: Any, values: list[Any], versions: list[int]) -> None:
+        lost: list[int] = []
+        if list(map(_version, values)) != versions:
+            pairs = zip(positions, values, versions, strict=True)
+            lost = [at for at, value, version in pairs if value._version != version]
+            lost = [at for at in lost if self.program.labels[at] is not None]
+        lost += (
+            [
+                at
+                for at, kept in zip(positions, values, strict=True)
+                if type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
+            ]
+            if not self.plan.is_fast or self.fast is not self.plan.fast
+            else []
+        )
+        lost_inputs = [
+            at
+            for at, kept in self.inputs.items()
+            if type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
+        ]
+        if lost or lost_inputs:
+            raise _Violation(self, lost, lost_inputs)
+
+    def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
+        program = self.program
+        if not self.records_outputs:
+            return Records(program.architecture)
+        labels = program.labels
+        if self.fast is self.plan.fast and self.plan.is_fast and positions == range(len(values)):
+            return Records(program.architecture, program.order, values, versions)
+        found = []
+        for at, value, version in zip(positions, values, versions, strict=True):
+            label = labels[at]
+            if label is not None and value is not NOTHING:
+                found.append((label, *_settled(value, version)))
+        return Records(program.architecture, *_columns(found))
+
+    def _inputs(self) -> Records:
+        program = self.program
+        found = [
+            (program.labels[at], *_settled(kept, 0)) for at, kept in sorted(self.inputs.items())
+        ]
+        return Records(program.architecture, *_columns(found), "input")
+
+
+class _Violation(MutationError):
+    """Which layers were only referenced and yet overwritten, and the plan that copies them."""
+
+    def __init__(self, owner: Pass, lost: list[int], lost_inputs: list[int]) -> None:
+        program = owner.program
+        layers = sorted({program.labels[at] for at in lost + lost_inputs} - {None})  # type: ignore[type-var]
+        shown = ", ".join(str(program.architecture[label]) for label in layers if label is not None)
+        super().__init__(
+            f"an in-place operation overwrote the record of {shown}, which no earlier pass in this "
+            "setting had done, so that only a reference was kept. This pass has left no records; "
+            'from the next on these layers are copied. record(..., copy="always") copies always'
+        )
+        kinds, input_kinds = list(owner.plan.kinds), list(owner.plan.input_kinds)
+        for at in lost:
+            kinds[at] = COPY
+        for at in lost_inputs:
+            input_kinds[at] = COPY
+        self.plan = Plan(program, kinds, input_kinds, owner.plan.plain)
+
+
+class _Nevers(dict[int, list[bool]]):
+    def __missing__(self, length: int) -> list[bool]:
+        return self.setdefault(length, [False] * length)
+
+
+_NEVER_FAST = _Nevers()
+
+
+def _next_kind(kind: int, kept: Kept) -> int:
+    if kind != LEARN:
+        return kind
+    return COPY if any(leaf.is_overwritten for leaf in kept.leaves) else REFERENCE
+
+
+def _settled(value: Any, version: int) -> tuple[Any, Any]:
+    if isinstance(value, Offloaded):
+        return value, ()
+    if type(value) is not Kept:
+        return value, version
+    leaves = [leaf.settle() for leaf in value.leaves]
+    watched = [
+        (tensor, leaf.version if tensor is leaf.original else tensor._version)
+        for tensor, leaf in zip(leaves, value.leaves, strict=True)
+        if not tensor.is_inference()
+    ]
+    return value.rebuild(leaves), watched
+
+
+def _columns(rows: list[Any]) -> tuple[Any, Any, Any]:
+    return tuple(zip(*rows, strict=True)) if rows else ((), (), ())  # type: ignore[return-value]

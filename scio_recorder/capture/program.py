@@ -1,0 +1,114 @@
+"""What to record: the selection turned into a table of events, and what was learned about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from scio_recorder.errors import LayerNotFoundError
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import Architecture, DepthIdx
+
+__all__ = ["COPY", "LEARN", "REFERENCE", "CopyPolicy", "Options", "Plan", "Program"]
+
+CopyPolicy = Literal["auto", "always", "never"]
+
+# How the output of one event is kept. LEARN copies it and watches whether that was needed.
+LEARN, REFERENCE, COPY = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of ``record``."""
+
+    inputs: bool = False
+    gradients: bool = False
+    copy: CopyPolicy = "auto"
+    offload: bool = False
+
+
+class Program:
+    """The events that a pass must show, in the order in which modules returned at labelling.
+
+    An event is one call of a hooked module; a module is hooked if at least one of its calls is
+    selected, and then all its calls are counted.
+    """
+
+    def __init__(
+        self, architecture: Architecture, recording: tuple[DepthIdx, ...], options: Options
+    ) -> None:
+        self.architecture = architecture
+        self.recording = recording
+        self.options = options
+        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
+        index = {id(module): i for i, module in enumerate(self.modules)}
+        events = sorted(
+            (architecture[label].completion or 0, index[id(module)], label)
+            for module in self.modules
+            for label in architecture.calls(module)
+        )
+        chosen = set(recording)
+        self.expected: list[int] = [module for _, module, _ in events]
+        self.labels: list[DepthIdx | None] = [
+            label if label in chosen else None for _, _, label in events
+        ]
+        self.positions: list[list[int]] = [[] for _ in self.modules]
+        for position, module in enumerate(self.expected):
+            self.positions[module].append(position)
+        self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
+        self.is_complete = len(self.order) == len(self.labels)
+        # Position of the k-th call of each module in the order in which calls started.
+        by_label = {label: position for position, (_, _, label) in enumerate(events)}
+        self.started: list[list[int]] = [
+            [by_label[label] for label in sorted(calls, key=lambda at: architecture[at].call)]
+            for calls in (architecture.calls(module) for module in self.modules)
+        ]
+
+    def first_plan(self) -> Plan:
+        """Return the plan for a setting in which nothing is known yet."""
+        kind = REFERENCE if self.options.copy == "never" else LEARN
+        return Plan(self, [kind] * len(self.expected), [kind] * len(self.expected), set())
+
+
+class Plan:
+    """How each event is kept in one setting; replaced, never changed, when more is learned."""
+
+    __slots__ = ("fast", "input_kinds", "is_fast", "kinds", "plain")
+
+    def __init__(
+        self, program: Program, kinds: list[int], input_kinds: list[int], plain: set[int]
+    ) -> None:
+        self.kinds = kinds
+        self.input_kinds = input_kinds
+        # Events that were seen to return a tensor itself, not a structure.
+        self.plain = plain
+        options = program.options
+        is_simple = not (options.gradients or options.offload)
+        self.fast = [
+            is_simple
+            and all(
+                kinds[position] == REFERENCE
+                and position in plain
+                and program.labels[position] is not None
+                for position in positions
+            )
+            for positions in program.positions
+        ]
+        self.is_fast = all(self.fast)
+
+
+def _distinct_modules(
+    architecture: Architecture, recording: tuple[DepthIdx, ...]
+) -> tuple[nn.Module, ...]:
+    found: dict[int, nn.Module] = {}
+    for label in recording:
+        module = architecture[label].module
+        if module is None:
+            raise LayerNotFoundError(
+                f"layer {architecture[label]} has no module: this architecture was read from disk"
+            )
+        found.setdefault(id(module), module)
+    return tuple(found.values())

@@ -1,0 +1,64 @@
+"""The setting of a pass: all that decides, besides the data, what a network does in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.postprocessing import Postprocessor, signature
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import DepthIdx
+
+__all__ = ["Settings"]
+
+_training = operator.itemgetter("training")
+
+
+class Settings:
+    """Tells settings apart, cheaply: this runs in every pass, however few layers are recorded."""
+
+    def __init__(self, net: nn.Module) -> None:
+        # Flags are read from the instances' dictionaries: attribute access on a module is slow.
+        self._states = [module.__dict__ for module in net.modules()]
+
+    def key(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        posts: Mapping[DepthIdx, Postprocessor] | None,
+        stops: bool,
+    ) -> object:
+        """Return a value that is equal for passes in the same setting."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            inputs: object = args[0].dtype
+        else:
+            inputs = (_structure(args), _structure(kwargs))
+        if posts is not None:
+            inputs = (inputs, frozenset((label, signature(f)) for label, f in posts.items()))
+        return (
+            bytes(map(_training, self._states)),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch._C._is_any_autocast_enabled(),
+            stops,
+            inputs,
+        )
+
+
+def _structure(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype
+    if isinstance(value, Mapping):
+        return (type(value), _all(value), _all(value.values()))
+    if isinstance(value, list | tuple):
+        return (type(value), _all(value))
+    return type(value)
+
+
+def _all(values: Iterable[Any]) -> tuple[object, ...]:
+    return tuple(value if isinstance(value, str) else _structure(value) for value in values)
