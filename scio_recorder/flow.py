@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import FlowError
 from scio_recorder.isolation import CopyTensors, OriginalCalledError, copy_net, refusing_calls
-from scio_recorder.restoring import preserved_rng, quiet
+from scio_recorder.restoring import eager, preserved_rng, quiet
 from scio_recorder.steps import Step, is_returned, steps_of, takes_branch
 
 __all__ = ["check_static_flow"]
@@ -78,7 +78,7 @@ def check_static_flow(
     >>> check_static_flow(nn.ReLU(), (torch.ones(2),), {})
     """
     try:
-        with _silent_loggers(), preserved_rng(), quiet():
+        with quiet(), eager(), _silent_loggers(), preserved_rng():
             _run_without_values(net, args, kwargs, mode)
     except OriginalCalledError:
         return

@@ -46,9 +46,12 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.device, torc
 
 
 class CopyTensors(TorchFunctionMode):
-    """Make ``copy.deepcopy`` copy every tensor with the given function, wherever it meets one."""
+    """Make ``copy.deepcopy`` copy every tensor with the given function, wherever it meets one.
 
-    def __init__(self, copier: TensorCopier) -> None:
+    Without a function, tensors inside a graph, which it refuses, are copied out of it.
+    """
+
+    def __init__(self, copier: TensorCopier | None = None) -> None:
         super().__init__()
         self._copier = copier
 
@@ -59,7 +62,7 @@ class CopyTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            memo[id(tensor)] = self._copier(tensor)
+            memo[id(tensor)] = self._copier(tensor) if self._copier else _deepcopy(tensor, memo)
         return memo[id(tensor)]
 
 
@@ -97,7 +100,7 @@ def copy_net(
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
-    with torch.no_grad(), CopyTensors(copier or clone):
+    with torch.no_grad(), CopyTensors(copier):
         memo = _first_memo(net, keep_hooks, copier)
         try:
             return copy.deepcopy(net, memo)
@@ -115,7 +118,8 @@ def copy_inputs(inputs: Any, *, share_memory: bool = False) -> Any:
     inputs : Any
         Any structure.
     share_memory : bool
-        Whether tensors are aliases, for those who need shapes and not values.
+        Whether tensors are aliases, for those who need shapes and not values. Otherwise only what a
+        tensor shows is copied: it may be a slice of a whole dataset.
 
     Returns
     -------
@@ -176,6 +180,14 @@ def clone(tensor: Tensor) -> Tensor:
     """Return a copy outside any graph that requires a gradient where a leaf does."""
     clone = tensor.detach().clone()
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
+
+
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    # What `deepcopy` can do itself keeps views of one memory views of one memory.
+    try:
+        return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call,no-any-return]
+    except Exception:
+        return clone(tensor)
 
 
 def _share(parameter: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from scio_recorder.forgiving_torchinfo import (
 )
 from scio_recorder.isolation import OriginalCalledError, copy_inputs, copy_net, refusing_calls
 from scio_recorder.layer import describe, shapes_of
-from scio_recorder.restoring import preserved_rng, quiet, restored
+from scio_recorder.restoring import eager, preserved_rng, quiet, restored
 from scio_recorder.supported import check_supported
 
 __all__ = ["label_net"]
@@ -89,7 +89,7 @@ def label_net(
     with preserved_rng():
         statistics, architecture, inputs = _label(net, keywords)
         if force_static_flow and inputs is not None:
-            check_static_flow(net, *inputs, mode=str(keywords["mode"] or "eval"))
+            check_static_flow(net, *inputs, mode=keywords["mode"] or "eval")
     verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
     statistics.formatting.verbose = verbose
     if verbose:
@@ -175,10 +175,12 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module) -> _Labe
     }
     trace = CallTrace(twin)
     try:
-        with forgiving(), quiet(), _eager_stance():
+        with quiet(), eager(), forgiving():
             statistics = summary(twin, **_dry_run_keywords(keywords))
     except Exception as error:
-        raise _DryRunError(error.__cause__ or error) from error
+        # torchinfo wraps what the net raised.
+        wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
+        raise _DryRunError(wrapped or error) from error
     finally:
         trace.detach()
     rows = list(_rows(statistics.summary_list, trace.calls))
@@ -196,13 +198,6 @@ def _dry_run_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     copied["input_data"] = _understood_by_torchinfo(copied["input_data"])
     verbose = 0 if keywords["verbose"] in (None, 0, 1, 2) else keywords["verbose"]
     return {**keywords, **copied, "verbose": verbose}
-
-
-def _eager_stance() -> Any:
-    # Compiling a copy of a compiled submodule takes long and tells nothing.
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo, Call | None]]:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from scio_recorder.isolation import HOOK_DICTIONARIES, are_large, clone
 
-__all__ = ["preserved_rng", "quiet", "restored"]
+__all__ = ["eager", "preserved_rng", "quiet", "restored"]
+
+# Streams and warning filters belong to the process: two threads would restore each other's.
+_QUIET = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -97,13 +100,29 @@ def quiet() -> Iterator[None]:
     >>> with quiet():
     ...     print("not seen")
     """
-    with warnings.catch_warnings():
+    with _QUIET, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with (
             contextlib.redirect_stdout(_Muted(sys.stdout)),
             contextlib.redirect_stderr(_Muted(sys.stderr)),
         ):
             yield
+
+
+def eager() -> Any:
+    """Return a context in which compiled modules run as if they were not.
+
+    Compiling a copy takes long, and what is learnt from it is thrown away.
+
+    Examples
+    --------
+    >>> with eager():
+    ...     pass
+    """
+    # Where nothing was compiled, this would import the compiler.
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _Muted:
@@ -134,7 +153,7 @@ class _TensorState:
     def restore(self) -> None:
         with torch.no_grad():
             # `net.to(device)` swaps the memory under a parameter.
-            if self._tensor.data_ptr() != self._data.data_ptr():
+            if not self._tensor.is_inference():
                 self._tensor.data = self._data
             # Whatever the version counter says: batch norm writes its statistics behind its back.
             self._data.copy_(self._values)
@@ -149,10 +168,11 @@ def _state_tensors(net: nn.Module) -> list[Tensor]:
 
 def _contents(value: Any) -> Callable[[], None]:
     """Return what puts the items of a container back into it."""
-    if isinstance(value, dict):
+    # Other classes of dictionaries may refuse or do more.
+    if type(value) in (dict, OrderedDict):
         items = dict(value)
-        return lambda: (value.clear(), value.update(items))[1]  # type: ignore[func-returns-value]
-    if isinstance(value, list):
+        return lambda: (value.clear(), value.update(items))[1]
+    if type(value) is list:
         elements = list(value)
         return lambda: value.__setitem__(slice(None), elements)
     return lambda: None

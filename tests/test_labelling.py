@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import threading
 import warnings
 import weakref
@@ -555,3 +556,58 @@ def test_threads_label_side_by_side():
     for thread in threads:
         thread.join()
     assert {n: len(architecture) for n, architecture in found.items()} == {0: 2, 1: 3, 2: 4, 3: 5}
+
+
+def test_buffers_that_share_memory_share_it_in_the_copy():
+    net = linear()
+    net.register_buffer("whole", torch.zeros(4))
+    net.register_buffer("front", net.whole[:2])
+    twin = isolation.copy_net(net)
+    twin.front.fill_(1)
+    assert twin.whole.tolist() == [1, 1, 0, 0]
+    assert net.whole.tolist() == [0, 0, 0, 0]
+
+
+def test_of_a_slice_of_a_dataset_only_the_slice_is_copied():
+    dataset = torch.zeros(1000, 4)
+    copied = isolation.copy_inputs([dataset[:2]])[0]
+    assert copied.untyped_storage().nbytes() == 2 * 4 * 4
+
+
+def test_a_compiled_submodule_runs_as_if_it_were_not():
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    net = nn.Sequential(torch.compile(nn.Sequential(linear()), backend=backend), nn.ReLU())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert architecture["0"].executed
+    assert compilations == []
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+)
+def test_labelling_inside_contexts(context):
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    expected = label_net(net, input_size=(2, 4))[1].fingerprint
+    with context():
+        before = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+        assert label_net(net, input_size=(2, 4))[1].fingerprint == expected
+        assert (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")) == before
+
+
+def test_streams_and_warning_filters_survive_threads_that_label():
+    before = (sys.stdout, sys.stderr, list(warnings.filters))
+    threads = [
+        threading.Thread(target=label_net, args=(linear(),), kwargs={"input_size": (1, 4)})
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sys.stdout, sys.stderr, list(warnings.filters)) == before
