@@ -170,7 +170,7 @@ class SampleReduction(Reduction):
             return
         device = self._device() or other._device()
         with undisturbed("cpu" if device is None else device.type):
-            if other is self or other._device() != device:
+            if other._device() != device:
                 other = other._clone_on(device)
             if self._count == 0:
                 self._adopt(other)

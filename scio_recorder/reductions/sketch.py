@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,13 @@ def sort_rows(values: Tensor) -> Tensor:
         values.numpy().sort(axis=1)
         return values
     return values.sort(dim=1).values
+
+
+def _order_rows(values: Tensor) -> Tensor:
+    """Return the indices that sort each row of `values` [features, n]."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.argsort(values.numpy(), axis=1))
+    return values.argsort(dim=1)
 
 
 def thin(ordered: Tensor, step: int, odd: int) -> Tensor:
@@ -42,8 +50,8 @@ def read_quantiles(values: Tensor, weights: Tensor, low: Tensor, high: Tensor, q
 
 
 def _read(values: Tensor, weights: Tensor, low: Tensor, high: Tensor, q: Tensor) -> Tensor:
-    ordered, order = values.sort(dim=1)
-    weight = weights[order]
+    order = _order_rows(values)
+    ordered, weight = values.gather(1, order), weights[order]
     last = weights.sum() - 1
     middle = weight.cumsum(1) - weight / 2 - 0.5
     ends = torch.zeros_like(middle[:, :1])

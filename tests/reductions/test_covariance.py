@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,9 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Covariance, CovarianceResult
+from scio_recorder.reductions.numerics import float32_products_are_exact
 from scio_recorder.reductions.rows import RowBuffer
+from scio_recorder.reductions.scatter import add_product
 from tests.reductions.parts import offset_normal
 
 
@@ -136,17 +136,21 @@ def test_buffer_is_filled_exactly() -> None:
     assert torch.equal(torch.cat([*rows, buffer.filled]), samples.reshape(-1, 2))
 
 
-@pytest.fixture
-def bfloat16_products() -> Iterator[None]:
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_precision_that_the_user_gave_up_for_the_network(precision: str) -> None:
+    rows = offset_normal(600, 256, ratio=0)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.usefixtures("bfloat16_products")
-def test_precision_that_the_user_gave_up_for_the_network() -> None:
-    check_precision(offset_normal(600, 256))
+    torch.set_float32_matmul_precision(precision)
+    try:
+        exact = [float32_products_are_exact(torch.device(kind)) for kind in ("cpu", "cuda")]
+        total = torch.zeros(256, 256, dtype=torch.float64)
+        add_product(total, rows)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert exact == [precision == "highest"] * 2
+    # Not every CPU multiplies in bfloat16; what shows everywhere is float64 in its place.
+    error = (total - rows.double().T @ rows.double()).triu().abs().max()
+    assert (error < 1e-9) == (precision != "highest")
 
 
 def test_autocast() -> None:

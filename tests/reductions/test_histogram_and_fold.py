@@ -113,6 +113,18 @@ def test_fold_without_merge() -> None:
         one.merge(two)
 
 
+def test_fold_whose_merge_returns_what_it_was_given() -> None:
+    def add(accumulator: Tensor | None, activation: Tensor) -> Tensor:
+        return activation if accumulator is None else accumulator.add_(activation)
+
+    one, two = Fold(add, merge=lambda _, theirs: theirs), Fold(add)
+    one.update(torch.ones(1))
+    two.update(torch.ones(1))
+    one.merge(two)
+    one.update(torch.ones(1))
+    assert (one.compute().item(), two.compute().item()) == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("accumulator", "part"),
     [(object(), "object"), ({(1, 2): 3}, "(1, 2)"), ([{1}], "set")],

@@ -231,9 +231,10 @@ def test_merging_leaves_the_other_as_it_was(make: Make, options: Any) -> None:
 
 
 @every
-def test_merging_with_itself_counts_everything_twice(make: Make) -> None:
-    reduction, twice = reduced(make, {}), reduced(make, {})
-    twice.merge(reduced(make, {}))
+@plain_and_by_class
+def test_merging_with_itself_counts_everything_twice(make: Make, options: Any) -> None:
+    reduction, twice = reduced(make, options), reduced(make, options)
+    twice.merge(reduced(make, options))
     reduction.merge(reduction)
     assert_same(reduction.compute(), twice.compute())
 
