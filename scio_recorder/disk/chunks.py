@@ -10,7 +10,7 @@ import torch
 from scio_recorder.disk import system
 from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum, new_checksum
 from scio_recorder.disk.faults import accessing
-from scio_recorder.disk.folder import write_all
+from scio_recorder.disk.folder import close_quietly, write_all
 from scio_recorder.disk.tables import Table, TensorSpec, encode_header
 from scio_recorder.errors import RecordingError
 
@@ -116,7 +116,7 @@ class ChunkFile:
             self._check_size(system.fstat(descriptor).st_size)
             self._map = system.map_file(descriptor, self._size)
         finally:
-            system.close(descriptor)
+            close_quietly(descriptor)
         self._data = numpy.frombuffer(self._map, numpy.uint8)
         if self._data[: len(header)].tobytes() != header:
             raise RecordingError(f"{self._path} is damaged: its header is not the one written")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat as modes
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from scio_recorder.disk import system
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Folder", "make_folder", "read_at", "write_all"]
+__all__ = ["Folder", "close_quietly", "make_folder", "read_at", "write_all"]
 
 # A named pipe would otherwise keep the opening waiting for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -70,7 +71,7 @@ class Folder:
             if not modes.S_ISREG(system.fstat(descriptor).st_mode):
                 raise RecordingError(f"{self.path_of(name)} is not a regular file")
         except BaseException:
-            system.close(descriptor)
+            close_quietly(descriptor)
             raise
         return descriptor
 
@@ -95,7 +96,7 @@ class Folder:
                 raise RecordingError(f"{self.path_of(name)} is longer than {limit} bytes")
             return read_at(descriptor, 0, size)
         finally:
-            system.close(descriptor)
+            close_quietly(descriptor)
 
     def replace_file(self, name: str, data: bytes, temporary: str) -> None:
         """Put a small file in place, whole or not at all, and make that durable."""
@@ -106,7 +107,7 @@ class Folder:
             write_all(descriptor, data)
             system.fsync(descriptor)
         finally:
-            system.close(descriptor)
+            close_quietly(descriptor)
         self.rename(temporary, name)
         self.sync()
 
@@ -126,7 +127,7 @@ class Folder:
         """Give the descriptor back."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            system.close(descriptor)
+            close_quietly(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -138,6 +139,12 @@ class Folder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def close_quietly(descriptor: int) -> None:
+    """Close a file of which nothing is waiting to be written, so that a failure means nothing."""
+    with suppress(OSError):
+        system.close(descriptor)
 
 
 def make_folder(path: str) -> None:

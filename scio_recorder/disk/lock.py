@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from scio_recorder.disk import system
+from scio_recorder.disk.folder import close_quietly
 from scio_recorder.errors import RecordingError
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ class WriterLock:
         try:
             system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
-            system.close(descriptor)
+            close_quietly(descriptor)
             message = f"{folder.path} is being written by another writer, which holds {name}"
             raise RecordingError(message) from cause
         except BaseException:
-            system.close(descriptor)
+            close_quietly(descriptor)
             raise
         self._descriptor = descriptor
         _HELD.add(self)
@@ -52,7 +53,7 @@ class WriterLock:
         """Let another writer in."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            system.close(descriptor)
+            close_quietly(descriptor)
 
 
 _HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.disk import system
 from scio_recorder.disk.faults import accessing, parsing
+from scio_recorder.disk.folder import close_quietly
 from scio_recorder.disk.journal import EMPTY, Frames, read_frames
 from scio_recorder.disk.jsons import JSON, MAX_FILE_BYTES, differences, expect, parse, unseal
 from scio_recorder.disk.records import ChunkRecord, CloseRecord, Description, OpenRecord
@@ -190,7 +190,7 @@ def _read_journal(folder: Folder) -> Frames:
         try:
             return read_frames(descriptor)
         finally:
-            system.close(descriptor)
+            close_quietly(descriptor)
 
 
 def _add_record(run: Run, shard: Shard, index: int, value: Any) -> None:

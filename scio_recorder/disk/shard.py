@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scio_recorder.disk import system
 from scio_recorder.disk.chunks import FileEntry, block_checksums, dense, write_tensors
-from scio_recorder.disk.folder import Folder, write_all
+from scio_recorder.disk.folder import Folder, close_quietly, write_all
 from scio_recorder.disk.journal import encode_frame
 from scio_recorder.disk.jsons import JSON, dump
 from scio_recorder.disk.run import JOURNAL_NAME, shard_name
@@ -103,7 +103,7 @@ class ShardWriter:
         """Close the files."""
         journal, self._journal = self._journal, None
         if journal is not None:
-            system.close(journal)
+            close_quietly(journal)
         self._folder.close()
 
     def _write_file(self, tensors: Mapping[str, Tensor]) -> FileEntry:
@@ -123,7 +123,7 @@ class ShardWriter:
                 self._folder.unlink(temporary)
             raise
         finally:
-            system.close(descriptor)
+            close_quietly(descriptor)
         self._folder.rename(temporary, name)
         return FileEntry(number, num_bytes, blocks)
 
