@@ -51,10 +51,13 @@ def start(path: Path) -> RunWriter:
 
 
 def write_rest(path: Path, durable: list[int], *, finish: bool = True, step: int = 0) -> None:
-    """Write what is not durable yet; ``durable`` receives each count that the writer reports."""
+    """Write what is not durable yet; ``durable`` receives each count that the writer reports.
+
+    With a ``step`` there is no end to it.
+    """
     with start(path) as writer:
         durable.append(writer.durable)
-        bounds = CHUNKS if not step else [(i, i + step) for i in range(0, 10**6, step)]
+        bounds = ((i, i + step) for i in itertools.count(0, step)) if step else CHUNKS
         for first, last in bounds:
             if last > writer.durable:
                 begin = max(first, writer.durable)
@@ -125,8 +128,14 @@ def intercepted(
         yield
 
 
-def count_calls(work: Callable[[], object]) -> int:
-    seen = []
-    with intercepted(lambda number, name, go_on, arguments: seen.append(name) or go_on()):
+def calls_of(work: Callable[[], object]) -> list[str]:
+    """Return the system calls that ``work`` makes, in order."""
+    names: list[str] = []
+
+    def act(number: int, name: str, go_on: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        names.append(name)
+        return go_on()
+
+    with intercepted(act):
         work()
-    return len(seen)
+    return names

@@ -17,9 +17,9 @@ from tests.disk.runs import (
     HEADER,
     LAYERS,
     NUM_SAMPLES,
+    calls_of,
     check_complete,
     check_contents,
-    count_calls,
     finish_and_check,
     intercepted,
     make_run,
@@ -58,7 +58,7 @@ def descriptors() -> set[str]:
 @pytest.fixture(scope="module")
 def num_calls(tmp_path_factory) -> int:
     folder = tmp_path_factory.mktemp("count")
-    return count_calls(lambda: write_rest(folder / "run", []))
+    return len(calls_of(lambda: write_rest(folder / "run", [])))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_any_call_failing_in_a_write(tmp_path, num_calls, code, from_then_on):
 
 def test_any_call_failing_in_a_read(tmp_path):
     path = make_run(tmp_path / "run")
-    count = count_calls(lambda: check_complete(path))
+    count = len(calls_of(lambda: check_complete(path)))
     assert count > 40
     for target in range(count):
         with failing(target, errno.EIO):
