@@ -36,8 +36,8 @@ class Case:
     hooks_change_kernel: bool = False
     # Some nets make leaves of views of their inputs, which an input on a graph does not allow.
     input_gradients: bool = True
-    # Modules whose record need not be on the graph, since something else holds their output and
-    # overwrites it; or whose gradient hooks of the net's own change after the oracle has seen it.
+    # Modules whose record need not be on the graph: something else holds their output, or it
+    # overlaps another one; or whose gradient the net's own hooks change after the oracle saw it.
     unjudged: tuple[str, ...] = ()
 
     def fresh(self) -> nn.Module:

@@ -118,7 +118,7 @@ def change_after_flatten() -> nn.Module:
     return Net(forward, conv=nn.Conv2d(3, 2, 3), flatten=nn.Flatten(), last=nn.Linear(72, 4))
 
 
-@CASES.add(vectors)
+@CASES.add(vectors, unjudged=("split",))
 def change_of_every_view() -> nn.Module:
     """Parts of one tensor and the whole of it, all returned, all overwritten."""
 
