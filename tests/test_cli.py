@@ -84,19 +84,21 @@ def test_summary_is_what_the_recorder_prints(name: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "same"),
     [
-        ("--input-size=5", "--dtype=int64", "--input-size=5,3", "--dtype=torch.float32"),
-        ("--input-data=cli_nets:pair",),
-        ("--input-data=cli_nets:keywords",),
-        ("--input-data=cli_nets:make_pair",),
+        (["--input-size=5", "--dtype=int64", "--input-size=5,3", "--dtype=torch.float32"], "pair"),
+        (["--input-data=cli_nets:pair"], "pair"),
+        (["--input-data=cli_nets:keywords"], "keywords"),
+        (["--input-data=cli_nets:make_pair"], "pair"),
     ],
 )
-def test_several_inputs(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_inputs(
+    arguments: list[str], same: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = out(capsys, "cli_nets:Words", *arguments)
     import cli_nets
 
-    assert text == expected(cli_nets.Words(), input_data=cli_nets.pair)
+    assert text == expected(cli_nets.Words(), input_data=getattr(cli_nets, same))
 
 
 def test_one_tensor_as_data_and_one_dtype(capsys: pytest.CaptureFixture[str]) -> None:

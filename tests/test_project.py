@@ -33,7 +33,7 @@ HOUSE = (
     "collect display",
     "recording recompute autograd",
     "capture stores reductions events",
-    "selection sinks disk",
+    "selection sinks disk records postprocessing",
     "labelling",
     "flow call_trace forgiving_torchinfo isolation restoring source steps supported",
     "architecture architecture_json distributed",
@@ -188,8 +188,9 @@ def test_public_docstrings_name_every_parameter(name: str) -> None:
 
 
 def explained(parameter: str, docstring: str) -> bool:
-    """Whether a line of NumPy form, ``one, other : type``, introduces the parameter."""
-    return bool(re.search(rf"^ *([*\w]+, )*\**{parameter}(, [*\w]+)* : ", docstring, re.MULTILINE))
+    """Whether a line of NumPy form, ``one, other : type`` or ``*args``, introduces it."""
+    line = rf"^ *([*\w]+, )*(\*+{parameter}(, [*\w]+)*$|\**{parameter}(, [*\w]+)* : )"
+    return bool(re.search(line, docstring, re.MULTILINE))
 
 
 def issubclass_of_exception(part: Any) -> bool:

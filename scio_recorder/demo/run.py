@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
@@ -25,6 +26,18 @@ __all__ = ["run_demo"]
 KNOWN = 7
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On so small a net, threads would spend their time waiting for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Result]:
     """Train a net on the digits 0 to 6 and see which scores notice the digits 7 to 9.
 
@@ -59,7 +72,9 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
         f"{accuracy(net, digits.test):.1%} of the test images.\n"
     )
 
-    rnet = Recorder(net, input_size=(1, 1, 8, 8))
+    # Two columns of torchinfo's fit a terminal of 80 characters.
+    columns = ("output_size", "num_params")
+    rnet = Recorder(net, input_size=(1, 1, 8, 8), col_names=columns, col_width=18)
     rnet.record(*FEATURE_LAYERS, RECTIFIED_LAYER)
     console.print(str(rnet), markup=False, highlight=False, soft_wrap=True)
     _say_what_is_recorded(console, rnet, digits)

@@ -8,9 +8,8 @@ an activation are kept.
 Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError`.
 """
 
-from scio_recorder.postprocessors.base import Postprocessor
 from scio_recorder.postprocessors.directions import Ablate, Add
 from scio_recorder.postprocessors.patching import Replace
 from scio_recorder.postprocessors.values import Clip, GaussianNoise, Scale
 
-__all__ = ["Ablate", "Add", "Clip", "GaussianNoise", "Postprocessor", "Replace", "Scale"]
+__all__ = ["Ablate", "Add", "Clip", "GaussianNoise", "Replace", "Scale"]

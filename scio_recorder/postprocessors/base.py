@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.tree import map_tensors, tensors
 
-__all__ = ["FloatingMap", "Postprocessor", "describe", "index", "number"]
-
-Postprocessor: TypeAlias = Callable[[Any], Any]
-"""What ``activation_postproc`` takes for one layer; returning None leaves the activation as is."""
+__all__ = ["FloatingMap", "describe", "index", "number"]
 
 
 class FloatingMap(ABC):
