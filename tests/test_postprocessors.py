@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import Ablate, Add, Clip, GaussianNoise, Replace, Scale
 
@@ -59,7 +60,7 @@ CASES = {
 
 
 def cases(*, without: str = "") -> pytest.MarkDecorator:
-    chosen = {name: case for name, case in CASES.items() if name != without}
+    chosen = {name: case for name, case in CASES.items() if name not in without.split()}
     return pytest.mark.parametrize(("make", "by_hand"), chosen.values(), ids=chosen)
 
 
@@ -235,6 +236,49 @@ def test_activations_that_do_not_fit(postprocessor: Any, given: Any, words: list
     with pytest.raises(PostprocessorError) as caught:
         postprocessor(given)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+class Structured(nn.Module):
+    """Returns a structure from its first module, and goes on with the tensor in it."""
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            return Output(x * 2, torch.arange(2), {})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.inner(x).hidden) + 1
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def runs(request: pytest.FixtureRequest) -> tuple[Recorder, Any]:
+    """A recorder, and what runs it."""
+    rnet = Recorder(Structured(), input_size=SHAPE)
+    rnet.record("inner")
+    if request.param == "eager":
+        return rnet, rnet
+    return rnet, torch.compile(rnet, fullgraph=True, backend="aot_eager")
+
+
+@cases(without="replace noise")
+def test_in_a_recorder(runs: tuple[Recorder, Any], make: Any, by_hand: Any) -> None:
+    rnet, run = runs
+    x = activation()
+    result = run(x, activation_postproc=make())
+    torch.testing.assert_close(result, by_hand(x * 2).relu() + 1, rtol=0, atol=0)
+    assert torch.equal(rnet.activations["inner"].hidden, x * 2)
+
+
+def test_patching_in_a_recorder(runs: tuple[Recorder, Any]) -> None:
+    rnet, run = runs
+    clean = rnet(activation(seed=1))
+    kept = rnet.activations["inner"]
+    for _ in range(2):  # the kept record must survive the in-place ReLU of the first pass
+        assert torch.equal(run(activation(), activation_postproc=Replace(kept)), clean)
 
 
 @pytest.mark.gpu

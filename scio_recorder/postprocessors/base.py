@@ -7,12 +7,14 @@ import operator
 from abc import ABC, abstractmethod
 from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.tree import map_tensors, tensors
+from scio_recorder.tree import Rebuild, flatten
 
-__all__ = ["FloatingMap", "describe", "index", "number"]
+__all__ = ["FloatingMap", "describe", "index", "number", "take_apart"]
 
 
 class FloatingMap(ABC):
@@ -20,20 +22,31 @@ class FloatingMap(ABC):
 
     def __call__(self, activation: Any) -> Any:
         """Return the activation with its floating-point tensors changed."""
-        if not any(tensor.is_floating_point() for tensor in tensors(activation)):
+        leaves, rebuild = take_apart(activation)
+        if not any(_is_floating(leaf) for leaf in leaves):
             raise PostprocessorError(
                 f"{self!r} was given an activation without floating-point tensors: "
                 f"{describe(activation)}. Name the layers that it is for with a mapping: "
                 "activation_postproc={selector: post-processor}."
             )
-        return map_tensors(self._change_floating, activation)
-
-    def _change_floating(self, tensor: Tensor) -> Tensor:
-        return self._apply(tensor) if tensor.is_floating_point() else tensor
+        return rebuild([self._apply(leaf) if _is_floating(leaf) else leaf for leaf in leaves])
 
     @abstractmethod
     def _apply(self, activation: Tensor) -> Tensor:
         """Change one floating-point tensor, not in place."""
+
+
+def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
+    """Return what a structure holds, tensors and possibly more, and what builds it again."""
+    if not torch.compiler.is_compiling():
+        return flatten(value)
+    # Dynamo follows torch's own walk over structures, but not one that looks into objects.
+    leaves, structure = pytree.tree_flatten(value)
+    return leaves, lambda new: pytree.tree_unflatten(new, structure)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def number(owner: str, name: str, value: Any, *, finite: bool = True, nan: bool = False) -> float:

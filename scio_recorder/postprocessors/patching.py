@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors.base import describe
-from scio_recorder.tree import flatten, tensors
+from scio_recorder.postprocessors.base import describe, take_apart
+from scio_recorder.tree import tensors
 
 __all__ = ["Replace"]
 
@@ -57,8 +57,8 @@ class Replace:
         """Return a copy of the given activation, checked against the layer's own."""
         if isinstance(activation, Tensor) and isinstance(self.activation, Tensor):
             return self._replace(activation, self.activation)
-        leaves, rebuild = flatten(activation)
-        given = tensors(self.activation)
+        leaves, rebuild = take_apart(activation)
+        given, _ = take_apart(self.activation)
         if len(given) != len(leaves) or type(activation) is not type(self.activation):
             raise PostprocessorError(
                 f"{self!r} does not fit the layer, which returns {describe(activation)}. "
@@ -66,7 +66,9 @@ class Replace:
             )
         return rebuild([self._replace(own, new) for own, new in zip(leaves, given, strict=True)])
 
-    def _replace(self, own: Tensor, new: Tensor) -> Tensor:
+    def _replace(self, own: Any, new: Any) -> Any:
+        if not isinstance(own, Tensor) or not isinstance(new, Tensor):
+            return own
         if own.shape != new.shape or _kind(own) != _kind(new):
             raise PostprocessorError(
                 f"Replace has {describe(new)} for a layer that returns {describe(own)}. "
