@@ -250,9 +250,9 @@ class SampleReduction(Reduction):
 
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
-        # The functions that the user gave are shared, never copied, also where they are objects.
-        functions = [value for value in vars(self).values() if callable(value)]
-        twin = copy.deepcopy(self, {id(function): function for function in functions})
+        # A shallow copy shares the user's functions and copies no class's state; reset() then
+        # binds new state and changes none in place.
+        twin = copy.copy(self)
         twin.reset()
         return twin
 

@@ -115,6 +115,17 @@ def test_sequences_of_unequal_length() -> None:
     torch.testing.assert_close(result.covariance.double(), torch.cov(rows.T), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("row", [0, 200])
+def test_nan_and_infinity_stay_in_their_feature(odd: float, row: int) -> None:
+    data = torch.randn(300, 70)
+    data[row, 5] = odd
+    exact = torch.cov(data.double().T)
+    exact[5, :] = exact[:, 5] = torch.nan
+    result = covariance_of(data[:100], data[100:]).covariance
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 def test_a_wider_dtype_halfway() -> None:
     data = offset_normal(30, 4)
     result = covariance_of(data[:10], data[10:].double())
