@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ def accessing(path: str) -> Iterator[None]:
     except RecordingError:
         raise
     except OSError as cause:
-        error = RecordingError(f"{path}: {cause.strerror or cause}")
+        linked = cause.errno == errno.ELOOP
+        reason = "is a link, and links are not followed" if linked else cause.strerror or cause
+        error = RecordingError(f"{path}: {reason}")
         error.errno = cause.errno
         raise error from cause
 
@@ -35,4 +38,5 @@ def parsing(path: str) -> Iterator[None]:
     # The contents of a file may have any type in any place, so that reading them can fail in any
     # of these ways; nothing but the parsing of one file stands inside such a block.
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
-        raise RecordingError(f"{path} is damaged: {cause}") from cause
+        reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
+        raise RecordingError(f"{path} is damaged: {reason:.200}") from cause

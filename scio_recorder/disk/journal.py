@@ -50,7 +50,7 @@ def encode_frame(payload: bytes) -> bytes:
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a record of {len(payload)} bytes; commit fewer samples at a time")
-    return _prefix(len(payload)) + payload + _suffix(payload)
+    return _prefix(b"%08x" % len(payload)) + payload + _suffix(payload)
 
 
 def read_frames(descriptor: int) -> Frames:
@@ -88,14 +88,13 @@ def _split(descriptor: int, size: int) -> Iterator[tuple[bytes, bytes | None]]:
 
 
 def _length(prefix: bytes, offset: int) -> int:
-    length = int(prefix[:8], 16)
-    if length > MAX_PAYLOAD_BYTES or prefix != _prefix(length):
+    digits = prefix[:8]
+    if prefix != _prefix(digits) or int(digits, 16) > MAX_PAYLOAD_BYTES:
         raise ValueError(f"the record at byte {offset} has a damaged length")
-    return length
+    return int(digits, 16)
 
 
-def _prefix(length: int) -> bytes:
-    digits = b"%08x" % length
+def _prefix(digits: bytes) -> bytes:
     return b"%s %s " % (digits, checksum(digits)[:8].encode())
 
 
