@@ -94,11 +94,13 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 class Offloaded:
     """Host copies that may still be under way."""
 
-    __slots__ = ("event", "value")
+    __slots__ = ("_version", "event", "value")
 
     def __init__(self, value: Any, event: Any) -> None:
         self.value = value
         self.event = event
+        # Compared at the end of a pass together with the versions of bare tensors.
+        self._version = 0
 
     def wait(self) -> Any:
         """Return the copies once they are complete."""

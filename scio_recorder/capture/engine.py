@@ -160,11 +160,7 @@ class Capture:
             self._plans[key] = violation.plan
             raise
         if current.plan is self._plans.get(key):
-            better = (
-                None
-                if current.fast is current.plan.fast and current.plan.is_fast
-                else current.learned()
-            )
+            better = current.learned()
             if better is not None:
                 self._plans[key] = better
         if current.rerun is not None:

@@ -29,7 +29,7 @@ class Site:
 
     __slots__ = ("compiled", "local", "reruns")
 
-    def __init__(self, reruns: Reruns) -> None:
+    def __init__(self, reruns: Reruns | None) -> None:
         self.local = _Local()
         self.reruns = reruns
         # Not None while a pass is compiled: dynamo can't see into thread-local objects.
@@ -55,7 +55,7 @@ class ModuleHook:
             return site.compiled.receive(self.index, output)
         active = site.local.active
         if active is None:
-            return self._outside(output)
+            return self._outside(module, output)
         if active.fast[self.index]:
             try:
                 active.extend((self.index, output, output._version))
@@ -63,46 +63,53 @@ class ModuleHook:
             except (AttributeError, RuntimeError):
                 # No tensor this time, or one without a version counter.
                 pass
-        return active.receive(self.index, output, sys.getrefcount(output))
+        if torch.compiler.is_dynamo_compiling():
+            # A compiled part of the net: what is traced once must not be taken for a record.
+            return None
+        # Counted in a statement of its own: arguments of a call under way count too.
+        references = sys.getrefcount(output)
+        return active.receive(self.index, output, references)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take what the module's forward is about to receive."""
         if self.site.compiled is None and self.site.local.active is not None:
             self.site.local.active.receive_inputs(self.index, args, kwargs)
 
-    def _outside(self, output: Any) -> Any:
+    def _outside(self, module: nn.Module, output: Any) -> Any:
         """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
         reruns = self.site.reruns
-        if torch._C._current_graph_task_id() != -1:
+        if reruns is None:
+            remove_inert(module)
+        elif torch._C._current_graph_task_id() != -1:
             return reruns.again(self.index, output)
-        reruns.forget()
+        else:
+            reruns.forget()
         return None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertHook:
-        return InertHook()
+    # A copy of the net must not write into the records of the original: its hooks do nothing, and
+    # leave at the first call.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return _inert_hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return InertHook, ()
+        return _inert_hook, ()
 
 
-class InertHook:
-    """What stands for a hook in a copy of the net: it leaves at the first call."""
+def _inert_hook() -> ModuleHook:
+    return ModuleHook(0, _INERT)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave."""
-        remove_inert(module)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Leave."""
-        remove_inert(module)
+_INERT = Site(None)
 
 
 def remove_inert(net: nn.Module) -> None:
-    """Remove the inert hooks that a copy of a hooked net came with."""
+    """Remove the hooks that a copy of a recorded net came with."""
     for module in net.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), InertHook):
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, ModuleHook) and owner.site is _INERT:
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -148,9 +155,12 @@ class Hooks:
         if self._checked_at == RemovableHandle.next_id:
             return
         for module, handle in zip(self._modules, self._after, strict=True):
-            if handle.id in module._forward_hooks:
-                module._forward_hooks.move_to_end(handle.id)
+            _move_to_end(module._forward_hooks, handle.id)
         for module, handle in zip(self._modules, self._before, strict=False):
-            if handle.id in module._forward_pre_hooks:
-                module._forward_pre_hooks.move_to_end(handle.id)
+            _move_to_end(module._forward_pre_hooks, handle.id)
         self._checked_at = RemovableHandle.next_id
+
+
+def _move_to_end(hooks: dict[int, Any], key: int) -> None:
+    if key in hooks:
+        hooks[key] = hooks.pop(key)

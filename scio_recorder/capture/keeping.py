@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -95,9 +94,10 @@ NOTHING = Kept([], lambda leaves: None)
 class Keeper:
     """Keeps the outputs of one pass."""
 
-    __slots__ = ("_private",)
+    __slots__ = ("_fresh", "_private")
 
     def __init__(self) -> None:
+        self._fresh = _Fresh()
         # Modules often return what an inner module returned: one private tensor serves both.
         self._private: dict[int, tuple[Tensor, int, KeptLeaf]] = {}
 
@@ -107,11 +107,15 @@ class Keeper:
         ``references`` is the number of references to ``output`` that the hook counted.
         """
         leaves, rebuild = flatten(output)
+        # Counted before anything here holds the leaves as well.
+        private = [False] * len(leaves)
+        if kind != REFERENCE and any(leaf.grad_fn is not None for leaf in leaves):
+            private = self._fresh.is_alike(output, leaves, references)
         is_same = handed is output
         onward, rebuild_onward = (list(leaves), rebuild) if is_same else flatten(handed)
         before = list(onward)
         kept = []
-        for leaf, is_private in zip(leaves, _are_private(output, leaves, references), strict=True):
+        for leaf, is_private in zip(leaves, private, strict=True):
             shared = [i for i, other in enumerate(before) if _overlaps(other, leaf)]
             # What a post-processor made out of the record itself could change it later.
             effective = COPY if shared and not is_same and kind == REFERENCE else kind
@@ -186,79 +190,93 @@ def _overlaps(one: Tensor, other: Tensor) -> bool:
 
 def _faithful_copy(tensor: Tensor) -> Tensor | None:
     """Copy on the graph, or None where a copy would differ in layout and so in later kernels."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or getattr(tensor, "__dict__", None):
         return None
     copy = tensor.clone()
-    return copy if copy.stride() == tensor.stride() else None
+    is_alike = copy.stride() == tensor.stride() and type(copy) is type(tensor)
+    return copy if is_alike else None
 
 
 def _leaf_references(leaves: list[Tensor]) -> list[int]:
     return [sys.getrefcount(leaf) for leaf in leaves]
 
 
-def _are_private(output: Any, leaves: list[Tensor], references: int) -> list[bool]:
-    """For each leaf, whether nobody but the caller of the module holds it.
+class _Fresh:
+    """What the reference counts of a tensor are that a module has just made.
 
-    Compared with the counts that a tensor has which a module has just made, measured once: they
-    depend on the versions of Python and torch.
+    They depend on the versions of Python and torch, and on what drives the interpreter at the
+    moment (dynamo changes how calls hold their arguments). So they are measured anew in each pass,
+    on small modules, if they are needed.
     """
-    fresh = _baseline()
-    if leaves and leaves[0] is output:
-        return [references == fresh.tensor and _is_unshared(output)]
-    if references != fresh.container:
-        return [False] * len(leaves)
-    counts = _leaf_references(leaves)
-    return [
-        count == fresh.leaf and _is_unshared(leaf)
-        for leaf, count in zip(leaves, counts, strict=True)
-    ]
 
-
-def _is_unshared(leaf: Tensor) -> bool:
-    """Whether autograd holds neither the tensor nor, apart from the view, what it is a view of."""
-    fresh = _baseline()
-    if leaf._use_count() != fresh.uses:
-        return False
-    if not leaf._is_view():
-        return True
-    base = leaf._base
-    return (sys.getrefcount(base), base._use_count()) == fresh.base if base is not None else False
-
-
-class _Baseline:
-    """Reference counts in a forward hook of what nobody else holds."""
+    __slots__ = ("base", "container", "leaf", "tensor", "uses")
 
     def __init__(self) -> None:
         self.tensor = self.container = self.leaf = self.uses = 0
         self.base = (0, 0)
 
-    def of_tensor(self, module: nn.Module, args: Any, output: Any) -> None:
+    def is_alike(self, output: Any, leaves: list[Tensor], references: int) -> list[bool]:
+        """For each leaf, whether nobody but the caller of the module holds it."""
+        # No calls between here and the counts that hold the leaves in other ways than in a probe.
+        is_plain = leaves[0] is output
+        counts = [references] if is_plain else _leaf_references(leaves)
+        self._measure(is_plain)
+        if is_plain:
+            return [references == self.tensor and self._is_unshared(output)]
+        if references != self.container:
+            return [False] * len(leaves)
+        return [
+            count == self.leaf and self._is_unshared(leaf)
+            for leaf, count in zip(leaves, counts, strict=True)
+        ]
+
+    def _is_unshared(self, leaf: Tensor) -> bool:
+        """Whether autograd holds neither the tensor nor, its view apart, what it is a view of."""
+        if leaf._use_count() != self.uses:  # type: ignore[attr-defined]
+            return False
+        return not leaf._is_view() or _base_references(leaf) == self.base
+
+    def _measure(self, is_plain: bool) -> None:
+        if self.uses == 0:
+            _probe(_make_view, self._of_tensor)
+        if not is_plain and self.container == 0:
+            _probe(_make_tuple, self._of_tuple)
+
+    def _of_tensor(self, module: nn.Module, args: Any, output: Any) -> None:
         self.tensor = sys.getrefcount(output)
         self.uses = output._use_count()
+        self.base = _base_references(output)
 
-    def of_tuple(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _of_tuple(self, module: nn.Module, args: Any, output: Any) -> None:
         self.container = sys.getrefcount(output)
-        self.leaf = _leaf_references(flatten(output)[0])[0]
-
-    def of_view(self, module: nn.Module, args: Any, output: Any) -> None:
-        base = output._base
-        self.base = (sys.getrefcount(base), base._use_count())
+        leaves, _ = flatten(output)
+        self.leaf = _leaf_references(leaves)[0]
 
 
 class _Probe(nn.Module):
-    def forward(self, kind: str) -> Any:
-        fresh = torch.ones(1, requires_grad=True) * 2
-        if kind == "of_tuple":
-            return (fresh,)
-        return fresh.view(1, 1) if kind == "of_view" else fresh
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
 
 
-@cache
-def _baseline() -> _Baseline:
-    baseline = _Baseline()
+def _probe(make: Callable[[Tensor], Any], hook: Callable[..., None]) -> None:
+    probe = _Probe(make)
+    probe.register_forward_hook(hook)
     with torch.inference_mode(False), torch.enable_grad():
-        for kind in ("of_tensor", "of_tuple", "of_view"):
-            probe = _Probe()
-            probe.register_forward_hook(getattr(baseline, kind))
-            probe(kind)
-    return baseline
+        probe(torch.ones(1, requires_grad=True))
+
+
+def _make_view(x: Tensor) -> Tensor:
+    return (x * 2).view(1, 1)
+
+
+def _make_tuple(x: Tensor) -> tuple[Tensor]:
+    return (x * 2,)
+
+
+def _base_references(view: Tensor) -> tuple[int, int]:
+    base = view._base
+    return sys.getrefcount(base), base._use_count()  # type: ignore[union-attr]

@@ -43,6 +43,7 @@ class Pass:
 
     __slots__ = (
         "_counts",
+        "_is_bare",
         "_keeper",
         "_seen_plain",
         "_starts",
@@ -82,6 +83,8 @@ class Pass:
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         self.task = torch._C._current_graph_task_id()
+        # Whether every event so far took the fast path, which logs bare tensors.
+        self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: Counter[int] = Counter()
         self._starts: Counter[int] = Counter()
@@ -89,6 +92,7 @@ class Pass:
 
     def receive(self, index: int, output: Any, references: int) -> Any:
         """Take what a module returned; return what the network goes on with, None for the same."""
+        self._is_bare = False
         position = self._position(index)
         label = None if position is None else self.program.labels[position]
         if position is None or label is None:
@@ -179,7 +183,8 @@ class Pass:
 
     def learned(self) -> Plan | None:
         """Return a better plan where this pass found how outputs can be kept."""
-        if self.program.options.copy == "always" or self.program.options.offload:
+        options = self.program.options
+        if (self._is_bare and not self.inputs) or options.copy == "always" or options.offload:
             return None
         kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
         positions = self._positions(self.log[::3])
@@ -236,20 +241,9 @@ class Pass:
             pairs = zip(positions, values, versions, strict=True)
             lost = [at for at, value, version in pairs if value._version != version]
             lost = [at for at in lost if self.program.labels[at] is not None]
-        lost += (
-            [
-                at
-                for at, kept in zip(positions, values, strict=True)
-                if type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
-            ]
-            if not self.plan.is_fast or self.fast is not self.plan.fast
-            else []
-        )
-        lost_inputs = [
-            at
-            for at, kept in self.inputs.items()
-            if type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
-        ]
+        if not self._is_bare:
+            lost += [at for at, kept in zip(positions, values, strict=True) if _is_lost(kept)]
+        lost_inputs = [at for at, kept in self.inputs.items() if _is_lost(kept)]
         if lost or lost_inputs:
             raise _Violation(self, lost, lost_inputs)
 
@@ -258,7 +252,7 @@ class Pass:
         if not self.records_outputs:
             return Records(program.architecture)
         labels = program.labels
-        if self.fast is self.plan.fast and self.plan.is_fast and positions == range(len(values)):
+        if self._is_bare and type(positions) is range:
             return Records(program.architecture, program.order, values, versions)
         found = []
         for at, value, version in zip(positions, values, versions, strict=True):
@@ -303,10 +297,16 @@ class _Nevers(dict[int, list[bool]]):
 _NEVER_FAST = _Nevers()
 
 
+def _is_lost(kept: Any) -> bool:
+    return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
+
+
 def _next_kind(kind: int, kept: Kept) -> int:
     if kind != LEARN:
         return kind
-    return COPY if any(leaf.is_overwritten for leaf in kept.leaves) else REFERENCE
+    # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
+    needs_copy = any(leaf.is_overwritten or leaf.original.is_inference() for leaf in kept.leaves)
+    return COPY if needs_copy else REFERENCE
 
 
 def _settled(value: Any, version: int) -> tuple[Any, Any]:

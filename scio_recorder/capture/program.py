@@ -45,8 +45,9 @@ class Program:
         self.options = options
         self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
         index = {id(module): i for i, module in enumerate(self.modules)}
+        # Bare tuples: dynamo can't follow the hash of a subclass.
         events = sorted(
-            (architecture[label].completion or 0, index[id(module)], label)
+            (architecture[label].completion or 0, index[id(module)], (label[0], label[1]))
             for module in self.modules
             for label in architecture.calls(module)
         )
@@ -64,7 +65,7 @@ class Program:
         by_label = {label: position for position, (_, _, label) in enumerate(events)}
         self.started: list[list[int]] = [
             [by_label[label] for label in sorted(calls, key=lambda at: architecture[at].call)]
-            for calls in (architecture.calls(module) for module in self.modules)
+            for calls in map(architecture.calls, self.modules)
         ]
 
     def first_plan(self) -> Plan:

@@ -19,6 +19,7 @@ without a word.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections import Counter
@@ -60,7 +61,8 @@ def _is_reentrant(node: Any) -> bool:
 def _region() -> Any:
     """Return the object that torch keeps for the non-reentrant region that is running, if any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    for cell in getattr(hooks[0], "__closure__", None) or () if hooks is not None else ():
+    function = None if hooks is None else inspect.unwrap(hooks[0])
+    for cell in getattr(function, "__closure__", None) or ():
         found = cell.cell_contents
         found = found() if isinstance(found, weakref.ref) else found
         if isinstance(found, _FRAME):
@@ -74,7 +76,8 @@ class Rerun:
     def __init__(
         self, program: Program, posts: dict[DepthIdx, Postprocessor], gradients: Gradients | None
     ) -> None:
-        self.program = program
+        # The graph holds this object, and must not hold the network, which the program refers to.
+        self._program = weakref.ref(program)
         self.posts = posts
         self.gradients = None if gradients is None else weakref.ref(gradients)
         self.thread = threading.get_ident()
@@ -105,9 +108,10 @@ class Rerun:
 
     def again(self, index: int, output: Any, node: Any, task: int) -> Any:
         """Post-process what a module returned in a re-run; None to go on with it as it is."""
-        position = self._position(index, node)
-        label = None if position is None else self.program.labels[position]
-        if label is None:
+        program = self._program()
+        position = None if program is None else self._position(program, index, node)
+        label = None if program is None or position is None else program.labels[position]
+        if program is None or label is None:
             return None
         gradients = None if self.gradients is None else self.gradients()
         if gradients is not None:
@@ -115,16 +119,16 @@ class Rerun:
             gradients.attach(label, leaves, rebuild, task)
         if label not in self.posts:
             return None
-        handed = apply(self.posts[label], output, self.program.architecture[label])
+        handed = apply(self.posts[label], output, program.architecture[label])
         return None if handed is output else handed
 
-    def _position(self, index: int, node: Any) -> int | None:
-        positions = self.program.positions[index]
-        labels = [self.program.labels[position] for position in positions]
+    def _position(self, program: Program, index: int, node: Any) -> int | None:
+        positions = program.positions[index]
+        labels = [program.labels[position] for position in positions]
         if len(positions) == 1:
             return positions[0]
         functions = {id(self.posts.get(label)) if label else None for label in labels}
-        key, found = self._candidates(index, node)
+        key, found = self._candidates(set(positions), node)
         counts = self._counts.setdefault((torch._C._current_graph_task_id(), key), Counter())
         count = counts[index]
         counts[index] += 1
@@ -133,16 +137,15 @@ class Rerun:
         if len(functions) > 1:
             raise FlowError(
                 "activation checkpointing runs the module of layer "
-                f"{self.program.architecture[next(filter(None, labels))]} again, and it can't be "
+                f"{program.architecture[next(filter(None, labels))]} again, and it can't be "
                 "told which of its calls this is, while these are post-processed differently: give "
                 "all calls of the module the same post-processor, or don't checkpoint it"
             )
         # Any call will do for post-processing; gradients come by the graph of the first run.
         return positions[0] if self.posts else None
 
-    def _candidates(self, index: int, node: Any) -> tuple[Any, list[int]]:
-        """Return a key for the region and the positions in it, in order, at which a module ran."""
-        mine = set(self.program.positions[index])
+    def _candidates(self, mine: set[int], node: Any) -> tuple[Any, list[int]]:
+        """Return a key for the region, and which of some positions lie in it, in order."""
         if _is_reentrant(node):
             number = node._sequence_nr()
             return number, [at for seen, at in self._events if seen > number and at in mine]
@@ -181,12 +184,27 @@ class Reruns:
         task = torch._C._current_graph_task_id()
         found = self._owner(node)
         if found is not None:
-            self._local.current = (weakref.ref(found), task)
-        elif getattr(self._local, "current", None) is not None:
-            # A node made by a re-run itself: checkpointing inside a checkpointed region.
-            owner, task = self._local.current
-            found = owner()
+            self._enter(found, task)
+        else:
+            found, task = self._enclosing(task)
         return None if found is None else found.again(index, output, node, task)
+
+    def _enter(self, rerun: Rerun, task: int) -> None:
+        if getattr(self._local, "current", None) is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)  # type: ignore[attr-defined]
+        self._local.current = (weakref.ref(rerun), task)
+
+    def _enclosing(self, task: int) -> tuple[Rerun | None, int]:
+        """Serve a node that no known pass has made.
+
+        It was made by the re-run around it where reentrant checkpointing is nested: that runs a
+        backward pass of its own inside the other one.
+        """
+        current = getattr(self._local, "current", None)
+        if current is None or current[1] == task:
+            self.forget()
+            return None, task
+        return current[0](), current[1]
 
     def _owner(self, node: Any) -> Rerun | None:
         number = node._sequence_nr()
