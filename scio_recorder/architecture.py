@@ -27,7 +27,8 @@ class Architecture(Mapping[DepthIdx, Layer]):
     Parameters
     ----------
     layers : iterable of Layer
-        The rows. Where torchinfo lists a row twice under one label, the first counts.
+        The rows. torchinfo lists a container twice under one label where its submodules run in
+        turn with others; that is one layer.
     names : mapping of str to iterable of (int, int)
         The labels of the rows of each module, for every qualified name that it has in the net: a
         shared module has several.
@@ -49,10 +50,9 @@ class Architecture(Mapping[DepthIdx, Layer]):
     """
 
     def __init__(self, layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> None:
-        rows: dict[DepthIdx, Layer] = {}
-        for layer in layers:
-            rows.setdefault(layer.label, layer)
-        self._rows = MappingProxyType(rows)
+        self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(
+            {layer.label: layer for layer in layers}
+        )
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
 
     def __getitem__(self, key: DepthIdx | str) -> Layer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import FlowError
 from scio_recorder.isolation import CopyTensors, OriginalCalledError, copy_net, refusing_calls
 from scio_recorder.restoring import eager, preserved_rng, quiet
-from scio_recorder.steps import Step, is_returned, steps_of, takes_branch
+from scio_recorder.steps import Step, calls_operation, is_returned, steps_of, takes_branch
 
 __all__ = ["check_static_flow"]
 
@@ -138,6 +138,10 @@ def _branch_behind(error: BaseException) -> Step | None:
     steps = steps_of(error.__traceback__)
     inside = next(i for i in range(len(steps), 0, -1) if not _is_internal(steps[i - 1]))
     if not _is_bare(steps[inside:]):
+        return None
+    # Operations written in C++ leave no entry of their own.
+    is_guard = isinstance(error, GuardOnDataDependentSymNode)
+    if is_guard and calls_operation(steps[inside - 1]):
         return None
     for step in reversed(steps[:inside]):
         if _is_internal(step) or step.filename == __file__:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-__all__ = ["Step", "is_returned", "steps_of", "takes_branch"]
+__all__ = ["Step", "calls_operation", "is_returned", "steps_of", "takes_branch"]
 
 _Position = tuple[int, int, int, int]
+# Methods and functions of modules that give a Python value for a tensor.
+_READING = ("item", "tolist", "is_nonzero")
 # What a branch compiles to, for code without source.
 _BRANCHING = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "GET_ITER", "FOR_ITER")
 
@@ -100,6 +102,30 @@ def takes_branch(step: Step) -> bool:
     return any(_holds(head, step) for node in nodes for head in _heads(node))
 
 
+def calls_operation(step: Step) -> bool:
+    """Whether a step calls a function of a module or a method that gives no Python value.
+
+    Parameters
+    ----------
+    step : Step
+        The step.
+
+    Returns
+    -------
+    bool
+        False for calls of built-in functions, and where there is no source.
+
+    Examples
+    --------
+    >>> calls_operation(Step("<no source>", "forward", 1, "CALL", None))
+    False
+    """
+    tree = _parsed(step)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if tree else ()
+    here = [call.func for call in calls if _spans(call) == step.position]
+    return any(isinstance(func, ast.Attribute) and func.attr not in _READING for func in here)
+
+
 def is_returned(step: Step) -> bool:
     """Whether a step is part of what its function returns.
 
@@ -151,9 +177,14 @@ def _heads(node: ast.AST) -> Iterator[ast.AST]:
         yield from node.values[:-1]
 
 
+def _spans(node: ast.AST) -> _Position:
+    names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
+    first, last, column, end_column = (getattr(node, name, 0) for name in names)
+    return first, last, column, end_column
+
+
 def _holds(node: ast.AST, step: Step) -> bool:
     assert step.position is not None
     first, last, column, end_column = step.position
-    begin = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
-    end = (getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0))
-    return begin <= (first, column) and (last, end_column) <= end
+    begin, end, start_column, stop_column = _spans(node)
+    return (begin, start_column) <= (first, column) and (last, end_column) <= (end, stop_column)

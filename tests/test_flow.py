@@ -203,6 +203,13 @@ def gathers_rows(net, x):
     return net.a(x).index_add(0, rows, x[rows])
 
 
+def branches_on_the_rank_of_hits(net, x):
+    # torch itself needs the number of hits to split them; the branch does not.
+    if torch.chunk(x[x > 0], 2)[0].dim() == 1:
+        x = net.a(x)
+    return net.b(x)
+
+
 def uses_items_in_arithmetic(net, x):
     return net.a(x) * x.max().item() + x.min().item()
 
@@ -254,6 +261,7 @@ STATIC = (
     counts_hits_in_arithmetic,
     reshapes_hits,
     gathers_rows,
+    branches_on_the_rank_of_hits,
     uses_items_in_arithmetic,
     uses_floats_in_arithmetic,
     uses_integers_in_arithmetic,
@@ -379,10 +387,27 @@ def test_shared_state_that_can_not_be_copied_gets_no_fake_tensors():
     assert kept.x is None
 
 
-def test_nothing_is_logged_and_loggers_are_as_they_were(caplog, capfd):
-    with caplog.at_level(logging.DEBUG), pytest.raises(FlowError):
-        check_static_flow(build(branch_on_sum), (DATA,), {})
-    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+def test_what_torch_logs_about_the_failure_is_not_seen(capfd):
+    name = "torch.fx.experimental.symbolic_shapes"
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record)
+
+    def log_and_branch(net, x):
+        # Versions of torch differ in what they log, so this stands in for all of them.
+        logging.getLogger(name).error("data-dependent")
+        return branch_on_sum(net, x)
+
+    handler = Handler()
+    logging.getLogger(name).addHandler(handler)
+    try:
+        with pytest.raises(FlowError):
+            check_static_flow(build(log_and_branch), (DATA,), {})
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+    assert seen == []
     assert capfd.readouterr() == ("", "")
     assert not logging.getLogger("torch.fx.experimental.recording").disabled
     assert not logging.getLogger("torch.fx.experimental.symbolic_shapes").disabled
@@ -390,7 +415,8 @@ def test_nothing_is_logged_and_loggers_are_as_they_were(caplog, capfd):
 
 def test_torch_keeps_no_fake_mode():
     before = dict(FakeTensorMode.cache)
-    check_static_flow(build(looks_at_shapes), (DATA,), {})
+    # Of a shape that no other test uses, so that its entries would be new ones.
+    check_static_flow(build(looks_at_shapes), (torch.ones(13, 4),), {})
     assert dict(FakeTensorMode.cache) == before
     assert type(torch.ones(1)) is Tensor
 

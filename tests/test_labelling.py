@@ -302,7 +302,8 @@ def test_torchinfo_is_as_it_was_also_after_a_failure():
 
 
 def test_torchinfos_cache_is_not_used():
-    label_net(nn.Sequential(linear()), input_size=(1, 4), cache_forward_pass=True)
+    torchinfo.summary(nn.Sequential(linear()), input_size=(1, 4), verbose=0)
+    assert "Sequential" in engine._cached_forward_pass
     architecture = label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4), cache_forward_pass=True)[
         1
     ]
@@ -520,6 +521,18 @@ def test_a_net_without_parameters_stays_on_the_cpu():
     net = Net(lambda net, x: devices.append(x.device.type) or x)
     label_net(net, input_size=(1, 4), force_static_flow=False)
     assert devices == ["cpu"]
+
+
+def test_a_net_on_another_device_is_labelled_there():
+    net = nn.Sequential(nn.Linear(4, 3, device="meta"))
+    assert label_net(net, input_size=(2, 4))[1]["0"].output_shape == (2, 3)
+    assert net[0].weight.device.type == "meta"
+
+
+def test_sizes_are_flat_also_for_dictionaries_with_a_batch_dimension():
+    net = Net(lambda net, x: {"out": net.a(x)}, a=linear())
+    statistics, _ = label_net(net, input_size=(4,), batch_dim=0)
+    assert statistics.summary_list[0].output_size == [1, 4]
 
 
 @pytest.mark.gpu
