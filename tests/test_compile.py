@@ -110,3 +110,26 @@ def test_compiled_part_of_an_eager_net_is_not_silently_missing() -> None:
             truth = net[1][0].forward(net[0].forward(x))
             torch.testing.assert_close(rnet.activations["1.0"], truth)
     assert missing == "" or "1.0" in missing
+
+
+def _hash(x: Tensor) -> int:
+    return hash(x)
+
+
+def test_failed_compilation_of_something_else_leaves_records_on_the_graph() -> None:
+    """Dynamo stays installed after a failure, and calls then take other paths in the interpreter."""
+    net = small_net()
+    rnet = recorder(net, "0")
+    for compile_now in (False, True):
+        if compile_now:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(_hash, fullgraph=True, backend="eager")(torch.ones(1))
+        fresh = recorder(net, "0")
+        for each in (rnet, fresh):
+            x = torch.randn(3, 4)
+            output = each(x)
+            record = each.activations["0"]
+            hidden = net[0].forward(x).detach().requires_grad_()
+            truth = torch.tanh(net[2][0].forward(torch.relu(hidden))).sum()
+            (gradient,) = torch.autograd.grad(output.sum(), record)
+            torch.testing.assert_close(gradient, torch.autograd.grad(truth, hidden)[0])

@@ -104,12 +104,16 @@ def slotted_dataclass_output() -> nn.Module:
 
 @CASES.add(vectors)
 def object_output() -> nn.Module:
-    return _returning(lambda y: Holder(y * 1), lambda out: out.value * 2)
+    return _returning(lambda y: Holder(y * 1), lambda out: out.value.add_(1))
 
 
 @CASES.add(vectors)
 def namespace_output() -> nn.Module:
-    return _returning(lambda y: SimpleNamespace(value=y * 1), lambda out: out.value * 2)
+    def take(out: SimpleNamespace) -> Tensor:
+        out.value = out.value * 2
+        return out.value
+
+    return _returning(lambda y: SimpleNamespace(value=y * 1), take)
 
 
 @CASES.add(vectors)
