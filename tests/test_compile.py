@@ -117,7 +117,7 @@ def _hash(x: Tensor) -> int:
 
 
 def test_failed_compilation_of_something_else_leaves_records_on_the_graph() -> None:
-    """Dynamo stays installed after a failure, and calls then take other paths in the interpreter."""
+    """Dynamo stays installed then, and calls take other paths in the interpreter."""
     net = small_net()
     rnet = recorder(net, "0")
     for compile_now in (False, True):
