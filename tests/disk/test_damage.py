@@ -56,7 +56,9 @@ def survives(run: Path, file: Path) -> bool:
 def test_a_flip_in_any_byte(run, name):
     file = find(run, name)
     dice = random.Random(name)
-    for position in range(file.stat().st_size):
+    # Chunk files are the same in both kinds of recordings.
+    repeated = name.startswith("chunk") and not (run / "manifest.json").exists()
+    for position in range(0, file.stat().st_size, 11 if repeated and not FULL else 1):
         for bit in range(8) if FULL else (dice.randrange(8),):
             flip(file, position, 1 << bit)
             assert not survives(run, file), f"bit {bit} of byte {position} went unnoticed"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import shutil
 import signal
 import stat
@@ -48,9 +47,12 @@ class Reports(list[int]):
 
 
 def in_child(
-    work: Callable[[Reports], None], meanwhile: Callable[[int, int], None]
+    work: Callable[[Reports], None], meanwhile: Callable[[int, int], bytes]
 ) -> tuple[int, int]:
-    """Run ``work`` in a forked process; return its last report and its exit status."""
+    """Run ``work`` in a forked process; return its last report and its exit status.
+
+    ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
+    """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Forking a process with threads may deadlock in code that takes their locks; the child
@@ -65,10 +67,10 @@ def in_child(
         finally:
             os._exit(status)
     os.close(writing)
-    meanwhile(child, reading)
+    reports = meanwhile(child, reading)
     _, wait_status = os.waitpid(child, 0)
     with open(reading, "rb") as stream:
-        reports = stream.read()
+        reports += stream.read()
     last = struct.unpack("q", reports[-8:])[0] if reports else 0
     return last, wait_status
 
@@ -91,7 +93,7 @@ def test_killed_at_every_system_call(tmp_path, torn):
             with intercepted(act):
                 write_rest(path, reports)
 
-        durable, status = in_child(work, lambda child, reading: None)
+        durable, status = in_child(work, lambda child, reading: b"")
         assert os.waitstatus_to_exitcode(status) == 9
         survived(path, durable)
         shutil.rmtree(path, ignore_errors=True)
@@ -106,11 +108,13 @@ def test_killed_at_random_instants(tmp_path):
         def work(reports: Reports, path: Path = path) -> None:
             write_rest(path, reports, finish=False, step=2)
 
-        def kill(child: int, reading: int) -> None:
-            # Three times out of four the writer has begun.
-            select.select([reading], [], [], 60 if dice.randrange(4) else 0.01)
-            time.sleep(dice.uniform(0, 0.02))
+        def kill(child: int, reading: int) -> bytes:
+            # After a random number of commits and then at a random instant, so that a slow disk
+            # does not have all writers killed before they began.
+            reports = [os.read(reading, 8) for _ in range(dice.randrange(12))]
+            time.sleep(dice.uniform(0, 0.005))
             os.kill(child, signal.SIGKILL)
+            return b"".join(reports)
 
         durable, status = in_child(work, kill)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
@@ -118,7 +122,8 @@ def test_killed_at_random_instants(tmp_path):
             first = check_contents(path)
             assert first >= durable
             # A second writer goes on and is killed as well.
-            durable, _ = in_child(work, kill)
+            durable, status = in_child(work, kill)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
             counts.append(check_contents(path))
             assert counts[-1] >= max(first, durable)
         shutil.rmtree(path, ignore_errors=True)
