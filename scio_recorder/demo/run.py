@@ -90,8 +90,8 @@ def _train(console: Console, net: DigitNet, digits: Digits, epochs: int) -> floa
         MofNCompleteColumn(),
         TextColumn("validation accuracy {task.fields[reached]:.1%}"),
     )
-    # A transient bar writes nothing where the console is no terminal.
-    with Progress(*columns, console=console, transient=True) as progress:
+    silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=silent) as progress:
         task = progress.add_task("training", total=epochs, reached=0.0)
         return train(
             net, digits, epochs, lambda reached: progress.update(task, advance=1, reached=reached)
