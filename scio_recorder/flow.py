@@ -26,22 +26,6 @@ __all__ = ["check_static_flow"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Modules of torch branch like anyone's; the rest of torch does so on behalf of its caller.
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
-# What lies between an expression that needs a value and the failure to give it one. Any other code
-# of torch down there is the inside of an operation, which asked for a reason of its own.
-_TRANSPARENT = tuple(
-    os.path.join(_TORCH, *parts)
-    for parts in (
-        ("__init__.py",),
-        ("_compile.py",),
-        ("_dynamo", ""),
-        ("_ops.py",),
-        ("_tensor.py",),
-        ("fx", ""),
-        ("utils", ""),
-        ("_subclasses", ""),
-        ("_library", ""),
-    )
-)
 # These report the failure that is looked for.
 _TALKATIVE = (
     "torch.fx.experimental.recording",
@@ -136,14 +120,12 @@ def _branch_behind(error: BaseException) -> Step | None:
     if not isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
         return None
     steps = steps_of(error.__traceback__)
-    inside = next(i for i in range(len(steps), 0, -1) if not _is_internal(steps[i - 1]))
-    if not _is_bare(steps[inside:]):
+    while _is_internal(steps[-1]):
+        steps.pop()
+    # An operation may need a number of hits for reasons of its own, which are none of the net's.
+    if isinstance(error, GuardOnDataDependentSymNode) and calls_operation(steps[-1]):
         return None
-    # Operations written in C++ leave no entry of their own.
-    is_guard = isinstance(error, GuardOnDataDependentSymNode)
-    if is_guard and calls_operation(steps[inside - 1]):
-        return None
-    for step in reversed(steps[:inside]):
+    for step in reversed(steps):
         if _is_internal(step) or step.filename == __file__:
             break
         if takes_branch(step):
@@ -156,17 +138,6 @@ def _branch_behind(error: BaseException) -> Step | None:
 
 def _is_internal(step: Step) -> bool:
     return step.filename.startswith(_TORCH) and not step.filename.startswith(_TORCH_MODULES)
-
-
-def _is_bare(below: list[Step]) -> bool:
-    """Whether the net itself asked for the value, and no operation that it called."""
-    for step in below:
-        # Iterating over a tensor is an operation that needs its length.
-        if step.name == "__iter__" and step.filename == os.path.join(_TORCH, "_tensor.py"):
-            return True
-        if not step.filename.startswith(_TRANSPARENT):
-            return False
-    return True
 
 
 @contextlib.contextmanager

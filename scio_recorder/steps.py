@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
 import linecache
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from types import TracebackType
 __all__ = ["Step", "calls_operation", "is_returned", "steps_of", "takes_branch"]
 
 _Position = tuple[int, int, int, int]
-# Methods and functions of modules that give a Python value for a tensor.
+# Methods and functions of torch that give a Python value for a tensor.
 _READING = ("item", "tolist", "is_nonzero")
 # What a branch compiles to, for code without source.
 _BRANCHING = ("POP_JUMP", "JUMP_IF", "TO_BOOL", "GET_ITER", "FOR_ITER")
@@ -103,7 +104,7 @@ def takes_branch(step: Step) -> bool:
 
 
 def calls_operation(step: Step) -> bool:
-    """Whether a step calls a function of a module or a method that gives no Python value.
+    """Whether a step calls a function that is not one of those that read a value.
 
     Parameters
     ----------
@@ -113,7 +114,7 @@ def calls_operation(step: Step) -> bool:
     Returns
     -------
     bool
-        False for calls of built-in functions, and where there is no source.
+        False for Python's built-in functions, for ``item`` and its kin, and without source.
 
     Examples
     --------
@@ -123,7 +124,7 @@ def calls_operation(step: Step) -> bool:
     tree = _parsed(step)
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call)) if tree else ()
     here = [call.func for call in calls if _spans(call) == step.position]
-    return any(isinstance(func, ast.Attribute) and func.attr not in _READING for func in here)
+    return any(not _reads(func) for func in here)
 
 
 def is_returned(step: Step) -> bool:
@@ -175,6 +176,12 @@ def _heads(node: ast.AST) -> Iterator[ast.AST]:
         yield node.subject
     elif isinstance(node, ast.BoolOp):
         yield from node.values[:-1]
+
+
+def _reads(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return hasattr(builtins, function.id)
+    return isinstance(function, ast.Attribute) and function.attr in _READING
 
 
 def _spans(node: ast.AST) -> _Position:

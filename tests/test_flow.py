@@ -210,6 +210,13 @@ def branches_on_the_rank_of_hits(net, x):
     return net.b(x)
 
 
+def branches_on_the_rank_of_hits_in_other_words(net, x):
+    split = torch.chunk
+    if split(x[x > 0], 2)[0].dim() == 1:
+        x = net.a(x)
+    return net.b(x)
+
+
 def uses_items_in_arithmetic(net, x):
     return net.a(x) * x.max().item() + x.min().item()
 
@@ -262,6 +269,7 @@ STATIC = (
     reshapes_hits,
     gathers_rows,
     branches_on_the_rank_of_hits,
+    branches_on_the_rank_of_hits_in_other_words,
     uses_items_in_arithmetic,
     uses_floats_in_arithmetic,
     uses_integers_in_arithmetic,
