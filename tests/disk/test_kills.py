@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from scio_recorder.disk import holds_recording
+from scio_recorder.disk import RunReader, RunWriter, holds_recording
 from tests.disk.runs import (
     calls_of,
     check_contents,
@@ -204,3 +204,17 @@ def test_power_lost_at_every_system_call(tmp_path):
             assert (found / "manifest.json").exists()
         shutil.rmtree(path)
         shutil.rmtree(found)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+def test_power_lost_where_only_the_journal_is_written(tmp_path):
+    (tmp_path / "lost").mkdir()
+    disk = Disk(tmp_path / "lost", 10**6)
+    with intercepted(disk.act):
+        writer = RunWriter.create(tmp_path / "lost", layers={}, header={})
+        writer.append({}, [1, 2], state={"seen": 2})
+    disk.restore(tmp_path / "found")
+    writer.abort()
+    with RunReader(tmp_path / "found") as reader:
+        assert list(reader.sample_ids) == [1, 2]
+        assert reader.read_state() == {"seen": 2}

@@ -165,13 +165,15 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
             os.write(ready[1], str(error).encode())
         os.read(wait[0], 1)
         os._exit(0)
-    assert b"written by the process that opened it" in os.read(ready[0], 1000)
-    writer.append(rows(0, 3), range(3))
-    writer.abort()
-    # As if the writer had been killed while its data loader's worker lives on.
-    resume(tmp_path).abort()
-    os.write(wait[1], b"x")
-    os.waitpid(child, 0)
+    try:
+        assert b"written by the process that opened it" in os.read(ready[0], 1000)
+        writer.append(rows(0, 3), range(3))
+        writer.abort()
+        # As if the writer had been killed while its data loader's worker lives on.
+        resume(tmp_path).abort()
+    finally:
+        os.write(wait[1], b"x")
+        os.waitpid(child, 0)
     for descriptor in (*ready, *wait):
         os.close(descriptor)
 
