@@ -34,7 +34,7 @@ class Description:
     run: str
     world_size: int
     layers: dict[str, TensorSpec]
-    header: JSON
+    header: dict[str, JSON]
 
     def to_json(self) -> dict[str, JSON]:
         """Return this as JSON."""
