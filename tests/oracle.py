@@ -158,10 +158,12 @@ class Watch:
     """Copies of everything that the modules of `net` return while this context is entered.
 
     `calls[name, call]` is the tree of what the module of that name returned; `call` counts from 0
-    in the order in which calls start, and a shared module goes by the first of its names.
+    in the order in which calls start, and a shared module goes by the first of its names. With
+    `gradients`, the leaves get the gradients of a later backward pass.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, *, gradients: bool = True) -> None:
+        self._listens = gradients
         self._modules = dict(net.named_modules())
         self.calls: dict[tuple[str, int], Any] = {}
         self._own = storages(tuple(net.parameters()), tuple(net.buffers()))
@@ -193,12 +195,11 @@ class Watch:
         tree = snapshot(output, lambda tensor: self._leaf(tensor, entered))
         self.calls[name, self._open.pop()] = tree
 
-    @staticmethod
-    def _leaf(tensor: Tensor, entered: set[int]) -> Leaf:
+    def _leaf(self, tensor: Tensor, entered: set[int]) -> Leaf:
         leaf = plain_leaf(tensor)
         leaf.aliased = bool(storages(tensor) & entered)
         leaf.is_view = tensor._is_view()
-        if tensor.requires_grad and tensor.layout == torch.strided:
+        if self._listens and tensor.requires_grad and tensor.layout == torch.strided:
             # Registered now, it sees the gradient of the value as returned, whatever comes later.
             tensor.register_hook(lambda gradient: setattr(leaf, "gradient", gradient))
         return leaf

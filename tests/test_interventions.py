@@ -230,6 +230,19 @@ def test_recorded_gradients_are_those_of_the_returned_values() -> None:
         torch.testing.assert_close(rnet.gradients["0"], weight * alive)
 
 
+def test_new_backward_replaces_the_gradients_of_the_last_one() -> None:
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return net.left(x), net.right(x)
+
+    rnet = recorder(Net(forward, left=linear(), right=linear()), "left", "right", gradients=True)
+    left, right = rnet(torch.randn(3, 4))
+    (left.sum() + right.sum()).backward(retain_graph=True)
+    assert len(rnet.gradients) == 2
+    (right.sum() * 5).backward()
+    assert set(rnet.gradients) == {rnet.architecture["right"].label}
+    torch.testing.assert_close(rnet.gradients["right"], torch.full((3, 4), 5.0))
+
+
 def test_layer_without_a_gradient_is_absent() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         net.unused(x)

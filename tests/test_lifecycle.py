@@ -162,7 +162,6 @@ def test_exception_midway_leaves_nothing(
     net = nn.Sequential(linear(), Fails(), linear())
     rnet = recorder(net, *selected, inputs=True, gradients=True)
     rnet(torch.randn(3, 4))
-    installed = hook_state(net)
     x = torch.randn(3, 4)
     rnet.record(*selected, inputs=True, gradients=True)
     before = live_tensors()
@@ -174,11 +173,47 @@ def test_exception_midway_leaves_nothing(
         assert len(rnet.activations) == 0
         assert len(rnet.inputs) == 0
     assert live_tensors() <= before
-    assert hook_state(net) == installed
     for _ in range(3):
         output = rnet(x)
         assert same_bits(rnet.activations["0"], net[0].forward(x))
         assert same_bits(output, net[2].forward(net[0].forward(x) * 2))
+
+
+def test_exception_leaves_no_hooks_and_no_half_record() -> None:
+    net = nn.Sequential(linear(), nn.Tanh(), Fails(), linear())
+    before = hook_state(net)
+    rnet = recorder(net, "0", "1", "3")
+    kept: list[weakref.ref[Tensor]] = []
+    handle = net[0].register_forward_hook(lambda _m, _a, output: kept.append(weakref.ref(output)))
+    net[2].error = KeyboardInterrupt()
+    # The traceback, which an interactive session keeps, must not keep records alive.
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt) as caught:
+        rnet(torch.randn(3, 4))
+    assert caught.tb is not None
+    handle.remove()
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
+    assert hook_state(net) == before
+    net[2].error = None
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["1"], torch.tanh(net[0].forward(x)))
+
+
+def test_gradients_made_with_a_graph_of_their_own_are_freed() -> None:
+    net = nn.Sequential(linear(), nn.Tanh(), linear())
+    marks = graph_marks(net)
+    rnet = recorder(net, "0", "2", gradients=True)
+    marks.clear()
+    x = torch.randn(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(rnet(x).square().sum(), x, create_graph=True)
+    assert gradient.requires_grad
+    assert len(rnet.gradients) == 2
+    del gradient
+    with torch.no_grad():
+        rnet(torch.randn(3, 4))
+    gc.collect()
+    assert [mark() is None for mark in marks] == [True, True]
 
 
 def test_exception_in_a_hook_of_the_user_leaves_nothing() -> None:

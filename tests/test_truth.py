@@ -25,6 +25,7 @@ from tests.harness import (
     run_pass,
     training_flags,
 )
+from tests.nets import inplace
 from tests.oracle import Leaf, Watch, differences, freeze, leaves, same_bits, scalar_loss, tensors
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def _assert_records_true(rnet: Recorder, watch: Watch) -> None:
     calls = _canonical_calls(rnet)
     assert sorted(calls.values()) == sorted(watch.calls)
     wrong = []
-    for label, key in calls.items():
+    for label in rnet.recording:
+        key = calls[label]
         record = freeze(rnet.activations[label])
         wrong += differences(record, watch.calls[key], f"{label} {key}")
     assert not wrong, "\n".join(wrong[:5])
@@ -81,7 +83,9 @@ def _pairs(
     rnet: Recorder, watch: Watch, unjudged: tuple[str, ...]
 ) -> Iterator[tuple[str, torch.Tensor, Leaf]]:
     """Yield the records that the on-graph promise covers, each beside the truth."""
-    for label, key in _canonical_calls(rnet).items():
+    calls = _canonical_calls(rnet)
+    for label in rnet.recording:
+        key = calls[label]
         records = tensors(rnet.activations[label])
         for record, truth in zip(records, leaves(watch.calls[key]), strict=True):
             if truth.requires_grad and not truth.aliased and key[0] not in unjudged:
@@ -143,6 +147,19 @@ def test_every_record_is_true_and_the_net_is_as_bare(case: Case, mode: Mode) -> 
     rnet.remove()
     assert hook_state(net) == hook_state(bare)
     assert attribute_names(net) == attribute_names(bare)
+
+
+@pytest.mark.parametrize("context", ["no_grad", "grad"])
+@pytest.mark.parametrize("case", inplace.CASES, ids=repr)
+def test_each_layer_alone_is_recorded_truly(case: Case, context: str) -> None:
+    """What is kept for one layer must not lean on the others' being recorded too."""
+    mode = Mode(training=False, context=context)
+    bare, watched, net = (case.fresh().eval() for _ in range(3))
+    rnet = make_recorder(net, case, force_static_flow=False)
+    for label in executed(rnet):
+        rnet.record(label)
+        for seed in range(2):
+            _one_pass(rnet, bare, watched, case, mode, seed)
 
 
 def test_every_mode_meets_nets_from_transformers() -> None:

@@ -172,6 +172,37 @@ def cached_in_a_list_changed_later() -> nn.Module:
     return _caching(lambda result: [result], lambda cache: cache[0].add_(3))
 
 
+def _reading_back(keep: Callable[[Tensor], Tensor]) -> nn.Module:
+    """What a module kept of its output shows what the net did to that output."""
+
+    def inner(net: Any, x: Tensor) -> Tensor:
+        result = net.linear(x)
+        net.cache = keep(result)
+        return result
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.inner(x)
+        hidden.add_(1)
+        return net.last(hidden) + net.inner.cache.detach().sum()
+
+    return Net(forward, inner=Net(inner, linear=linear(), cache=None), last=linear())
+
+
+@CASES.add(vectors, unjudged=("inner",))
+def kept_output_shows_changes() -> nn.Module:
+    return _reading_back(lambda result: result)
+
+
+@CASES.add(vectors, unjudged=("inner",))
+def kept_view_shows_changes() -> nn.Module:
+    return _reading_back(lambda result: result[0])
+
+
+@CASES.add(vectors, unjudged=("inner",))
+def kept_alias_off_the_graph_shows_changes() -> nn.Module:
+    return _reading_back(lambda result: result.detach())
+
+
 @CASES.add(vectors)
 def parameter_and_buffer_returned() -> nn.Module:
     def forward(net: Any, x: Tensor) -> Tensor:
