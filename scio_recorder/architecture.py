@@ -298,7 +298,18 @@ class Architecture(Mapping[DepthIdx, Layer]):
         return architecture
 
     def explain_missing_label(self, label: DepthIdx) -> str:
-        """Say that there is no such label, and which ones there are."""
+        """Say that there is no such label, and which ones there are.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The label.
+
+        Returns
+        -------
+        str
+            For an error message.
+        """
         indices = [index for depth, index in self if depth == label[0]]
         if indices:
             known = f"labels of depth {label[0]} go from {label[0]}-1 to {label[0]}-{max(indices)}"
@@ -307,7 +318,23 @@ class Architecture(Mapping[DepthIdx, Layer]):
         return f"no layer has the label {Label(label)}: {known}"
 
     def explain_missing_name(self, name: str) -> str:
-        """Say that there is no such name, and which ones come close."""
+        """Say that there is no such name, and which ones come close.
+
+        Parameters
+        ----------
+        name : str
+            The qualified name.
+
+        Returns
+        -------
+        str
+            For an error message.
+
+        Examples
+        --------
+        >>> Architecture([], {"conv1": ()}).explain_missing_name("conv")
+        "no module has the qualified name 'conv'; the closest names are 'conv1'"
+        """
         close = difflib.get_close_matches(name, self._names, n=4, cutoff=0.5)
         hint = f"; the closest names are {_quoted(close)}" if close else ""
         return f"no module has the qualified name {name!r}{hint}"

@@ -156,10 +156,13 @@ def _failure(error: Exception, layer: Layer) -> PostprocessorError:
         return error
     text = f"the post-processor of layer {layer} raised {type(error).__name__}: {error}"
     try:
-        return type("PostprocessorError", (PostprocessorError, type(error)), {})(text)
+        both: PostprocessorError = type(
+            "PostprocessorError", (PostprocessorError, type(error)), {}
+        )(text)
     except TypeError:
         # Some built-in exceptions can't share an instance layout, or want other arguments.
         return PostprocessorError(text)
+    return both
 
 
 def signature(function: Postprocessor) -> object:

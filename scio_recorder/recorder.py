@@ -327,6 +327,6 @@ class Recorder(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         remove_inert(self._net)
         self._install(Capture(self._net, self.architecture, recording, options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -124,8 +125,19 @@ class Records(LayerMapping[Any]):
         versions: Sequence[int | Sequence[tuple[Tensor, int]]] = (),
         what: str = "activation",
     ) -> None:
-        super().__init__(architecture, dict(zip(labels, values, strict=True)), what)
-        self._versions = dict(zip(labels, versions, strict=True))
+        self._architecture = architecture
+        self._what = what
+        self._columns = (labels, values, versions)
+
+    # Most passes are never read, or of few layers: the columns become mappings at the first look.
+
+    @cached_property
+    def _values(self) -> dict[DepthIdx, Any]:  # type: ignore[override]
+        return dict(zip(self._columns[0], self._columns[1], strict=True))
+
+    @cached_property
+    def _versions(self) -> dict[DepthIdx, int | Sequence[tuple[Tensor, int]]]:
+        return dict(zip(self._columns[0], self._columns[2], strict=True))
 
     def _get(self, label: DepthIdx) -> Any:
         value, versions = self._values[label], self._versions[label]

@@ -14,7 +14,7 @@ from torch import nn
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.hooks import Hooks, Site
-from scio_recorder.capture.passes import Pass, StopForward, _Violation
+from scio_recorder.capture.passes import OverwrittenError, Pass, StopForward
 from scio_recorder.capture.program import Options, Plan, Program
 from scio_recorder.capture.rerun import Rerun, Reruns, is_rerun
 from scio_recorder.capture.setting import Settings
@@ -24,6 +24,7 @@ from scio_recorder.records import Records
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.sinks import Sink
 
 __all__ = ["Capture"]
 
@@ -103,8 +104,12 @@ class Capture:
         given: Postprocessors | None = None,
         records_outputs: bool = True,
         stop: bool = False,
+        sink: Sink | None = None,
     ) -> Any:
-        """Run the network, recording what it does; with ``stop``, no further than needed."""
+        """Run the network, recording what it does; with ``stop``, no further than needed.
+
+        With a sink, activations go there as they come, and the pass leaves no records.
+        """
         program = self.program
         if self._is_removed or not program.recording or (given is None and not records_outputs):
             self._forget_latest()
@@ -124,26 +129,27 @@ class Capture:
         if plan is None:
             plan = self._new_plan(key)
         stop_after = len(program.order) if stop else None
-        current = Pass(program, plan, posts, records_outputs, stop_after)
+        current = Pass(program, plan, posts, records_outputs, stop_after, sink)
         return self._run(net, args, kwargs, current, key)
 
     def _run(
         self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass, key: object
     ) -> Any:
         local = self._site.local
-        outer = local.active
+        outer, outer_log = local.active, local.log
         self._active.add(id(current))
         finished = False
         self._expect_rerun(current)
         try:
             local.active = current
+            local.log = current.log if current.is_fast else None
             output = None
             try:
                 output = net(*args, **kwargs)
             except StopForward:
                 pass
             finally:
-                local.active = outer
+                local.active, local.log = outer, outer_log
             self._finish(current, key, output)
             finished = True
             return output
@@ -156,7 +162,7 @@ class Capture:
     def _finish(self, current: Pass, key: object, output: Any) -> None:
         try:
             activations, inputs = current.finish()
-        except _Violation as violation:
+        except OverwrittenError as violation:
             self._plans[key] = violation.plan
             raise
         if current.plan is self._plans.get(key):
@@ -210,16 +216,17 @@ class Capture:
             return
         for row in self.program.architecture.values():
             module = row.module
-            if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
-                if any(inner in self.program.modules for inner in module.modules()):
-                    self._has_warned = True
-                    warnings.warn(
-                        f"layer {row} runs without torch's fused kernel while it is recorded: torch "
-                        "takes the plain one where modules have hooks, whose results can differ in "
-                        "the last bits",
-                        stacklevel=5,
-                    )
-                    return
+            if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
+                continue
+            if any(inner in self.program.modules for inner in module.modules()):
+                self._has_warned = True
+                warnings.warn(
+                    f"layer {row} runs without torch's fused kernel while it is recorded: torch "
+                    "takes the plain one where modules have hooks, whose results can differ in "
+                    "the last bits",
+                    stacklevel=7,
+                )
+                return
 
     # -- the compiled path -------------------------------------------------------------------------
 

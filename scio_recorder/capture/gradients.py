@@ -55,7 +55,8 @@ class Gradients:
         owner = weakref.ref(self)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(_Listener(owner, label, index, task))
+                listener = _Listener(owner, label, index, task)
+                tensor.register_hook(listener)  # type: ignore[no-untyped-call]
 
     def receive(self, label: DepthIdx, index: int, gradient: Tensor, task: int) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""

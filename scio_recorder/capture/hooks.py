@@ -22,6 +22,8 @@ class _Local(threading.local):
     """What differs from thread to thread."""
 
     active: Pass | None = None
+    # The log of the active pass, if all its hooks may simply append to it.
+    log: list[Any] | None = None
 
 
 class Site:
@@ -39,30 +41,37 @@ class Site:
 class ModuleHook:
     """What is called before and after one module's forward."""
 
-    __slots__ = ("index", "site")
+    __slots__ = ("index", "local", "site")
 
     def __init__(self, index: int, site: Site) -> None:
         self.index = index
         self.site = site
+        self.local = site.local
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Take what the module returned.
 
         This is the path that every recorded layer pays for in every pass.
         """
-        site = self.site
-        if site.compiled is not None:
-            return site.compiled.receive(self.index, output)
-        active = site.local.active
-        if active is None:
-            return self._outside(module, output)
-        if active.fast[self.index]:
+        log = self.local.log
+        if log is not None:
             try:
-                active.extend((self.index, output, output._version))
+                log += self.index, output, output._version
                 return None
             except (AttributeError, RuntimeError):
                 # No tensor this time, or one without a version counter.
                 pass
+        active = self.local.active
+        if active is not None and active.fast[self.index]:
+            try:
+                active.log += self.index, output, output._version
+                return None
+            except (AttributeError, RuntimeError):
+                pass
+        if self.site.compiled is not None:
+            return self.site.compiled.receive(self.index, output)
+        if active is None:
+            return self._outside(module, output)
         if torch.compiler.is_dynamo_compiling():
             # A compiled part of the net: what is traced once must not be taken for a record.
             return None

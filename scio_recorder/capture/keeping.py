@@ -182,7 +182,7 @@ def _overlaps(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
     try:
-        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         # Sparse and other layouts have no storage of their own; their views are not made in place.
         return False
@@ -209,10 +209,10 @@ class _Fresh:
     on small modules, if they are needed.
     """
 
-    __slots__ = ("base", "container", "leaf", "tensor", "uses")
+    __slots__ = ("base", "container", "leaf", "storage", "tensor", "uses")
 
     def __init__(self) -> None:
-        self.tensor = self.container = self.leaf = self.uses = 0
+        self.tensor = self.container = self.leaf = self.uses = self.storage = 0
         self.base = (0, 0)
 
     def is_alike(self, output: Any, leaves: list[Tensor], references: int) -> list[bool]:
@@ -231,10 +231,14 @@ class _Fresh:
         ]
 
     def _is_unshared(self, leaf: Tensor) -> bool:
-        """Whether autograd holds neither the tensor nor, its view apart, what it is a view of."""
+        """Whether nothing holds the tensor's memory but itself and what the graph needs of it."""
         if leaf._use_count() != self.uses:  # type: ignore[attr-defined]
             return False
-        return not leaf._is_view() or _base_references(leaf) == self.base
+        is_view = leaf._is_view()
+        if is_view and _base_references(leaf) != self.base:
+            return False
+        origin = leaf._base if is_view and leaf._base is not None else leaf
+        return _storage_uses(leaf) == self.storage + is_view + _is_saved(origin)
 
     def _measure(self, is_plain: bool) -> None:
         if self.uses == 0:
@@ -246,6 +250,8 @@ class _Fresh:
         self.tensor = sys.getrefcount(output)
         self.uses = output._use_count()
         self.base = _base_references(output)
+        # The view and what it is a view of both count.
+        self.storage = _storage_uses(output) - 1
 
     def _of_tuple(self, module: nn.Module, args: Any, output: Any) -> None:
         self.container = sys.getrefcount(output)
@@ -275,6 +281,26 @@ def _make_view(x: Tensor) -> Tensor:
 
 def _make_tuple(x: Tensor) -> tuple[Tensor]:
     return (x * 2,)
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    try:
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    except (NotImplementedError, RuntimeError):
+        return -1
+
+
+def _is_saved(tensor: Tensor) -> bool:
+    """Whether the operation that made a tensor keeps the result for its own backward.
+
+    Autograd names such an attribute ``result``, numbered where there are several. Under hooks for
+    saved tensors it keeps what these make of it.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    node, number = tensor.grad_fn, tensor.output_nr
+    names = ("_raw_saved_result", f"_raw_saved_result{number}")
+    return any(hasattr(type(node), name) for name in names)
 
 
 def _base_references(view: Tensor) -> tuple[int, int]:

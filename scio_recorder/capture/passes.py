@@ -6,7 +6,6 @@ import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.capture.gradients import Gradients
@@ -20,6 +19,7 @@ from scio_recorder.records import Inputs, Offloaded, Records
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
     from scio_recorder.capture.rerun import Rerun
+    from scio_recorder.sinks import Sink
 
 __all__ = ["Pass", "StopForward"]
 
@@ -47,18 +47,18 @@ class Pass:
         "_keeper",
         "_seen_plain",
         "_starts",
-        "extend",
         "fast",
         "gradients",
         "inputs",
+        "is_fast",
         "log",
         "plan",
         "posts",
         "program",
         "records_outputs",
         "rerun",
+        "sink",
         "stop_after",
-        "task",
     )
 
     def __init__(
@@ -68,26 +68,27 @@ class Pass:
         posts: dict[DepthIdx, Postprocessor] | None,
         records_outputs: bool,
         stop_after: int | None,
+        sink: Sink | None = None,
     ) -> None:
         self.program = program
         self.plan = plan
         self.posts = posts
-        self.records_outputs = records_outputs
+        self.records_outputs = records_outputs and sink is None
+        self.sink = sink
         # The number of selected events that remain until the pass may stop.
         self.stop_after = stop_after
-        is_simple = posts is None and records_outputs and stop_after is None
+        is_simple = posts is None and self.records_outputs and stop_after is None
         self.fast = plan.fast if is_simple else _NEVER_FAST[len(plan.fast)]
+        self.is_fast = is_simple and plan.is_fast
         self.log: list[Any] = []
-        self.extend = self.log.extend
         self.inputs: dict[int, Kept | Offloaded] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
-        self.task = torch._C._current_graph_task_id()
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
-        self._counts: Counter[int] = Counter()
-        self._starts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
         self._seen_plain: set[int] = set()
 
     def receive(self, index: int, output: Any, references: int) -> Any:
@@ -96,7 +97,7 @@ class Pass:
         position = self._position(index)
         label = None if position is None else self.program.labels[position]
         if position is None or label is None:
-            self.extend((index, NOTHING, 0))
+            self.log += index, NOTHING, 0
             return None
         if self.rerun is not None:
             self.rerun.note(position)
@@ -104,9 +105,11 @@ class Pass:
         if self.posts is not None and label in self.posts:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
-        if self.records_outputs:
+        if self.sink is not None:
+            self.sink.receive(label, output)
+        elif self.records_outputs:
             kept, handed = self._keep(position, label, output, handed, references)
-        self.extend((index, kept, 0))
+        self.log += index, kept, 0
         if self.stop_after is not None:
             self.stop_after -= 1
             if self.stop_after <= 0:
@@ -115,13 +118,18 @@ class Pass:
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         """Take what a module's forward is about to receive."""
-        start = self._starts[index]
+        start = self._starts.get(index, 0)
         self._starts[index] = start + 1
         started = self.program.started[index]
         if start >= len(started) or self.program.labels[started[start]] is None:
             return
         position = started[start]
         value = Inputs(args, dict(kwargs))
+        if self.sink is not None:
+            label = self.program.labels[position]
+            assert label is not None
+            self.sink.receive_inputs(label, value)
+            return
         if self.program.options.offload:
             self.inputs[position] = offload(value)
         else:
@@ -136,10 +144,7 @@ class Pass:
 
     def _position(self, index: int) -> int | None:
         positions = self.program.positions[index]
-        if len(positions) == 1 and index not in self._counts:
-            self._counts[index] = 1
-            return positions[0]
-        count = self._counts[index]
+        count = self._counts.get(index, 0)
         self._counts[index] = count + 1
         return positions[count] if count < len(positions) else None
 
@@ -161,7 +166,7 @@ class Pass:
             self.gradients.attach(label, [leaf.original for leaf in kept.leaves], kept.rebuild)
         return kept, handed
 
-    def finish(self) -> tuple[Records, Records]:
+    def finish(self) -> tuple[Records, Records | None]:
         """Verify the pass, and return its activations and inputs.
 
         Raises
@@ -245,7 +250,7 @@ class Pass:
             lost += [at for at, kept in zip(positions, values, strict=True) if _is_lost(kept)]
         lost_inputs = [at for at, kept in self.inputs.items() if _is_lost(kept)]
         if lost or lost_inputs:
-            raise _Violation(self, lost, lost_inputs)
+            raise OverwrittenError(self, lost, lost_inputs)
 
     def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
         program = self.program
@@ -261,15 +266,17 @@ class Pass:
                 found.append((label, *_settled(value, version)))
         return Records(program.architecture, *_columns(found))
 
-    def _inputs(self) -> Records:
+    def _inputs(self) -> Records | None:
         program = self.program
+        if not self.inputs:
+            return None
         found = [
             (program.labels[at], *_settled(kept, 0)) for at, kept in sorted(self.inputs.items())
         ]
         return Records(program.architecture, *_columns(found), "input")
 
 
-class _Violation(MutationError):
+class OverwrittenError(MutationError):
     """Which layers were only referenced and yet overwritten, and the plan that copies them."""
 
     def __init__(self, owner: Pass, lost: list[int], lost_inputs: list[int]) -> None:

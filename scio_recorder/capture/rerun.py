@@ -6,15 +6,15 @@ A re-run happens inside a backward pass, on whatever thread that runs, when any 
 forward passes may have run in between. Nothing is recorded then, but post-processors must act as
 they did, or gradients would be those of another function. What is known in a re-run is the autograd
 node that is being executed. Autograd numbers the nodes that a thread makes in order. So each pass
-notes the numbers at its start and end, and at each of its events; a node belongs to the pass between
-whose numbers it lies.
+notes the numbers at its start and end, and at each of its events; a node belongs to the pass
+between whose numbers it lies.
 
 Which call of its module is run again matters only where a module has several calls that are
 post-processed differently. With reentrant checkpointing the node is made right before its region
 runs, so that the first event with a higher number opens the region. Non-reentrant checkpointing
 runs again when a tensor is needed that some node inside the region saved; the region is recognised
-by the object that torch keeps for it. Where neither tells, an error is raised: never a wrong gradient
-without a word.
+by the object that torch keeps for it. Where neither tells, an error is raised: never a wrong
+gradient without a word.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Rerun:
         self.last = torch._C._autograd._get_sequence_nr()
         for tensor in (tensor for value in values for tensor in tensors(value)):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_TAG] = self
+                metadata: Any = tensor.grad_fn.metadata
+                metadata[_TAG] = self
 
     def contains(self, number: int) -> bool:
         """Whether the node with this number was made by the pass, if on its thread."""
@@ -191,7 +192,7 @@ class Reruns:
 
     def _enter(self, rerun: Rerun, task: int) -> None:
         if getattr(self._local, "current", None) is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.forget)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
         self._local.current = (weakref.ref(rerun), task)
 
     def _enclosing(self, task: int) -> tuple[Rerun | None, int]:

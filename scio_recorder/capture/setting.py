@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import operator
 from collections.abc import Iterable, Mapping
+from functools import cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +28,7 @@ class Settings:
 
     def __init__(self, net: nn.Module) -> None:
         # Flags are read from the instances' dictionaries: attribute access on a module is slow.
-        self._states = [module.__dict__ for module in net.modules()]
+        self._states = [module.__dict__ for module in net.modules() if _may_read_flag(module)]
 
     def key(
         self,
@@ -48,6 +52,33 @@ class Settings:
             stops,
             inputs,
         )
+
+
+def _may_read_flag(module: nn.Module) -> bool:
+    """Whether a module may behave differently in training.
+
+    Most never do, and reading the flags of all is most of what a pass costs with few layers
+    recorded. Where this is mistaken, the pass still fails verification rather than be wrong.
+    """
+    is_patched = "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
+    is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
+    kind: Any = type(module)
+    return bool(is_patched) or not is_readable or _mentions_flag(kind)
+
+
+@cache
+def _mentions_flag(kind: Any) -> bool:
+    own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
+    members = [member for base in own for member in vars(base).values()]
+    functions = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
+    return any(_mentions(code) for code in codes if code is not None)
+
+
+def _mentions(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    named = "training" in code.co_names or "training" in code.co_consts
+    return named or any(map(_mentions, inner))
 
 
 def _structure(value: Any) -> object:
