@@ -9,7 +9,7 @@ from torch import nn
 
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.capture.hooks import remove_inert
-from scio_recorder.errors import SelectorTypeError
+from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.labelling import label_net
 from scio_recorder.postprocessing import Postprocessors, assign
 from scio_recorder.records import LayerMapping, Records
@@ -314,6 +314,12 @@ class Recorder(nn.Module):
         return (
             f"Recorder instance for the following network\n{table}\n"
             f"Currently recording: {labels or None}\n{line}\n"
+        )
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise UnsupportedNetError(
+            "torch.nn.DataParallel runs replicas that share hooks, and would mix their records: "
+            "use DistributedDataParallel, or wrap the net in DataParallel without a recorder"
         )
 
     # Hooks lead back to this recorder, so a copy attaches its own.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["flatten", "map_tensors", "tensors"]
+__all__ = ["Rebuild", "flatten", "map_tensors", "tensors"]
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 

@@ -86,11 +86,13 @@ class Capture:
     @property
     def inputs(self) -> Records:
         """The inputs of the latest pass that this thread has run."""
+        self._refuse_compiled("inputs")
         return self._latest.inputs or Records(self.program.architecture, what="input")
 
     @property
     def gradients(self) -> Records:
         """The gradients that the latest backward pass through the latest pass has brought."""
+        self._refuse_compiled("gradients")
         if self._latest.gradients is None:
             return Records(self.program.architecture, what="gradient")
         return self._latest.gradients.records(self.program.architecture)
@@ -115,12 +117,12 @@ class Capture:
             self._forget_latest()
             return net(*args, **kwargs)
         _refuse_transforms()
-        posts = None if given is None else assign(program.architecture, program.order, given)
         if is_rerun():
             # Checkpointing around the recorder: the pass that is run again is recorded already.
             records_outputs = False
         else:
             self._forget_latest()
+        posts = None if given is None else assign(program.architecture, program.order, given)
         if not self._hooks.is_attached:
             self._attach()
         self._hooks.move_last()
@@ -139,21 +141,22 @@ class Capture:
         outer, outer_log = local.active, local.log
         self._active.add(id(current))
         finished = False
+        output = None
         self._expect_rerun(current)
         try:
             local.active = current
             local.log = current.log if current.is_fast else None
-            output = None
             try:
                 output = net(*args, **kwargs)
             except StopForward:
                 pass
-            finally:
-                local.active, local.log = outer, outer_log
+            local.active, local.log = outer, outer_log
             self._finish(current, key, output)
             finished = True
             return output
         finally:
+            # An interruption can come anywhere, also before the pass has begun to run.
+            local.active, local.log = outer, outer_log
             self._active.discard(id(current))
             if not finished:
                 current.abandon()
@@ -193,6 +196,13 @@ class Capture:
         if not self._has_warned:
             self._warn_of_other_kernels()
         return plan
+
+    def _refuse_compiled(self, what: str) -> None:
+        if self._compiled.counts is not None:
+            raise UnsupportedNetError(
+                f"the latest pass was compiled, and has left activations only, no {what}: run the "
+                "recorder without torch.compile for these"
+            )
 
     def _forget_latest(self) -> None:
         latest = self._latest

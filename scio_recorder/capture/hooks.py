@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from scio_recorder.capture.passes import Pass
     from scio_recorder.capture.rerun import Reruns
 
-__all__ = ["Hooks", "ModuleHook", "Site"]
+__all__ = ["Hooks", "ModuleHook", "Site", "observe"]
 
 
 class _Local(threading.local):
@@ -168,6 +169,42 @@ class Hooks:
         for module, handle in zip(self._modules, self._before, strict=False):
             _move_to_end(module._forward_pre_hooks, handle.id)
         self._checked_at = RemovableHandle.next_id
+
+
+class _Observer:
+    """A hook that calls a method as long as its object lives, and does nothing in a copy."""
+
+    __slots__ = ("_method", "_name")
+
+    def __init__(self, method: weakref.WeakMethod[Any] | None, name: str) -> None:
+        self._method = method
+        self._name = name
+
+    def __call__(self, *call: Any) -> None:
+        method = None if self._method is None else self._method()
+        # What is traced once must not be taken for what happens in every call.
+        if method is not None and not torch.compiler.is_dynamo_compiling():
+            method(self._name, *call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Observer:
+        return _Observer(None, "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Observer, (None, "")
+
+
+def observe(
+    module: nn.Module, method: Any, name: str, *, before: bool = False, always: bool = False
+) -> RemovableHandle:
+    """Call ``method(name, module, args, kwargs, output)`` after each call of a module's forward.
+
+    The hook goes behind all others and does not keep the method's object alive. With ``before``, it
+    is called without an output ahead of the forward; with ``always``, after one that raised too.
+    """
+    observer = _Observer(weakref.WeakMethod(method), name)
+    if before:
+        return module.register_forward_pre_hook(observer, with_kwargs=True)
+    return module.register_forward_hook(observer, with_kwargs=True, always_call=always)
 
 
 def _move_to_end(hooks: dict[int, Any], key: int) -> None:

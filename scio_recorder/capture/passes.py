@@ -15,6 +15,7 @@ from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import FlowError, MutationError
 from scio_recorder.postprocessing import Postprocessor, apply
 from scio_recorder.records import Inputs, Offloaded, Records
+from scio_recorder.tree import Rebuild, flatten
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
@@ -141,6 +142,7 @@ class Pass:
         self.inputs.clear()
         self._keeper = None
         self.gradients = None
+        self.rerun = None
 
     def _position(self, index: int) -> int | None:
         positions = self.program.positions[index]
@@ -153,6 +155,8 @@ class Pass:
     ) -> tuple[Any, Any]:
         options = self.program.options
         if options.offload:
+            if options.gradients:
+                self._listen(label, *flatten(output))
             return offload(output), handed
         if self._keeper is None:
             self._keeper = Keeper()
@@ -161,10 +165,13 @@ class Pass:
             self._seen_plain.add(position)
         kept, handed = self._keeper.keep(output, handed, kind, references)
         if options.gradients:
-            if self.gradients is None:
-                self.gradients = Gradients()
-            self.gradients.attach(label, [leaf.original for leaf in kept.leaves], kept.rebuild)
+            self._listen(label, [leaf.original for leaf in kept.leaves], kept.rebuild)
         return kept, handed
+
+    def _listen(self, label: DepthIdx, leaves: list[Tensor], rebuild: Rebuild) -> None:
+        if self.gradients is None:
+            self.gradients = Gradients()
+        self.gradients.attach(label, leaves, rebuild)
 
     def finish(self) -> tuple[Records, Records | None]:
         """Verify the pass, and return its activations and inputs.
@@ -179,7 +186,7 @@ class Pass:
         modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
         positions = range(len(modules))
         if modules != self.program.expected:
-            if self.stop_after is None:
+            if self.stop_after is None or self.stop_after > 0:
                 self._check_counts(modules)
             positions = self._positions(modules)  # type: ignore[assignment]
         if self.program.options.copy != "never":
