@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -146,10 +147,8 @@ class Capture:
         try:
             local.active = current
             local.log = current.log if current.is_fast else None
-            try:
+            with contextlib.suppress(StopForward):
                 output = net(*args, **kwargs)
-            except StopForward:
-                pass
             local.active, local.log = outer, outer_log
             self._finish(current, key, output)
             finished = True
