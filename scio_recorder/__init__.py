@@ -15,7 +15,9 @@ from scio_recorder.errors import (
     SelectorTypeError,
     UnsupportedNetError,
 )
+from scio_recorder.events import Tracker, track
 from scio_recorder.recorder import Recorder
+from scio_recorder.recording import Recording, open_recording
 
 __all__ = [
     "Architecture",
@@ -31,7 +33,9 @@ __all__ = [
     "RecomputeError",
     "Recorder",
     "RecorderError",
+    "Recording",
     "RecordingError",
     "SelectorTypeError",
     "UnsupportedNetError",
+    "open_recording",
 ]

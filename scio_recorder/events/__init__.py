@@ -1,0 +1,5 @@
+"""A log of what modules return and of the gradients that come back, in time order."""
+
+from scio_recorder.events.log import Event, Stash, Tracker, track
+
+__all__ = ["Event", "Stash", "Tracker", "track"]

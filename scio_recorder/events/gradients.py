@@ -1,0 +1,257 @@
+"""Listening to the gradients of what modules return, by hooks on the tensors.
+
+NOTE [In what order gradients are logged]
+
+Modules often return the tensor that their last child returned. Hooks on a tensor run in the order
+in which they were set, the child's first, while the gradient of the outer module comes first in
+the sense of backpropagation. So each output of a node of the graph gets one listener, which serves
+the calls that returned it in reverse.
+
+A call that returned several tensors makes one event, when the last of those gradients is there that
+come at all. Of nodes made by one thread, the one with the highest number runs first. So the tensor
+whose gradient comes first asks the engine which of the others will be computed, and holds their
+nodes for this. It holds only nodes with lower numbers, which can't lead back to it: a cycle through
+the graph would never be freed. What can't be foreseen (leaves, several devices) is waited for until
+the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from scio_recorder.tree import tensors
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["GradientListeners"]
+
+Take = Callable[[str, type[nn.Module], tuple[Tensor | None, ...]], None]
+
+
+class GradientListeners:
+    """The listeners of one tracker. The graph that holds them holds the tracker weakly."""
+
+    def __init__(self, take: Take, lose: Callable[[str], None]) -> None:
+        self._take = weakref.WeakMethod(take)
+        self._lose = weakref.WeakMethod(lose)
+        # Hooks on leaves stay as long as these do, which may be parameters.
+        self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
+        weakref.finalize(self, _remove_hooks, self._on_leaves).atexit = False
+
+    def listen(self, name: str, kind: type[nn.Module], output: Any) -> None:
+        """Listen to the gradients of one output."""
+        leaves, places = _leaves_and_places(output)
+        if not any(leaf.requires_grad for leaf in leaves):
+            return
+        call = _Call(name, kind, leaves, places, self._take, self._lose)
+        nodes = {index: leaf.grad_fn for index, leaf in enumerate(leaves) if leaf.requires_grad}
+        for index, node in nodes.items():
+            self._listener(leaves[index], node).add(_Entry(call, index, nodes))
+
+    def _listener(self, tensor: Tensor, node: Any) -> _Listener:
+        if node is None:
+            known = self._on_leaves.get(tensor)
+            if known is None:
+                known = self._on_leaves[tensor] = _Listener(is_on_leaf=True)
+            if known.hook is None:
+                known.hook = tensor.register_hook(known)  # type: ignore[no-untyped-call]
+            return known
+        key = (weakref.ref(self), tensor.output_nr)
+        listener: _Listener | None = node.metadata.get(key)
+        if listener is None:
+            listener = node.metadata[key] = _Listener()
+            tensor.register_hook(listener)  # type: ignore[no-untyped-call]
+        return listener
+
+
+class _Listener:
+    """What is called with the gradient of one output of one node."""
+
+    __slots__ = ("_entries", "_is_on_leaf", "hook")
+
+    def __init__(self, *, is_on_leaf: bool = False) -> None:
+        self._entries: list[_Entry] = []
+        self._is_on_leaf = is_on_leaf
+        self.hook: RemovableHandle | None = None
+
+    def add(self, entry: _Entry) -> None:
+        if self._is_on_leaf:
+            # A leaf outlives passes: an earlier one that was not differentiated is over.
+            self._entries = [old for old in self._entries if old.call.name != entry.call.name]
+        self._entries.append(entry)
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        entries = self._entries[::-1]
+        if self._is_on_leaf:
+            self._entries = []
+            self.remove()
+        for entry in entries:
+            entry.receive(gradient)
+
+    def remove(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+
+class _Entry:
+    """One tensor of one call."""
+
+    __slots__ = ("_alike", "_index", "_lower", "_unknown", "call")
+
+    def __init__(self, call: _Call, index: int, nodes: dict[int, Any]) -> None:
+        self.call = call
+        self._index = index
+        node, others = nodes[index], {at: other for at, other in nodes.items() if at != index}
+        self._alike = [at for at, other in others.items() if other is node is not None]
+        known = {at: other for at, other in others.items() if other is not None}
+        is_ordered = node is not None and not call.is_spread
+        self._unknown = [at for at in others if at not in known or not is_ordered]
+        number = node._sequence_nr() if is_ordered else 0
+        self._lower = [
+            (at, other)
+            for at, other in known.items()
+            if is_ordered and other is not node and other._sequence_nr() < number
+        ]
+
+    def receive(self, gradient: Tensor | None) -> None:
+        """Take the gradient of this tensor."""
+        call, task = self.call, torch._C._current_graph_task_id()
+        if len(call.places) == 1 or not (self._alike or self._lower or self._unknown):
+            pending = call.pending.get(task)
+            if pending is None:
+                call.emit({self._index: gradient})
+                return
+        else:
+            pending = call.pending.get(task) or self._begin(task)
+        pending.receive(self._index, gradient)
+
+    def _begin(self, task: int) -> _Pending:
+        runs = torch._C._will_engine_execute_node
+        coming = {at for at, node in self._lower if runs(node)}
+        pending = _Pending(self.call, {self._index, *self._alike, *self._unknown, *coming})
+        self.call.pending[task] = pending
+        # The engine owns it: of a backward pass that fails nothing is left.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_Pending.close, pending))
+        return pending
+
+
+class _Pending:
+    """The gradients of one call in one backward pass, as far as they have come."""
+
+    __slots__ = ("__weakref__", "_call", "_gradients", "_missing")
+
+    def __init__(self, call: _Call, missing: set[int]) -> None:
+        self._call = call
+        self._missing = missing
+        self._gradients: dict[int, Tensor | None] | None = {}
+
+    def receive(self, index: int, gradient: Tensor | None) -> None:
+        if self._gradients is None:
+            return
+        self._gradients[index] = gradient
+        self._missing.discard(index)
+        if not self._missing:
+            self.close()
+
+    def close(self) -> None:
+        if self._gradients is not None:
+            gradients, self._gradients = self._gradients, None
+            self._call.emit(gradients)
+
+
+class _Call:
+    """One call of a module whose output can be differentiated."""
+
+    __slots__ = (
+        "_is_logged",
+        "_kind",
+        "_lose",
+        "_take",
+        "_views",
+        "is_spread",
+        "name",
+        "pending",
+        "places",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        kind: type[nn.Module],
+        leaves: list[Tensor],
+        places: list[int | None],
+        take: weakref.WeakMethod[Any],
+        lose: weakref.WeakMethod[Any],
+    ) -> None:
+        self.name = name
+        self._kind = kind
+        self.places = places
+        self.is_spread = len({leaf.device for leaf in leaves}) > 1
+        self.pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
+        self._take = take
+        self._lose = lose
+        self._is_logged = False
+        views = [leaf for leaf in leaves if leaf.grad_fn is not None and leaf._is_view()]
+        self._views = [(counter, counter._version) for counter in map(_counter, views)]
+
+    def emit(self, gradients: dict[int, Tensor | None]) -> None:
+        """Log the gradients of this call in one backward pass."""
+        self._is_logged = True
+        take = self._take()
+        if take is None or all(gradient is None for gradient in gradients.values()):
+            return
+        self._check_views()
+        value = tuple(None if at is None else gradients.get(at) for at in self.places)
+        take(self.name, self._kind, value)
+
+    def _check_views(self) -> None:
+        lose = self._lose()
+        if lose is not None and any(view._version != version for view, version in self._views):
+            lose(self.name)
+
+    def __del__(self) -> None:
+        # Autograd drops the node of a view, and with it the listener, when the view is changed.
+        if not self._is_logged:
+            self._check_views()
+
+
+def _remove_hooks(listeners: Mapping[Tensor, _Listener]) -> None:
+    for listener in list(listeners.values()):
+        listener.remove()
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that shares the version counter."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def _leaves_and_places(output: Any) -> tuple[list[Tensor], list[int | None]]:
+    """Return the distinct tensors of an output, and for each entry of the event's value its tensor.
+
+    As in torch's backward hooks, an item of a tuple that is no tensor has an entry of None.
+    """
+    items = output if isinstance(output, tuple | list) else [output]
+    leaves: list[Tensor] = []
+    index: dict[int, int] = {}
+    places: list[int | None] = []
+    for item in items:
+        found = tensors(item)
+        for tensor in found:
+            if id(tensor) not in index:
+                index[id(tensor)] = len(leaves)
+                leaves.append(tensor)
+            places.append(index[id(tensor)])
+        if not found:
+            places.append(None)
+    return leaves, places

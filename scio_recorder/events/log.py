@@ -1,0 +1,380 @@
+"""Events, what is kept of them, and the tracker that keeps it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.capture.hooks import observe
+from scio_recorder.capture.rerun import is_rerun
+from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.supported import check_supported
+from scio_recorder.tree import map_tensors, tensors
+
+if TYPE_CHECKING:
+    import pandas
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Event", "Stash", "Tracker", "track"]
+
+Pattern: TypeAlias = str | re.Pattern[str] | None
+
+
+@dataclass
+class Event:
+    """What happened, as ``stash`` sees it: nothing is copied yet.
+
+    Parameters
+    ----------
+    name : str
+        Qualified name of the module, ``""`` for the root.
+    type : type
+        The module's class.
+    grad : bool
+        False for a call of forward, True for the gradient of one.
+    value : Any
+        What the module returned, or the tuple of gradients with respect to that: one entry for
+        each of its tensors, None where no gradient came.
+    args : tuple
+        What forward received; empty where ``grad`` is True.
+    kwargs : dict
+        Likewise.
+    """
+
+    name: str
+    type: type[nn.Module]
+    grad: bool
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Stash:
+    """What is kept of an event.
+
+    Parameters
+    ----------
+    name : str
+        Qualified name of the module, ``""`` for the root.
+    type : type
+        The module's class.
+    grad : bool
+        False for a call of forward, True for the gradient of one.
+    value : Any
+        What the module returned, or the tuple of gradients, with every tensor replaced by what
+        ``stash_value`` made of it.
+    """
+
+    name: str
+    type: type[nn.Module]
+    grad: bool
+    value: Any
+
+    @property
+    def first_value(self) -> Any:
+        """The first tensor in the value; the first item of any kind where there is none."""
+        found = tensors(self.value)
+        return found[0] if found else _first_item(self.value)
+
+
+StashValue: TypeAlias = Callable[[Tensor], Any]
+StashEvent: TypeAlias = Callable[[Event], Any]
+
+
+class Tracker:
+    """Logs what modules return, and the gradients that come back, in time order.
+
+    Parameters
+    ----------
+    stash : callable
+        ``Event -> Any``: makes what is kept of an event, a :class:`Stash` as a rule. The tensors
+        of an event are those of the net, so what is kept must be copied.
+
+    Notes
+    -----
+    A tracker that nobody holds any more takes its hooks away.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with Tracker(lambda event: (event.name, event.grad)) as tracker:
+    ...     tracker.register_all(net)
+    ...     net(torch.ones(1, 2)).sum().backward()
+    >>> list(tracker)
+    [('0', False), ('1', False), ('', False), ('', True), ('1', True), ('0', True)]
+    """
+
+    def __init__(self, stash: StashEvent) -> None:
+        self.stashes: list[Any] = []
+        self._stash = stash
+        self._handles: list[RemovableHandle] = []
+        self._grads: dict[int, bool] = {}
+        self._listeners = GradientListeners(self._take_gradient, self._note_lost)
+        self._lost: set[str] = set()
+        self._warned: set[str] = set()
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
+
+    def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
+        """Log the calls of one module.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The module itself, without those inside it.
+        name : str, default ""
+            Its name in the log.
+        grad : bool, default True
+            Log the gradients of what it returns as well.
+
+        Raises
+        ------
+        UnsupportedNetError
+            No module, or one that hooks can't observe.
+        """
+        check_supported(module)
+        self._register(module, name, grad)
+
+    def register_all(
+        self,
+        module: nn.Module,
+        grad: bool = True,
+        include: Pattern = None,
+        exclude: Pattern = None,
+    ) -> None:
+        """Log the calls of a module, whose name is ``""``, and of those inside it.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The root.
+        grad : bool, default True
+            Log gradients as well.
+        include, exclude : str or re.Pattern, optional
+            Regular expressions, searched in the qualified name: modules whose name matches the
+            first (all, where there is none) and not the second are logged.
+
+        Raises
+        ------
+        LayerNotFoundError
+            ``include`` matches no name.
+        UnsupportedNetError
+            No module, or one that hooks can't observe.
+        """
+        check_supported(module)
+        modules = dict(module.named_modules())
+        names = _chosen(list(modules), include, exclude)
+        for name in names:
+            self._register(modules[name], name, grad)
+
+    def unregister(self) -> None:
+        """Log no more calls; the gradients of those that were logged are still waited for."""
+        _remove_all(self._handles)
+        self._warn_of_lost()
+
+    def clear(self) -> None:
+        """Forget what was logged."""
+        self.stashes.clear()
+
+    def to_frame(
+        self, stat: Callable[[Tensor], Any] = torch.std, stat_name: str | None = None
+    ) -> pandas.DataFrame:
+        """Return the log as a table with one number for each event.
+
+        Parameters
+        ----------
+        stat : callable, default torch.std
+            ``Tensor -> number``, given the first tensor of each value; integers and booleans as
+            float64.
+        stat_name : str, optional
+            Name of its column; by default that of the function.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Columns ``name``, ``type`` (the full name of the class), ``grad`` and the statistic,
+            which is missing where an event has no tensor.
+
+        Examples
+        --------
+        >>> with track(nn.ReLU()) as events:
+        ...     _ = events  # nothing has run
+        >>> list(events.to_frame(torch.mean).columns)
+        ['name', 'type', 'grad', 'mean']
+        """
+        import pandas
+
+        column = stat_name or str(getattr(stat, "__name__", "value"))
+        rows = [_row(stash, stat, column) for stash in self.stashes]
+        return pandas.DataFrame(rows, columns=None if rows else ["name", "type", "grad", column])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unregister()
+
+    def __len__(self) -> int:
+        return len(self.stashes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stashes)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.stashes[index]
+
+    def __repr__(self) -> str:
+        return f"Tracker(stashes={len(self)}, tracking={len(self._handles)})"
+
+    def _register(self, module: nn.Module, name: str, grad: bool) -> None:
+        take = self._take_call_and_gradients if grad else self._take_call
+        self._handles.append(observe(module, take, name))
+
+    def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._warn_of_lost()
+        if not is_rerun():
+            self.stashes.append(self._stash(Event(name, type(module), False, output, args, kwargs)))
+
+    def _take_call_and_gradients(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        self._take_call(name, module, args, kwargs, output)
+        # Under reentrant checkpointing only the re-run has a graph.
+        self._listeners.listen(name, type(module), output)
+
+    def _take_gradient(self, name: str, kind: type[nn.Module], value: Any) -> None:
+        self.stashes.append(self._stash(Event(name, kind, True, value, (), {})))
+        self._warn_of_lost()
+
+    def _note_lost(self, name: str) -> None:
+        self._lost.add(name)
+
+    def _warn_of_lost(self) -> None:
+        for name in sorted(self._lost - self._warned):
+            self._warned.add(name)
+            warnings.warn(
+                f"gradients of what the module {name!r} returns are missing from the log, or "
+                "incomplete: it returns a view that is changed in place later, which takes the "
+                "view as it was off autograd's graph. Write that operation out of place, as x + 1 "
+                "for x += 1 or ReLU() for ReLU(inplace=True)",
+                stacklevel=3,
+            )
+
+
+def track(
+    module: nn.Module,
+    grad: bool = True,
+    include: Pattern = None,
+    exclude: Pattern = None,
+    stash_value: StashValue | None = None,
+    stash: StashEvent | None = None,
+) -> Tracker:
+    """Log what a module and those inside it return, and the gradients that come back.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Any module; it need not be labelled first.
+    grad : bool, default True
+        Log gradients as well.
+    include, exclude : str or re.Pattern, optional
+        Regular expressions, searched in the qualified name: modules whose name matches the first
+        (all, where there is none) and not the second are logged.
+    stash_value : callable, optional
+        ``Tensor -> Any``, applied to every tensor of a value; by default a copy in host memory.
+    stash : callable, optional
+        ``Event -> Any``, instead: makes all that is kept of an event.
+
+    Returns
+    -------
+    Tracker
+        The log, and a context manager: calls after its block are not logged, the gradients of
+        those made inside it are.
+
+    Raises
+    ------
+    ValueError
+        Both ``stash_value`` and ``stash`` are given.
+    LayerNotFoundError
+        ``include`` matches no name.
+    UnsupportedNetError
+        No module, or one that hooks can't observe.
+
+    Warns
+    -----
+    UserWarning
+        A gradient can't be observed: the module returns a view that is changed in place later.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with track(net) as events:
+    ...     net(torch.ones(1, 2)).sum().backward()
+    >>> [(event.name, event.grad) for event in events]
+    [('0', False), ('1', False), ('', False), ('', True), ('1', True), ('0', True)]
+    >>> events[5].value[0].shape
+    torch.Size([1, 3])
+    """
+    if stash is not None and stash_value is not None:
+        raise ValueError(
+            "stash and stash_value are both given: stash makes all that is kept of an event, so "
+            "apply the function to event.value in there"
+        )
+    tracker = Tracker(stash or partial(_default_stash, stash_value or _copy_to_host))
+    tracker.register_all(module, grad=grad, include=include, exclude=exclude)
+    return tracker
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _default_stash(stash_value: StashValue, event: Event) -> Stash:
+    return Stash(event.name, event.type, event.grad, map_tensors(stash_value, event.value))
+
+
+def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
+    included = [name for name in names if include is None or re.search(include, name)]
+    if not included:
+        text = include.pattern if isinstance(include, re.Pattern) else include
+        close = difflib.get_close_matches(str(text), names, n=4)
+        hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
+        raise LayerNotFoundError(
+            f"include={text!r}, a regular expression, is found in no module's name{hint}"
+        )
+    return [name for name in included if exclude is None or not re.search(exclude, name)]
+
+
+def _row(stash: Any, stat: Callable[[Tensor], Any], column: str) -> dict[str, Any]:
+    row = {name: item for name, item in vars(stash).items() if name != "value"}
+    row["type"] = f"{stash.type.__module__}.{stash.type.__qualname__}"
+    first = stash.first_value
+    if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
+        first = first.double()
+    number = stat(first) if isinstance(first, Tensor) else None
+    row[column] = number.item() if isinstance(number, Tensor) else number
+    return row
+
+
+def _first_item(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list) and value:
+        return _first_item(value[0])
+    return value
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

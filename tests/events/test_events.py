@@ -1,0 +1,387 @@
+"""The log against copies taken by other hooks, over all nets of the zoo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import LayerNotFoundError, UnsupportedNetError
+from scio_recorder.events import Event, Stash, Tracker, track
+from tests.harness import MODES, hook_state, prepare
+from tests.nets.base import Net
+from tests.oracle import Watch, differences, freeze, leaves, scalar_loss, seed_everything
+from tests.zoo import CASES, Case
+
+# Modules that return a view which the net changes in place later, by case.
+LOST = {
+    "change_after_flatten": {"flatten"},
+    "change_of_every_view": {"split"},
+    "tensor_subclass_output": {"tag"},
+}
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+def order(events: Any) -> list[tuple[str, bool]]:
+    return [(event.name, event.grad) for event in events]
+
+
+def inputs_of(case: Case, seed: int, grad: bool) -> tuple[Any, Any]:
+    built: list[Tensor] = []
+    args, kwargs = prepare(case.inputs(seed), grad and case.input_gradients, built)
+    seed_everything(seed)
+    return args, kwargs
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_values_are_what_modules_returned(case: Case) -> None:
+    for mode in (mode for mode in MODES if mode.allows(case) and mode.context != "autocast"):
+        net = case.fresh().train(mode.training)
+        args, kwargs = inputs_of(case, 3, mode.builds_graph)
+        with Watch(net) as watch, mode.entered(), track(net, grad=False) as events:
+            net(*args, **kwargs)
+        # Both lists are in the order in which calls return.
+        truth = list(watch.calls.items())
+        assert [event.name for event in events] == [name for (name, _), _ in truth]
+        for event, (call, tree) in zip(events, truth, strict=True):
+            assert not differences(freeze(event.value), freeze_kinds(tree, event.value), str(call))
+
+
+def freeze_kinds(tree: Any, value: Any) -> Any:
+    """Let the truth be of plain tensors where copying makes plain tensors of subclasses."""
+    for leaf, other in zip(leaves(tree), leaves(freeze(value)), strict=True):
+        leaf.kind = other.kind
+    return tree
+
+
+def bits(gradients: Any) -> bytes:
+    return pickle.dumps([(g.dtype, g.detach().resolve_conj().tolist()) for g in gradients])
+
+
+def unseen_by_the_truth(watch: Watch) -> set[str]:
+    return {
+        name
+        for (name, _), tree in watch.calls.items()
+        if any(leaf.value.layout != torch.strided for leaf in leaves(tree))
+    }
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.backward and case.train], ids=repr)
+def test_gradients_are_those_of_the_outputs(case: Case) -> None:
+    net = case.fresh().train()
+    args, kwargs = inputs_of(case, 3, True)
+    truth: Counter[tuple[str, bytes]] = Counter()
+    with Watch(net) as watch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with track(net) as events:
+            loss = scalar_loss(net(*args, **kwargs))
+            differentiates_inside = any(event.grad for event in events)
+            if loss.requires_grad:
+                loss.backward()
+        for (name, _), tree in watch.calls.items():
+            gradients = [leaf.gradient for leaf in leaves(tree) if leaf.gradient is not None]
+            truth[name, bits(gradients)] += bool(gradients)
+    lost = {re.search(r"module '(.*?)'", str(item.message))[1] for item in caught}  # type: ignore[index]
+    assert lost == LOST.get(case.name, set())
+    unjudged = lost | unseen_by_the_truth(watch)
+    seen = Counter(
+        (event.name, bits(gradient for gradient in event.value if gradient is not None))
+        for event in events
+        if event.grad and event.name not in unjudged
+    )
+    wanted = Counter({key: n for key, n in truth.items() if n and key[0] not in unjudged})
+    # The truth holds the latest gradient of each tensor, the log every one.
+    assert wanted <= seen if differentiates_inside else wanted == seen
+
+
+def test_outer_gradient_comes_before_that_of_the_last_child() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
+    with track(net) as events:
+        net(torch.ones(1, 4)).sum().backward()
+    forward = ["0", "1.0", "1.1", "1", ""]
+    backward = ["", "1", "1.1", "1.0", "0"]
+    assert order(events) == [(n, False) for n in forward] + [(n, True) for n in backward]
+    assert torch.equal(events[5].first_value, torch.ones(1, 2))
+    inner = torch.ones(1, 2) @ net[1][1].weight
+    assert torch.equal(events[8].first_value, inner)
+
+
+def test_order_and_values_are_those_of_torchs_own_module_hooks() -> None:
+    def log_of(register: Any) -> list[tuple[str, Tensor]]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Sequential(nn.LSTM(5, 3)))
+        seen: list[tuple[str, Tensor]] = []
+        finish = register(net, seen)
+        output, (hidden, _) = net(torch.randn(2, 7, 4, requires_grad=True))
+        (output.square().sum() + hidden.sum()).backward()
+        finish()
+        return seen
+
+    def by_torch(net: nn.Module, seen: list[tuple[str, Tensor]]) -> Any:
+        for name, module in net.named_modules():
+            module.register_full_backward_pre_hook(
+                lambda _, gradients, name=name: seen.append((name, gradients[0].clone()))
+            )
+        return lambda: None
+
+    def by_us(net: nn.Module, seen: list[tuple[str, Tensor]]) -> Any:
+        events = track(net)
+
+        def finish() -> None:
+            seen.extend((event.name, event.first_value) for event in events if event.grad)
+
+        return finish
+
+    # torch hooks what a module returns directly, the tensors of a nested tuple apart.
+    for ours, theirs in zip(log_of(by_us), log_of(by_torch), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+
+
+def test_one_event_for_several_outputs() -> None:
+    net = Net(lambda net, x: net.inner(x), inner=Net(lambda _, x: (x.sin(), None, x.cos())))
+    x = torch.randn(3, requires_grad=True)
+    with track(net) as events:
+        left, _, right = net(x)
+        (2 * left.sum() + (3 * right).sum()).backward()
+    assert order(events)[2:] == [("", True), ("inner", True)]
+    for event in events[2:]:
+        left_gradient, nothing, right_gradient = event.value
+        assert nothing is None
+        assert torch.equal(left_gradient, torch.full((3,), 2.0))
+        assert torch.equal(right_gradient, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_outputs_without_gradients_are_not_waited_for(used: int) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), Net(lambda _, x: (x.sin(), x.cos())))
+    with track(net) as events:
+        net(torch.randn(2, 3))[used].sum().backward()
+    assert order(events)[3:] == [("", True), ("1", True), ("0", True)]
+    gradients = events[3].value
+    assert gradients[1 - used] is None
+    assert torch.equal(gradients[used], torch.ones(2, 3))
+
+
+def test_tensors_of_one_node_and_of_leaves_make_one_event() -> None:
+    leaf = torch.randn(3, requires_grad=True)
+    net = Net(lambda _, x: (*x.split(2), leaf))
+    with track(net) as events:
+        for _ in range(2):
+            left, right, same = net(torch.randn(4, requires_grad=True) * 2)
+            (left.sum() + 3 * right.sum() + 5 * same.sum()).backward()
+    gradients = [event.value for event in events if event.grad]
+    assert len(gradients) == 2
+    for value in gradients:
+        for gradient, factor in zip(value, (1, 3, 5), strict=True):
+            assert torch.equal(gradient, torch.full_like(gradient, factor))
+    # Nothing stays on a tensor that outlives the passes.
+    assert not leaf._backward_hooks
+
+
+def test_a_returned_parameter_keeps_no_hook_and_no_old_calls() -> None:
+    net = Net(lambda net, x: net.inner(x) * x, inner=Net(lambda net, _: net.weight))
+    net.inner.weight = nn.Parameter(torch.ones(3))
+    with track(net) as events:
+        net(torch.ones(3))  # never differentiated
+        net(torch.ones(3)).sum().backward()
+    assert order(events)[4:] == [("", True), ("inner", True)]
+    net.inner.weight.sum().backward()
+    assert len(events) == 6
+
+
+def test_modules_called_several_times_and_several_backward_passes() -> None:
+    shared = nn.Linear(3, 3)
+    with track(nn.Sequential(shared, nn.Tanh(), shared), include="0") as events:
+        loss = shared(shared(torch.ones(3))).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert order(events) == [("0", False)] * 2 + [("0", True)] * 4
+    assert torch.equal(events[2].first_value, torch.ones(3))
+    assert torch.equal(events[3].first_value, torch.ones(3) @ shared.weight)
+
+
+def test_a_gradient_asked_for_by_name_is_logged() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    with track(net, include="^0$", stash=lambda event: event) as events:
+        output = net(torch.ones(1, 4))
+        (gradient,) = torch.autograd.grad(output.sum(), events[0].value)
+    assert order(events) == [("0", False), ("0", True)]
+    assert events[1].value[0] is gradient
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reruns_are_not_logged_again(reentrant: bool) -> None:
+    inner = block()
+    net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=reentrant), inner=inner)
+    with track(net) as events:
+        net(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    names = ["inner.0", "inner.1", "inner.2", "inner", ""]
+    assert order(events) == [(n, False) for n in names] + [(n, True) for n in names[::-1]]
+
+
+def test_calls_after_the_block_are_not_logged_but_gradients_of_those_inside_are() -> None:
+    net = block()
+    before = hook_state(net)
+    with track(net) as events:
+        inside = net(torch.ones(1, 4)).sum()
+    assert hook_state(net) == before
+    outside = net(torch.ones(1, 4)).sum()
+    outside.backward()
+    assert len(events) == 4
+    inside.backward()
+    assert order(events)[4:] == [("", True), ("2", True), ("1", True), ("0", True)]
+
+
+def test_include_and_exclude_are_searched_in_names() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    for include, exclude, names in [
+        ("1", None, ["1.0", "1.1", "1"]),
+        (re.compile(r"^1\."), "1$", ["1.0"]),
+        (None, r"\.", ["0", "1", ""]),
+        ("^$", None, [""]),
+        ("1", "1", []),
+    ]:
+        with track(net, grad=False, include=include, exclude=exclude) as events:
+            net(torch.ones(1, 2))
+        assert [event.name for event in events] == names
+
+
+def test_an_include_that_matches_nothing_says_what_is_close() -> None:
+    net = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
+    with pytest.raises(LayerNotFoundError, match=r"'encodr'.*'encoder'"):
+        track(net, include="encodr")
+    assert not net["encoder"]._forward_hooks
+
+
+def test_stash_value_maps_every_tensor_and_first_value_finds_the_first() -> None:
+    class Pair(NamedTuple):
+        left: Any
+        right: Any
+
+    net = Net(lambda _, x: {"none": None, "pair": Pair([x, 3], (x + 1,))})
+    with track(net, stash_value=lambda tensor: tuple(tensor.shape)) as events:
+        net(torch.zeros(2, 3))
+    assert events[0].value == {"none": None, "pair": Pair([(2, 3), 3], ((2, 3),))}
+    assert type(events[0].value["pair"]) is Pair
+    with track(net) as events:
+        net(torch.zeros(2, 3))
+    assert torch.equal(events[0].first_value, torch.zeros(2, 3))
+    assert events[0].value["pair"].right[0].device.type == "cpu"
+    with track(Net(lambda _, x: [x]), stash_value=lambda tensor: tensor.sum().item()) as events:
+        Net(lambda _, x: x)
+    assert Stash("", nn.ReLU, False, [5.0]).first_value == 5.0
+    assert Stash("", nn.ReLU, False, None).first_value is None
+
+
+def test_values_are_copies() -> None:
+    net = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    x = torch.tensor([-1.0, 2.0])
+    with track(net) as events:
+        net(x)
+    assert events[0].value.tolist() == [-1.0, 2.0]
+    assert events[1].value.tolist() == [0.0, 2.0]
+    assert not events[0].value.requires_grad
+
+
+def test_stash_sees_the_whole_event() -> None:
+    seen: list[Event] = []
+    net = Net(lambda _, x, scale: x * scale)
+    x = torch.ones(2, requires_grad=True)
+    with track(net, stash=lambda event: seen.append(event) or len(seen)) as events:  # type: ignore[func-returns-value]
+        net(x, scale=3).sum().backward()
+    assert list(events) == [1, 2]
+    forward, backward = seen
+    assert (forward.args[0] is x, forward.kwargs, forward.type) == (True, {"scale": 3}, Net)
+    assert (backward.args, backward.kwargs) == ((), {})
+
+
+def test_giving_both_stashes_is_an_error() -> None:
+    with pytest.raises(ValueError, match="both"):
+        track(nn.ReLU(), stash=lambda event: event, stash_value=lambda tensor: tensor)
+
+
+def test_frame_holds_one_number_an_event() -> None:
+    net = Net(lambda net, x: net.linear(x).argmax(1), linear=nn.Linear(3, 2))
+    with track(net) as events:
+        net(torch.randn(5, 3))
+    frame = events.to_frame()
+    assert list(frame.columns) == ["name", "type", "grad", "std"]
+    assert list(frame["type"]) == ["torch.nn.modules.linear.Linear", f"{Net.__module__}.Net"]
+    assert frame["std"][0] == events[0].value.std().item()
+    assert frame["std"][1] == events[1].value.double().std().item()
+    named = events.to_frame(lambda tensor: tensor.abs().max(), stat_name="largest")
+    assert named["largest"][0] == events[0].value.abs().max().item()
+    events.clear()
+    assert list(events.to_frame(torch.mean).columns) == ["name", "type", "grad", "mean"]
+    assert len(events) == 0
+
+
+def test_a_view_changed_later_is_named() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Tanh())
+    events = track(net)
+    with pytest.warns(UserWarning, match="module '1' returns are missing"), events:
+        net(torch.ones(2, 4)).sum().backward()
+    assert ("1", True) not in order(events)
+    with pytest.warns(UserWarning, match="module '1'"), track(net, include="1") as events:
+        net(torch.ones(2, 4))
+
+
+def test_an_incomplete_gradient_is_named() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        view = net.flat(x)
+        early = view * 2
+        view.add_(1)
+        return early + view * 3
+
+    net = Net(forward, flat=nn.Flatten(0))
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.warns(UserWarning, match="'flat'.*incomplete"), track(net) as events:
+        net(x * 1).sum().backward()
+    # Of the two ways, only the one from before the change.
+    assert torch.equal(events[-1].first_value, torch.full((4,), 2.0))
+
+
+def test_copies_of_a_tracked_net_log_nothing() -> None:
+    net = block()
+    with track(net) as events:
+        copy.deepcopy(net)(torch.ones(1, 4))
+        pickle.loads(pickle.dumps(net))(torch.ones(1, 4))
+        assert len(events) == 0
+        net(torch.ones(1, 4))
+        assert len(events) == 4
+
+
+def test_hooks_leave_with_the_tracker() -> None:
+    net = block()
+    before = hook_state(net)
+    tracker = track(net)
+    assert hook_state(net) != before
+    del tracker
+    assert hook_state(net) == before
+    tracker = Tracker(lambda event: event.name)
+    tracker.register(net[0], "first")
+    net(torch.ones(1, 4))
+    assert list(tracker) == ["first"]
+    tracker.unregister()
+    assert hook_state(net) == before
+    assert repr(tracker) == "Tracker(stashes=1, tracking=0)"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_hooks_can_not_observe_is_refused() -> None:
+    scripted = torch.jit.script(nn.ReLU())  # type: ignore[no-untyped-call]
+    for bad in (nn.ReLU, "net", scripted):
+        with pytest.raises(UnsupportedNetError):
+            track(bad)  # type: ignore[arg-type]
