@@ -9,7 +9,7 @@ from torch import nn
 
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.capture.hooks import remove_inert
-from scio_recorder.collect import Request, collect
+from scio_recorder.collect import Collecting
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.labelling import label_net
@@ -18,20 +18,15 @@ from scio_recorder.records import LayerMapping, Records
 from scio_recorder.selection import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.nn.parameter import Parameter
     from torchinfo import ModelStatistics
 
     from scio_recorder.architecture import Architecture, DepthIdx
-    from scio_recorder.collect.options import Reduce, Transforms
-    from scio_recorder.recording import Recording
-    from scio_recorder.stores import Store
 
 __all__ = ["Recorder"]
 
 
-class Recorder(nn.Module):
+class Recorder(Collecting, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -264,90 +259,6 @@ class Recorder(nn.Module):
         given = kwargs.pop("activation_postproc", None)
         self._capture.run(self._net, args, kwargs, given=given, stop=True)
         return self.activations
-
-    def collect(
-        self,
-        batches: Iterable[Any],
-        *,
-        store: str | Store | None = "auto",
-        reduce: Reduce | None = None,
-        transform: Transforms | None = None,
-        every: int = 1,
-        max_batches: int | None = None,
-        to_inputs: Callable[[Any], Any] | None = None,
-        sample_ids: Callable[[Any], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        progress: bool = True,
-        resume: bool = False,
-    ) -> Recording:
-        """Run the network over a dataset and keep what the recorded layers return.
-
-        The net is run under ``no_grad``, in the mode that it is in.
-
-        Parameters
-        ----------
-        batches : iterable
-            A DataLoader, a list, a generator. The net is given a tensor as it is, the first element
-            of a tuple or list, and a mapping as keywords.
-        store : str, Store or None, default "auto"
-            Where samples go: "device", "host", "disk:PATH", an object of
-            :mod:`scio_recorder.stores`, None where all layers are reduced, or "auto", which
-            chooses by the bytes needed and free.
-        reduce : Reduction, list of them or mapping by selector, optional
-            Summaries to keep in place of the samples of layers.
-        transform : callable or mapping by selector, optional
-            ``transform(activation, batch) -> Tensor [batch, ...]``: what is kept or reduced.
-        every : int, default 1
-            Take every n-th batch.
-        max_batches : int, optional
-            Stop after so many batches that were taken.
-        to_inputs : callable, optional
-            ``batch -> `` a tensor, a tuple of positional or a dict of keyword inputs of the net.
-        sample_ids : callable, optional
-            ``batch -> `` integers or strings, one for each sample. By default samples are numbered
-            from 0 on, those of batches that are passed over included.
-        dtype : torch.dtype, optional
-            What floating-point activations are rounded to where they are kept.
-        progress : bool, default True
-            Show a progress bar, on a terminal.
-        resume : bool, default False
-            Go on with what is on disk already: the loader must give the same samples in the same
-            order. What is complete is returned.
-
-        Returns
-        -------
-        Recording
-            Samples or summaries by layer.
-
-        Raises
-        ------
-        CollectError
-            Nothing is selected, batches are not understood, samples have different shapes, or
-            something else can't be done as asked.
-        RecordingError
-            The disk fails, or holds a recording made otherwise.
-
-        Examples
-        --------
-        >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
-        >>> rnet.record("1")
-        >>> loader = [(torch.ones(3, 2, 2), "labels"), (torch.ones(1, 2, 2), "labels")]
-        >>> rnet.collect(loader)["1"].shape
-        torch.Size([4, 4])
-        """
-        request = Request(
-            store=store,
-            reduce=reduce,
-            transform=transform,
-            every=every,
-            max_batches=max_batches,
-            to_inputs=to_inputs,
-            sample_ids=sample_ids,
-            dtype=dtype,
-            progress=progress,
-            resume=resume,
-        )
-        return collect(self._capture, self._net, batches, request)
 
     def track(self, **options: Any) -> Tracker:
         """Log what the modules of the net return, and the gradients that come back.

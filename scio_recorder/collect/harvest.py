@@ -1,0 +1,266 @@
+"""The sink of ``collect``: hands what layers return to stores and reductions as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.disk import TensorSpec
+from scio_recorder.errors import CollectError
+from scio_recorder.records import Inputs
+from scio_recorder.reductions import Reduction
+from scio_recorder.tree import map_tensors
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import DepthIdx, Layer
+    from scio_recorder.collect.options import Transform
+    from scio_recorder.stores import Column, StoreWriter
+
+__all__ = ["Harvest", "Lane", "ReducingLane", "StoringLane"]
+
+
+class Current:
+    """The batch that is under way."""
+
+    __slots__ = ("batch", "rows", "skip", "start")
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.rows = 0
+        # Samples at its beginning that are durable already.
+        self.skip = 0
+        # The row of the store where its samples begin.
+        self.start = 0
+
+
+class Lane:
+    """What becomes of one layer's activations."""
+
+    def __init__(self, layer: Layer, transform: Transform | None, current: Current) -> None:
+        self.layer = layer
+        self.transform = transform
+        self.current = current
+
+    def take(self, activation: Any) -> None:
+        """Take in an activation before the net goes on."""
+        raise NotImplementedError
+
+    def _transformed(self, activation: Any) -> Tensor:
+        """Return the tensor to keep: what was returned, or what the transform makes of it."""
+        result = activation
+        if self.transform is not None:
+            result = self._apply(self.transform, activation)
+        if not isinstance(result, Tensor):
+            raise CollectError(self._not_a_tensor(activation, result))
+        if result.layout != torch.strided or result.is_nested or result.is_quantized:
+            raise CollectError(
+                f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
+                "be kept sample by sample: make it dense with transform="
+            )
+        return result
+
+    def _apply(self, transform: Transform, activation: Any) -> Any:
+        is_counted = isinstance(activation, Tensor) and not activation.is_inference()
+        before = activation._version if is_counted else 0
+        result = transform(activation, self.current.batch)
+        if is_counted and activation._version != before:
+            raise CollectError(
+                f"the transform of layer {self.layer} changed the activation in place, and with it "
+                "what the net goes on with: let it return a new tensor"
+            )
+        return result
+
+    def _not_a_tensor(self, activation: Any, result: Any) -> str:
+        if self.transform is not None:
+            return (
+                f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
+                "tensor [batch, ...]"
+            )
+        return (
+            f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
+            "with transform, such as transform={"
+            f'"{self.layer.label}": lambda activation, batch: activation[0]}}'
+        )
+
+    def _check_rows(self, kept: Tensor) -> None:
+        rows = self.current.rows
+        if kept.ndim == 0 or kept.shape[0] != rows:
+            raise CollectError(
+                f"layer {self.layer} gave a tensor of shape {tuple(kept.shape)} for a batch of "
+                f"{rows} samples, and dimension 0 must count the samples, as in "
+                f"{(rows, *kept.shape[1:])}: rearrange it with transform=, or say with sample_ids= "
+                "how many samples a batch has"
+            )
+
+
+class StoringLane(Lane):
+    """Keeps every sample."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        transform: Transform | None,
+        current: Current,
+        writer: StoreWriter,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(layer, transform, current)
+        self._writer = writer
+        self._dtype = dtype
+        self._column: Column | None = None
+        # Shape and dtype that were checked last: batches are mostly alike.
+        self._seen_shape: torch.Size | None = None
+        self._seen_dtype: torch.dtype | None = None
+        self.rounds = False
+        # Sums of squares, in float64: of what rounding took away, and of all.
+        self.lost, self.total = 0.0, 0.0
+
+    def take(self, activation: Any) -> None:
+        """Copy an activation into the store."""
+        kept = activation
+        if self.transform is not None or type(kept) is not Tensor:
+            kept = self._transformed(activation)
+        current = self.current
+        if (
+            kept.shape != self._seen_shape
+            or kept.dtype != self._seen_dtype
+            or kept.shape[0] != current.rows
+        ):
+            self._check(kept)
+        if current.skip:
+            kept = kept[current.skip :]
+        column = self._column
+        if column is None:
+            column = self._open(kept)
+        column.put(kept, current.start)
+        if self.rounds:
+            self._measure(kept, column.array.narrow(0, current.start, kept.shape[0]))
+
+    @property
+    def relative_error(self) -> float | None:
+        """Norm of what rounding took away over the norm of all; None where nothing is rounded."""
+        if not self.rounds:
+            return None
+        return (self.lost / self.total) ** 0.5 if self.total else 0.0
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample, 0 as long as none was seen."""
+        return 0 if self._column is None else self._column.spec.num_bytes
+
+    def _check(self, kept: Tensor) -> None:
+        kept = self._transformed(kept) if self.transform is None else kept
+        self._check_rows(kept)
+        column = self._column
+        if column is not None and tuple(kept.shape[1:]) != column.spec.shape:
+            raise CollectError(
+                f"layer {self.layer} gave samples of shape {tuple(kept.shape[1:])} after samples "
+                f"of shape {column.spec.shape}: bring them to one shape with transform=, by "
+                "padding or pooling, or reduce the layer"
+            )
+        if self._seen_dtype not in (None, kept.dtype):
+            raise CollectError(
+                f"layer {self.layer} gave {kept.dtype} after {self._seen_dtype}: give dtype= and "
+                "convert in transform=, or run all batches under the same autocast"
+            )
+        self._seen_shape, self._seen_dtype = kept.shape, kept.dtype
+
+    def _open(self, kept: Tensor) -> Column:
+        wanted = self._dtype if kept.is_floating_point() else None
+        spec = TensorSpec(tuple(kept.shape[1:]), wanted or kept.dtype)
+        self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
+        self._column = self._writer.column(self.layer.label, spec, kept)
+        return self._column
+
+    def _measure(self, exact: Tensor, kept: Tensor) -> None:
+        exact = exact.double()
+        rounded = exact.to(kept.dtype) if exact.device != kept.device else kept
+        self.lost += float((exact - rounded.double()).square().sum())
+        self.total += float(exact.square().sum())
+
+
+class ReducingLane(Lane):
+    """Keeps a running summary, or several."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        transform: Transform | None,
+        current: Current,
+        reductions: Reduction | list[Reduction],
+    ) -> None:
+        super().__init__(layer, transform, current)
+        self.reductions = reductions
+        self._all = reductions if isinstance(reductions, list) else [reductions]
+
+    def take(self, activation: Any) -> None:
+        """Hand an activation to the reductions."""
+        kept = self._transformed(activation)
+        if self.current.skip:
+            kept = self._tail(kept)
+        for reduction in self._all:
+            try:
+                reduction.update(kept, self.current.batch)
+            except CollectError as error:
+                error.add_note(f"raised while reducing layer {self.layer}")
+                raise
+
+    def _tail(self, kept: Tensor) -> Tensor:
+        self._check_rows(kept)
+        for reduction in self._all:
+            if getattr(reduction, "_by", self) is not None:
+                raise CollectError(
+                    f"{reduction!r} of layer {self.layer} reads the batch, and the first "
+                    f"{self.current.skip} of its {self.current.rows} samples are durable already: "
+                    "resume with the batch size of before, or one that divides it"
+                )
+        return kept[self.current.skip :]
+
+
+class Harvest:
+    """Receives the activations of every pass, and the inputs where those are recorded."""
+
+    def __init__(self, lanes: Mapping[DepthIdx, Lane], current: Current) -> None:
+        self.lanes = lanes
+        self.current = current
+        self.inputs: dict[DepthIdx, list[Inputs]] = {}
+        self._takers = {label: lane.take for label, lane in lanes.items()}
+        self._staged: dict[DepthIdx, Inputs] = {}
+
+    def receive(self, label: DepthIdx, activation: Any) -> None:
+        """Take what a layer returned."""
+        self._takers[label](activation)
+
+    def receive_inputs(self, label: DepthIdx, inputs: Inputs) -> None:
+        """Take what a layer's forward is about to receive."""
+        copied = map_tensors(_copy_to_host, tuple(inputs))
+        self._staged[label] = Inputs(*copied)
+
+    def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
+        """Start a batch."""
+        current = self.current
+        current.batch, current.rows, current.skip, current.start = batch, rows, skip, start
+        self._staged.clear()
+
+    def end(self) -> None:
+        """Let the inputs of a batch count that ended well."""
+        self.current.batch = None
+        for label, inputs in self._staged.items():
+            self.inputs.setdefault(label, []).append(inputs)
+        self._staged.clear()
+
+
+def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    try:
+        return torch.promote_types(wide, narrow) == wide
+    except RuntimeError:
+        # The smallest floating-point dtypes take no part in promotion.
+        return wide == narrow
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.clone() if tensor.device.type == "cpu" else detached.cpu()

@@ -1,0 +1,88 @@
+"""Reductions as JSON and back, so that a recording can be read without what it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scio_recorder import reductions
+from scio_recorder.errors import RecordingError
+from scio_recorder.reductions import Reduction
+
+__all__ = ["from_recipes", "recipes_of"]
+
+Reductions = Reduction | list[Reduction]
+
+
+def recipes_of(given: Reductions) -> Any:
+    """Return how a layer's reductions are constructed: a dict, or a list of dicts.
+
+    Examples
+    --------
+    >>> recipes_of([reductions.Quantiles([0.5])])
+    [{'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}]
+    """
+    if isinstance(given, list):
+        return [_recipe(reduction) for reduction in given]
+    return _recipe(given)
+
+
+def from_recipes(recipes: Any, states: Any, where: str) -> Reductions:
+    """Return the reductions that `recipes_of` was given, in the states that they had.
+
+    Only classes of this library are constructed, by names from a fixed list.
+    """
+    try:
+        if isinstance(recipes, list):
+            return [_cook(*pair, where) for pair in zip(recipes, states, strict=True)]
+        return _cook(recipes, states, where)
+    except RecordingError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
+
+
+def _recipe(reduction: Reduction) -> dict[str, Any]:
+    construction = reduction.state_dict().get("construction")
+    if not _is_ours(type(reduction)) or not isinstance(construction, dict):
+        return {"kind": type(reduction).__name__, "custom": True}
+    recipe = {key: _plain(value) for key, value in construction.items()}
+    q = getattr(reduction, "_q", None)
+    return recipe if q is None else {**recipe, "q": _plain(q)}
+
+
+def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:
+    options = dict(recipe)
+    kind = options.pop("kind")
+    if options.pop("custom", False) or kind not in reductions.__all__:
+        raise RecordingError(
+            f"{where} was reduced by {kind}, which is no reduction of this library and can't be "
+            "restored here: collect again with resume=True and the same reductions to get it"
+        )
+    if options.pop("by_class"):
+        options["by"] = _no_labels
+    if kind == "Fold":
+        options["fn"] = _no_fold
+    reduction: Reduction = getattr(reductions, kind)(**options)
+    reduction.load_state_dict(state)
+    return reduction
+
+
+def _is_ours(kind: type) -> bool:
+    return getattr(reductions, kind.__name__, None) is kind
+
+
+def _plain(value: Any) -> Any:
+    return (
+        [_plain(item) for item in value]
+        if isinstance(value, Sequence | set) and not isinstance(value, str)
+        else value
+    )
+
+
+def _no_labels(batch: Any) -> Any:
+    raise RecordingError("a reduction that was read from disk can't take in more batches")
+
+
+def _no_fold(accumulator: Any, activation: Any) -> Any:
+    raise RecordingError("a reduction that was read from disk can't take in more batches")

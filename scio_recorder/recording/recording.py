@@ -1,0 +1,251 @@
+"""What a whole dataset left behind: samples or summaries, by layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.disk import SampleIds
+from scio_recorder.records import Inputs, LayerMapping
+from scio_recorder.recording.frame import layer_frame, to_array
+from scio_recorder.recording.saving import save
+from scio_recorder.reductions import Reduction
+from scio_recorder.stores import Held
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from numpy.typing import NDArray
+
+    from scio_recorder.architecture import Architecture, DepthIdx
+
+__all__ = ["Recording"]
+
+# Bytes that are looked at together where all of a layer is read.
+_PART_BYTES = 1 << 26
+
+
+class Recording(LayerMapping[Any]):
+    """The activations of a dataset, read-only, by label: ``collect`` and ``open_recording`` make it.
+
+    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
+    [samples, ...], which is read when it is used if it lies on disk; of a layer that was reduced it
+    is the reduction's result, and a list of results where there was a list of reductions.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net, also where there is no net any more.
+    held : Held
+        What the store gave back.
+    reductions : mapping
+        The reductions of each layer that has some.
+    inputs : mapping
+        What the layers' forward received, batch by batch.
+    relative_errors : mapping
+        What rounding to ``dtype`` cost, by layer.
+    settings : mapping, optional
+        What the recording was made with, where that is known.
+
+    Attributes
+    ----------
+    architecture : Architecture
+        The labelled net.
+    sample_ids : SampleIds
+        One integer or string for each sample: a sequence.
+    complete : bool
+        Whether nothing is missing: False for what an interrupted run left on disk.
+    path : str or None
+        The folder of a recording on disk.
+    inputs : LayerMapping
+        After ``record(..., inputs=True)``: for each layer a tuple with ``(args, kwargs)`` of every
+        batch.
+    relative_errors : LayerMapping
+        Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
+        everything, for each layer.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
+    >>> rnet.record("1")
+    >>> recording = rnet.collect([torch.ones(3, 2, 2), -torch.ones(1, 2, 2)])
+    >>> recording["1-2"].sum(1)
+    tensor([4., 4., 4., 0.])
+    >>> len(recording), recording.num_samples, list(recording.sample_ids)
+    (1, 4, [0, 1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        held: Held,
+        *,
+        reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
+        inputs: Mapping[DepthIdx, tuple[Inputs, ...]],
+        relative_errors: Mapping[DepthIdx, float],
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        values = {**held.values, **reductions}
+        super().__init__(architecture, dict(sorted(values.items())), "recording")
+        self.architecture = architecture
+        self.sample_ids: SampleIds = held.sample_ids
+        self.complete = held.complete
+        self.path = held.path
+        self.inputs = LayerMapping(architecture, inputs, "input")
+        self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
+        self.settings = dict(settings or {})
+        self._reductions = dict(reductions)
+        self._results: dict[DepthIdx, Any] = {}
+        self._owner = held.owner
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
+        return len(self.sample_ids)
+
+    @property
+    def stored(self) -> tuple[DepthIdx, ...]:
+        """The labels of the layers of which there are samples, and not only a summary."""
+        return tuple(label for label in self._values if label not in self._reductions)
+
+    @property
+    def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
+        """The reductions of the layers that have some, to merge them with others."""
+        return LayerMapping(self.architecture, self._reductions, "reduction")
+
+    def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
+        """Return the samples of every layer that has some as NumPy arrays.
+
+        Returns
+        -------
+        dict
+            Label -> array [samples, ...]. Arrays share the memory of tensors in host memory;
+            dtypes that NumPy lacks, such as bfloat16, are widened to float32.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.ones(1, 2)], dtype=torch.bfloat16).to_numpy()
+        {(0, 1): array([[1., 1.]], dtype=float32)}
+        """
+        return {label: to_array(self[label]) for label in self.stored}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a layer: name, type, samples, shape, dtype, mean, std, min, max, nan.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by label, ``"1-3"``. Statistics are over all values of a layer, in float64 and
+            without NaNs, whose number is in ``nan``; those of layers that were reduced are missing.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.tensor([[1.0, 2.0]])]).to_frame().loc["0-1", "mean"].item()
+        1.5
+        """
+        return layer_frame(self)
+
+    def num_nans(self, key: DepthIdx | str) -> int:
+        """Count the NaNs among the values of a layer.
+
+        Parameters
+        ----------
+        key : (int, int) or str
+            The layer.
+
+        Returns
+        -------
+        int
+            Zero for dtypes without NaN.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.tensor([[1.0, float("nan")]])]).num_nans("0-1")
+        1
+        """
+        return sum(int(part.isnan().sum()) for part in self.parts(key))
+
+    def parts(self, key: DepthIdx | str) -> Any:
+        """Iterate over a layer's samples in tensors [some, ...] of bounded size.
+
+        Parameters
+        ----------
+        key : (int, int) or str
+            The layer.
+
+        Returns
+        -------
+        iterator of Tensor
+            All samples in order.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> [len(part) for part in rnet.collect([torch.ones(3, 2)]).parts("0-1")]
+        [3]
+        """
+        samples: Tensor = self[key]
+        sample_bytes = samples[:0].numel() or samples.dtype.itemsize * samples.shape[1:].numel()
+        step = max(1, _PART_BYTES // max(1, sample_bytes))
+        return (samples[start : start + step] for start in range(0, len(samples), step))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recording to a folder, from which ``open_recording`` reads it.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder: empty, or not there yet.
+
+        Raises
+        ------
+        RecordingError
+            The folder is not empty, or the disk fails.
+        CollectError
+            Inputs were recorded, which can't be saved.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> import scio_recorder
+        >>> rnet = scio_recorder.Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> rnet.collect([torch.ones(1, 2)]).save(folder.name + "/run")
+        >>> scio_recorder.open_recording(folder.name + "/run")["0-1"][:]
+        tensor([[1., 1.]])
+        >>> folder.cleanup()
+        """
+        save(self, path)
+
+    def _get(self, label: DepthIdx) -> Any:
+        if label not in self._reductions:
+            return self._values[label]
+        if label not in self._results:
+            given = self._reductions[label]
+            self._results[label] = (
+                [one.compute() for one in given] if isinstance(given, list) else given.compute()
+            )
+        return self._results[label]
+
+    def __repr__(self) -> str:
+        layers = ", ".join(f"{depth}-{index}" for depth, index in self)
+        state = "" if self.complete else ", interrupted"
+        return f"<Recording of {self.num_samples} samples: {layers}{state}>"

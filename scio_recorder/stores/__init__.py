@@ -1,0 +1,50 @@
+"""Where collected activations are kept: on the device, in host memory or on disk."""
+
+from __future__ import annotations
+
+import os
+
+from scio_recorder.errors import CollectError
+from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.buffers import Column
+from scio_recorder.stores.device import Device
+from scio_recorder.stores.disk import Disk
+from scio_recorder.stores.host import Host
+
+__all__ = [
+    "Column",
+    "Device",
+    "Disk",
+    "Held",
+    "Host",
+    "Job",
+    "State",
+    "Store",
+    "StoreWriter",
+    "as_store",
+]
+
+
+def as_store(given: str | Store | None) -> Store:
+    """Return the store that a name stands for.
+
+    Examples
+    --------
+    >>> as_store("disk:runs/cifar10").path
+    'runs/cifar10'
+    """
+    if isinstance(given, Store):
+        return given
+    if given == "device":
+        return Device()
+    if given in ("host", "auto", None):
+        return Host()
+    if isinstance(given, str) and given.startswith("disk:") and given != "disk:":
+        return Disk(given.removeprefix("disk:"))
+    hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
+    if isinstance(given, os.PathLike):
+        hint = f': write store="disk:{os.fspath(given)}"'
+    raise CollectError(
+        f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, or an '
+        "object from scio_recorder.stores"
+    )

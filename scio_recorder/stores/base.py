@@ -1,0 +1,118 @@
+"""What a store is: something that keeps activations, batch by batch."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from scio_recorder.disk import SampleIds, TensorSpec
+from scio_recorder.disk.ids import Ids
+from scio_recorder.stores.buffers import Column
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import Architecture, DepthIdx
+
+__all__ = ["Held", "Job", "Position", "State", "Store", "StoreWriter"]
+
+State: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the loader had come: batches and samples that it had yielded."""
+
+    batches: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is about to be collected.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    stored : tuple of (int, int)
+        The layers of which samples are kept.
+    num_batches : int or None
+        How many batches there will be, where that is known.
+    settings : callable
+        Returns, as JSON, all that must agree when a recording is resumed.
+    resume : bool
+        Whether to go on with what a store already holds.
+    """
+
+    architecture: Architecture
+    stored: tuple[DepthIdx, ...]
+    num_batches: int | None
+    settings: Callable[[], dict[str, Any]]
+    resume: bool = False
+
+
+@dataclass
+class Held:
+    """What a store holds: samples by layer, their ids, and whether nothing is missing."""
+
+    values: Mapping[DepthIdx, Tensor]
+    sample_ids: SampleIds
+    complete: bool = True
+    path: str | None = None
+    # Kept alive for as long as the recording is.
+    owner: object = None
+
+
+class StoreWriter(abc.ABC):
+    """Takes the batches of one job. Rows that were put count once their batch is committed."""
+
+    def __init__(self) -> None:
+        # The row at which the batch that is under way begins.
+        self.start = 0
+        self.sample_ids = SampleIds()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was found already holds everything."""
+        return False
+
+    @property
+    def state(self) -> State | None:
+        """What was committed last with the samples that were found."""
+        return None
+
+    @abc.abstractmethod
+    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
+        """Return where the samples of a layer go, given its first batch."""
+
+    def commit(self, ids: Ids, state: Callable[[], State]) -> None:
+        """Make the rows of the batch that was put count."""
+        self.sample_ids.add(ids)
+        self.start += len(ids)
+
+    @abc.abstractmethod
+    def finish(self, state: Callable[[], State]) -> Held:
+        """Return all that was committed."""
+
+    @abc.abstractmethod
+    def abandon(self, state: Callable[[], State] | None) -> None:
+        """End early; a ``state`` says that all that was committed is still worth keeping."""
+
+
+class Store(abc.ABC):
+    """A place for activations; `open` gives what writes there for the length of one job."""
+
+    can_resume = False
+
+    @abc.abstractmethod
+    def open(self, job: Job) -> StoreWriter:
+        """Begin a job.
+
+        Raises
+        ------
+        CollectError, RecordingError
+            The store can't take it.
+        """

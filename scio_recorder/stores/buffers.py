@@ -1,0 +1,215 @@
+"""Memory that grows without being copied: what stores write activations into.
+
+NOTE [Memory of a host store]
+
+Each layer has an anonymous private mapping. Pages that were never written take no memory, so a
+capacity that is too large costs nothing, and growing remaps pages instead of copying them: one
+array a layer, and never two copies of it, also where the length is not known. A mapping counts the
+buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
+a NumPy array over its memory. Only memory that nobody holds is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from scio_recorder.disk import TensorSpec
+
+__all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer"]
+
+# Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
+_POPULATE = 23
+_POPULATE_BYTES = 1 << 20
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+class Buffer(Protocol):
+    """Bytes on some device that can be asked to become more."""
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return at least so many bytes, beginning with those that were there.
+
+        Tensors from earlier calls must not be used any more.
+        """
+
+    def touch(self, start: int, stop: int) -> None:
+        """Make ready to be written what lies between two bytes; contents stay."""
+
+
+class _Memory(mmap.mmap):
+    """A mapping that the GPU's driver forgets before it is unmapped."""
+
+    registered = 0
+
+    def __del__(self) -> None:
+        if self.registered:
+            torch.cuda.cudart().cudaHostUnregister(self.registered)
+
+
+class HostBuffer:
+    """Host memory, see the NOTE; ``pinned`` registers it with the GPU's driver, in exact size."""
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._memory: _Memory | None = None
+        self._can_populate = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Its capacity."""
+        return 0 if self._memory is None else len(self._memory)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody holds a tensor in this memory."""
+        if self._memory is None:
+            return False
+        try:
+            self._memory.resize(len(self._memory))
+        except BufferError:
+            return True
+        except (OSError, SystemError, ValueError):
+            # No remapping on this system; exports are checked before that is found out.
+            return False
+        return False
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return at least so many bytes, beginning with those that were there."""
+        if num_bytes > self.num_bytes:
+            self._grow(num_bytes)
+        # Tensors made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            if self._memory is None:
+                return torch.empty(0, dtype=torch.uint8)
+            raw = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
+        if self.pinned and not self._memory.registered:
+            self._register(raw)
+        return raw
+
+    def touch(self, start: int, stop: int) -> None:
+        """Take the page faults of a range at once."""
+        if self._memory is None or not self._can_populate:
+            return
+        first = start - start % mmap.PAGESIZE
+        try:
+            self._memory.madvise(_POPULATE, first, stop - first)
+        except (AttributeError, OSError, ValueError):
+            self._can_populate = False
+
+    def _grow(self, num_bytes: int) -> None:
+        old = self._memory
+        if old is None:
+            self._memory = _map(num_bytes)
+            return
+        self._unregister()
+        try:
+            old.resize(num_bytes)
+        except (OSError, SystemError, ValueError):
+            self._memory = _map(num_bytes)
+            self._memory[: len(old)] = old[:]
+
+    def _register(self, raw: Tensor) -> None:
+        assert self._memory is not None
+        status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+        # Without registration copies are slower and as right: they wait for themselves.
+        if int(status) == 0:
+            self._memory.registered = raw.data_ptr()
+
+    def _unregister(self) -> None:
+        memory = self._memory
+        if memory is not None and memory.registered:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(memory.registered)
+            memory.registered = 0
+
+
+def _map(num_bytes: int) -> _Memory:
+    # Shared memory, the default where there are no flags, can't grow beyond its first size.
+    return _Memory(-1, num_bytes, flags=_PRIVATE) if _PRIVATE else _Memory(-1, num_bytes)
+
+
+class DeviceBuffer:
+    """Memory of the device on which activations are. Growing copies, one layer at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._raw = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return at least so many bytes, beginning with those that were there."""
+        if num_bytes > self._raw.numel():
+            with torch.inference_mode(False):
+                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                larger[: self._raw.numel()].copy_(self._raw)
+            self._raw = larger
+        return self._raw
+
+    def touch(self, start: int, stop: int) -> None:
+        """Do nothing: the device's allocator hands out memory that is ready."""
+
+
+class Column:
+    """The samples of one layer, one after the other: ``array`` is [capacity, ...].
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        Shape and dtype of one sample.
+    buffer : Buffer
+        Where they go.
+    rows : int
+        Expected number of samples.
+    is_exact : bool
+        Whether that is a known length rather than a guess.
+    """
+
+    __slots__ = ("_buffer", "_is_exact", "_touched", "array", "capacity", "spec")
+
+    def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
+        self.spec = spec
+        self.capacity = 0
+        self._buffer = buffer
+        self._is_exact = is_exact
+        self._touched = 0
+        self.array = torch.empty(0)
+        self._reserve(max(rows, 1))
+
+    def put(self, activation: Tensor, start: int) -> None:
+        """Copy the samples of a batch to where they begin; they count once the batch does."""
+        rows = activation.shape[0]
+        if start + rows > self.capacity:
+            self._reserve(max(start + rows, 2 * self.capacity))
+        if start + rows > self._touched:
+            self._touch(start + rows)
+        self.array.narrow(0, start, rows).copy_(activation, non_blocking=True)
+
+    def _reserve(self, rows: int) -> None:
+        num_bytes = rows * self.spec.num_bytes
+        # No view may be alive while the memory moves.
+        self.array = torch.empty(0)
+        raw = self._buffer.reserve(num_bytes)
+        flat = raw[:num_bytes].view(self.spec.dtype)
+        self.array = flat.view(rows, *self.spec.shape)
+        self.capacity = rows
+
+    def _touch(self, stop: int) -> None:
+        row_bytes = self.spec.num_bytes
+        needed, known = stop * row_bytes, self._touched * row_bytes
+        # Where the end is not known, no more than a small part may be taken in vain.
+        ahead = _POPULATE_BYTES if self._is_exact else min(_POPULATE_BYTES, needed // 16)
+        end = min(needed + ahead, self.capacity * row_bytes)
+        self._buffer.touch(known, end)
+        self._touched = end // row_bytes if row_bytes else self.capacity
+
+    def close(self, rows: int) -> Tensor:
+        """Return the samples that count, and let go of them."""
+        array, self.array = self.array, torch.empty(0)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            return array[:rows]

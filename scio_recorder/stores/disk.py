@@ -1,0 +1,214 @@
+"""Keeping activations in a folder, durable chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.disk import RunReader, RunWriter, SampleIds, TensorSpec, holds_recording
+from scio_recorder.disk.ids import Ids, to_ids
+from scio_recorder.disk.jsons import differences, dump, parse
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores.lazy import DiskTensor
+from scio_recorder.stores.memory import wait_for
+from scio_recorder.stores.state import pack, unpack
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import Architecture, DepthIdx
+
+__all__ = ["CHUNK_BYTES", "Disk", "held_by", "header_of"]
+
+CHUNK_BYTES = 64 << 20
+# A net that is slow, or whose layers are all reduced, loses no more than so much work.
+_SECONDS_BETWEEN_COMMITS = 30.0
+
+
+class Disk(Store):
+    """Keeps samples in a folder; what is reported durable survives a crash.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The folder: empty or not there yet, or to be resumed.
+    chunk_bytes : int, default 64 MiB
+        How many bytes of activations are made durable at a time, to the next whole batch; so many
+        are buffered in memory.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import torch
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+    >>> rnet.record("0-1")
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> recording = rnet.collect([torch.ones(3, 2)], store=Disk(folder.name + "/run"))
+    >>> recording["0-1"][1:]
+    tensor([[1., 1.],
+            [1., 1.]])
+    >>> folder.cleanup()
+    """
+
+    can_resume = True
+
+    def __init__(self, path: str | os.PathLike[str], chunk_bytes: int = CHUNK_BYTES) -> None:
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+            raise CollectError(f"chunk_bytes={chunk_bytes!r}: give a whole number from 1 on")
+        self.path = os.fspath(path)
+        self.chunk_bytes = chunk_bytes
+
+    def open(self, job: Job) -> DiskWriter:
+        """Begin a job, or go on with it."""
+        return DiskWriter(job, self.path, self.chunk_bytes)
+
+
+class DiskWriter(StoreWriter):
+    """Buffers whole batches until there is a chunk, and appends that."""
+
+    def __init__(self, job: Job, path: str, chunk_bytes: int) -> None:
+        super().__init__()
+        self._job = job
+        self._path = path
+        self._chunk_bytes = chunk_bytes
+        self._columns: dict[DepthIdx, Column] = {}
+        self._devices: set[torch.device] = set()
+        self._staged: list[Ids] = []
+        self._committed_at = time.monotonic()
+        self._writer: RunWriter | None = None
+        self._found: State | None = None
+        self._found_layers: dict[str, TensorSpec] | None = None
+        self._is_complete = False
+        if holds_recording(path):
+            self._go_on()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the folder already holds everything."""
+        return self._is_complete
+
+    @property
+    def state(self) -> State | None:
+        """What was committed last."""
+        return self._found
+
+    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
+        """Return a buffer for the samples of the next chunk."""
+        name = str(self._job.architecture[label].label)
+        if self._found_layers is not None and self._found_layers.get(name) != spec:
+            stored = self._found_layers.get(name)
+            raise RecordingError(
+                f"{self._path}: layer {self._job.architecture[label]} gives {spec}, and {stored} "
+                "is stored: resume with the same data and transform"
+            )
+        self._devices.add(first.device)
+        buffer = HostBuffer(pinned=first.device.type == "cuda")
+        column = self._columns[label] = Column(spec, buffer, first.shape[0], is_exact=False)
+        return column
+
+    def commit(self, ids: Ids, state: Callable[[], State]) -> None:
+        """Count a batch, and make what is buffered durable once there is enough of it."""
+        super().commit(ids, state)
+        self._staged.append(ids)
+        sample_bytes = sum(column.spec.num_bytes for column in self._columns.values())
+        is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
+        if self.start * sample_bytes >= self._chunk_bytes or is_late:
+            self._flush(state)
+
+    def finish(self, state: Callable[[], State]) -> Held:
+        """Make the rest durable and declare the recording complete."""
+        if not self._is_complete:
+            if self._staged or self._writer is None:
+                self._flush(state)
+            assert self._writer is not None
+            self._writer.finish()
+        self._columns.clear()
+        return held_by(RunReader(self._path), self._job.architecture)
+
+    def abandon(self, state: Callable[[], State] | None) -> None:
+        """Close the folder, having saved what counts where that is possible."""
+        if state is not None and self._staged:
+            # Something has failed already, and that is what must be reported.
+            with contextlib.suppress(RecordingError):
+                self._flush(state)
+        wait_for(self._devices)
+        self._columns.clear()
+        if self._writer is not None:
+            self._writer.abort()
+
+    def _flush(self, state: Callable[[], State]) -> None:
+        wait_for(self._devices)
+        tensors = {self._name(label): column for label, column in self._columns.items()}
+        packed = pack(state())
+        if self._writer is None:
+            layers = {name: column.spec for name, column in tensors.items()}
+            header = header_of(self._job.architecture, self._job.settings())
+            self._writer = RunWriter.create(self._path, layers=layers, header=header)
+        chunk = {name: column.array[: self.start] for name, column in tensors.items()}
+        ids = [value for part in self._staged for value in part]
+        self._writer.append(chunk, to_ids(ids), state=packed)
+        self.start = 0
+        self._staged.clear()
+        self._committed_at = time.monotonic()
+
+    def _name(self, label: DepthIdx) -> str:
+        return str(self._job.architecture[label].label)
+
+    def _go_on(self) -> None:
+        if not self._job.resume:
+            raise RecordingError(
+                f"{self._path} already holds a recording: go on with it by resume=True, read it "
+                "with open_recording, or choose another folder"
+            )
+        with RunReader(self._path) as reader:
+            self._check_same(reader)
+            self.sample_ids = _copy_of(reader.sample_ids)
+            self._is_complete = reader.complete
+            self._found_layers = dict(reader.layers)
+            found = reader.read_state()
+            self._found = None if found is None else unpack(found)
+            if not reader.complete:
+                layers, header = reader.layers, reader.header
+                self._writer = RunWriter.resume(self._path, layers=layers, header=header)
+
+    def _check_same(self, reader: RunReader) -> None:
+        stored = dict(reader.header)
+        architecture = stored.pop("architecture", None)
+        theirs = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+        ours = self._job.architecture.fingerprint
+        if theirs != ours:
+            raise RecordingError(
+                f"{self._path} was recorded from another architecture: its fingerprint is {theirs} "
+                f"and this net's is {ours}; choose another folder"
+            )
+        found = differences(stored, parse(dump(self._job.settings())))
+        if found:
+            raise RecordingError(
+                f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
+                "with the same layers, reductions, dtype, every and weights, or choose another "
+                "folder"
+            )
+
+
+def header_of(architecture: Architecture, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a recording on disk says about itself."""
+    return {"architecture": architecture.to_dict(), **settings}
+
+
+def held_by(reader: RunReader, architecture: Architecture) -> Held:
+    """Return what a recording on disk holds; its samples are read when they are used."""
+    values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
+    return Held(values, reader.sample_ids, reader.complete, reader.path, reader)
+
+
+def _copy_of(ids: SampleIds) -> SampleIds:
+    copied = SampleIds()
+    copied.add(to_ids(list(ids)))
+    return copied
