@@ -36,6 +36,8 @@ __all__ = [
     "Recording",
     "RecordingError",
     "SelectorTypeError",
+    "Tracker",
     "UnsupportedNetError",
     "open_recording",
+    "track",
 ]

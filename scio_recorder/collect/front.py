@@ -111,27 +111,3 @@ class Collecting:
             resume=resume,
         )
         return collect(self._capture, self._net, batches, request)
-
-    def track(self, **options: Any) -> Tracker:
-        """Log what the modules of the net return, and the gradients that come back.
-
-        Parameters
-        ----------
-        **options
-            The keywords of :func:`scio_recorder.track`; names are those of :attr:`net`.
-
-        Returns
-        -------
-        Tracker
-            The log, and a context manager.
-
-        Examples
-        --------
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
-        >>> with rnet.track(grad=False) as events:
-        ...     _ = rnet(torch.ones(1, 2))
-        >>> [event.name for event in events]
-        ['0', '']
-        """
-        return track(self._net, **options)

@@ -6,18 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.disk import SampleIds
-from scio_recorder.records import Inputs, LayerMapping
 from scio_recorder.recording.frame import layer_frame, to_array
 from scio_recorder.recording.saving import save
+from scio_recorder.records import Inputs, LayerMapping
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
     from numpy.typing import NDArray
 
@@ -30,7 +28,7 @@ _PART_BYTES = 1 << 26
 
 
 class Recording(LayerMapping[Any]):
-    """The activations of a dataset, read-only, by label: ``collect`` and ``open_recording`` make it.
+    """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
     [samples, ...], which is read when it is used if it lies on disk; of a layer that was reduced it
@@ -71,6 +69,7 @@ class Recording(LayerMapping[Any]):
     Examples
     --------
     >>> from torch import nn
+    >>> import torch
     >>> from scio_recorder import Recorder
     >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
     >>> rnet.record("1")
@@ -130,6 +129,7 @@ class Recording(LayerMapping[Any]):
 
         Examples
         --------
+        >>> import torch
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
         >>> rnet.record("0-1")
@@ -149,6 +149,7 @@ class Recording(LayerMapping[Any]):
 
         Examples
         --------
+        >>> import torch
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
         >>> rnet.record("0-1")
@@ -172,6 +173,7 @@ class Recording(LayerMapping[Any]):
 
         Examples
         --------
+        >>> import torch
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
         >>> rnet.record("0-1")
@@ -195,6 +197,7 @@ class Recording(LayerMapping[Any]):
 
         Examples
         --------
+        >>> import torch
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
         >>> rnet.record("0-1")
@@ -224,6 +227,7 @@ class Recording(LayerMapping[Any]):
         Examples
         --------
         >>> import tempfile
+        >>> import torch
         >>> import scio_recorder
         >>> rnet = scio_recorder.Recorder(torch.nn.ReLU(), input_size=(1, 2))
         >>> rnet.record("0-1")

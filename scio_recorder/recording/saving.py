@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.disk import RunWriter, TensorSpec
+from scio_recorder.disk.ids import to_ids
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.stores.disk import CHUNK_BYTES, header_of
@@ -36,7 +37,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> None:
         for start in range(0, max(1, recording.num_samples), step):
             chunk = {name: tensor[start : start + step] for name, tensor in samples.items()}
             is_last = start + step >= recording.num_samples
-            ids = recording.sample_ids[start : start + step]
+            ids = to_ids(recording.sample_ids[start : start + step])
             writer.append(chunk, ids, state=state if is_last else None)
         if recording.complete:
             writer.finish()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class Buffer(Protocol):
         """Make ready to be written what lies between two bytes; contents stay."""
 
 
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class _Memory(mmap.mmap):
     """A mapping that the GPU's driver forgets before it is unmapped."""
 
@@ -49,7 +53,7 @@ class _Memory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.registered:
-            torch.cuda.cudart().cudaHostUnregister(self.registered)
+            _driver().cudaHostUnregister(self.registered)
 
 
 class HostBuffer:
@@ -116,7 +120,7 @@ class HostBuffer:
 
     def _register(self, raw: Tensor) -> None:
         assert self._memory is not None
-        status = torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+        status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
         # Without registration copies are slower and as right: they wait for themselves.
         if int(status) == 0:
             self._memory.registered = raw.data_ptr()
@@ -125,7 +129,7 @@ class HostBuffer:
         memory = self._memory
         if memory is not None and memory.registered:
             torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(memory.registered)
+            _driver().cudaHostUnregister(memory.registered)
             memory.registered = 0
 
 

@@ -24,7 +24,7 @@ from scio_recorder.stores.state import pack, unpack
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
 
-__all__ = ["CHUNK_BYTES", "Disk", "held_by", "header_of"]
+__all__ = ["CHUNK_BYTES", "Disk", "header_of", "held_by"]
 
 CHUNK_BYTES = 64 << 20
 # A net that is slow, or whose layers are all reduced, loses no more than so much work.

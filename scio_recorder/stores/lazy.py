@@ -13,6 +13,10 @@ from scio_recorder.tree import map_tensors
 
 __all__ = ["DiskTensor"]
 
+_PROPERTIES = (
+    *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
+    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+)
 # Answered from the specification alone: nothing is read.
 _ABOUT_IT = {
     Tensor.__len__,
@@ -22,13 +26,7 @@ _ABOUT_IT = {
     Tensor.is_floating_point,
     Tensor.numel,
     Tensor.size,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "device dtype grad_fn is_cuda is_leaf is_mps is_nested is_quantized is_sparse "
-            "itemsize layout nbytes ndim requires_grad shape"
-        ).split()
-    ),
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
 }
 
 
@@ -54,7 +52,7 @@ class DiskTensor(Tensor):
         """Make a tensor without memory."""
         spec = reader.layers[layer]
         shape = (reader.num_samples, *spec.shape)
-        made: DiskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype)  # type: ignore[attr-defined]
+        made: DiskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype)
         made._reader = reader
         made._layer = layer
         return made
@@ -79,7 +77,7 @@ class DiskTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch wants a class method here
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -93,7 +91,7 @@ class DiskTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return DiskTensor, (self._reader, self._layer)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<samples on disk, {list(self.shape)}, {self.dtype}, in {self._reader.path}>"
 
     def _item(self, index: Any) -> Any:
@@ -108,7 +106,7 @@ class DiskTensor(Tensor):
             position = range(len(self))[first]
             found = self._read(position, position + 1)[0]
             return found[rest] if rest else found
-        if not rest and isinstance(first, list | range) or isinstance(first, Tensor):
+        if isinstance(first, Tensor) or (not rest and isinstance(first, list | range)):
             return self._rows(first, rest)
         return self._read(0, len(self))[index]
 
