@@ -1,6 +1,7 @@
 """Record and change what happens inside a PyTorch network."""
 
 from scio_recorder.architecture import Architecture, DepthIdx, Layer
+from scio_recorder.checkpointing import ActivationCheckpointer, CheckpointConfig
 from scio_recorder.errors import (
     CollectError,
     FlowError,
@@ -20,7 +21,9 @@ from scio_recorder.recorder import Recorder
 from scio_recorder.recording import Recording, open_recording
 
 __all__ = [
+    "ActivationCheckpointer",
     "Architecture",
+    "CheckpointConfig",
     "CollectError",
     "DepthIdx",
     "FlowError",

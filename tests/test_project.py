@@ -32,14 +32,14 @@ HOUSE = (
     "recorder",
     "collect display",
     "recording recompute autograd",
-    "capture stores reductions events",
+    "capture stores reductions events checkpointing",
     "selection sinks disk records postprocessing",
     "labelling",
     "flow call_trace forgiving_torchinfo isolation restoring source steps supported",
     "architecture architecture_json distributed",
     "layer",
     "postprocessors",
-    "errors tree",
+    "errors tree random_state",
 )
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 
