@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -101,7 +101,7 @@ class Recorder(Collecting, nn.Module):
         self,
         *selectors: Any,
         inputs: bool = False,
-        gradients: bool = False,
+        gradients: bool | Literal["accumulate"] = False,
         copy: CopyPolicy = "auto",
         offload: bool = False,
     ) -> None:
@@ -115,8 +115,9 @@ class Recorder(Collecting, nn.Module):
             module, or a predicate on :class:`~scio_recorder.layer.Layer`.
         inputs : bool, default False
             Record what the modules' forward receives as well, see :attr:`inputs`.
-        gradients : bool, default False
-            Record gradients with respect to the activations as well, see :attr:`gradients`.
+        gradients : bool or "accumulate", default False
+            Record gradients with respect to the activations as well, see :attr:`gradients`; with
+            "accumulate", the sum over all backward passes through the latest pass.
         copy : {"auto", "always", "never"}
             When to copy what modules return. "auto" copies in the first pass of each setting, and
             then only what that pass has shown to be overwritten later. "never" is for when memory
@@ -138,8 +139,10 @@ class Recorder(Collecting, nn.Module):
         """
         if copy not in ("auto", "always", "never"):
             raise SelectorTypeError(f'copy={copy!r}: write "auto", "always" or "never"')
+        if isinstance(gradients, str) and gradients != "accumulate":
+            raise SelectorTypeError(f'gradients={gradients!r}: write True, False or "accumulate"')
         recording = select(self.architecture, selectors)
-        options = Options(bool(inputs), bool(gradients), copy, bool(offload))
+        options = Options(bool(inputs), gradients, copy, bool(offload))
         self._replace_capture(Capture(self._net, self.architecture, recording, options))
 
     def remove(self) -> None:
@@ -156,6 +159,7 @@ class Recorder(Collecting, nn.Module):
         self._replace_capture(Capture(self._net, self.architecture))
 
     def _replace_capture(self, capture: Capture) -> None:
+        capture.gradient_hooks = self._capture.gradient_hooks
         self._finalizer.detach()
         self._capture.remove()
         self._install(capture)

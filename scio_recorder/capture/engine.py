@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
-from scio_recorder.capture.gradients import Gradients
+from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.passes import OverwrittenError, Pass, StopForward
 from scio_recorder.capture.program import Options, Plan, Program
@@ -58,6 +59,8 @@ class Capture:
         self.program = Program(architecture, recording, options or Options())
         self._settings = Settings(net)
         self._plans: dict[object, Plan] = {}
+        # What the user wants to be called with gradients; a later selection takes it over.
+        self.gradient_hooks: GradientHooks = OrderedDict()
         self._reruns = Reruns()
         self._site = Site(self._reruns)
         self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
@@ -179,11 +182,12 @@ class Capture:
             latest.gradients = current.gradients
 
     def _expect_rerun(self, current: Pass) -> None:
-        wants = current.posts is not None or self.program.options.gradients
-        if not wants or not torch.is_grad_enabled():
+        wanted = self.program.options.gradients
+        if wanted:
+            accumulates = wanted == "accumulate"
+            current.gradients = Gradients(self.gradient_hooks, accumulates=accumulates)
+        if not (wanted or current.posts is not None) or not torch.is_grad_enabled():
             return
-        if self.program.options.gradients and current.gradients is None:
-            current.gradients = Gradients()
         current.rerun = Rerun(self.program, current.posts or {}, current.gradients)
         self._reruns.add(current.rerun)
 

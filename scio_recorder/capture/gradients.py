@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +16,10 @@ from scio_recorder.records import Records
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
 
-__all__ = ["Gradients"]
+__all__ = ["GradientHooks", "Gradients"]
+
+# As RemovableHandle wants them.
+GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
 
 
 class _Layer:
@@ -28,13 +33,15 @@ class _Layer:
 
 
 class Gradients:
-    """What the latest backward pass through one forward pass brought.
+    """What the latest backward pass through one forward pass brought, or the sum of all of them.
 
     Hooks on tensors hold this object weakly: autograd's graph, which holds the hooks, would else
     keep gradients alive that were made with ``create_graph=True``, and these the graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hooks: GradientHooks | None = None, *, accumulates: bool = False) -> None:
+        self._delivery = _Delivery(OrderedDict() if hooks is None else hooks)
+        self._accumulates = accumulates
         self._layers: dict[DepthIdx, _Layer] = {}
         self._templates: dict[DepthIdx, tuple[int, Callable[[Sequence[Any]], Any]]] = {}
         self._task = -1
@@ -51,21 +58,25 @@ class Gradients:
         ``task`` is the backward pass that they belong to, where that is not the one that brings
         them: reentrant checkpointing runs backward passes inside the backward pass.
         """
-        self._templates[label] = (len(tensors), rebuild)
+        template = self._templates[label] = (len(tensors), rebuild)
         owner = weakref.ref(self)
+        if task is not None and task == torch._C._current_graph_task_id():
+            self._delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                listener = _Listener(owner, label, index, task)
+                listener = _Listener(owner, self._delivery, label, index, task, template)
                 tensor.register_hook(listener)  # type: ignore[no-untyped-call]
 
     def receive(self, label: DepthIdx, index: int, gradient: Tensor, task: int) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""
         if task != self._task:
             self._task = task
-            self._layers = {}
+            self._layers = self._layers if self._accumulates else {}
         if label not in self._layers:
             self._layers[label] = _Layer(*self._templates[label])
-        self._layers[label].found[index] = gradient
+        found = self._layers[label].found
+        earlier = found[index]
+        found[index] = gradient if earlier is None or not self._accumulates else earlier + gradient
 
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that got none is absent."""
@@ -80,18 +91,83 @@ class Gradients:
 
 
 class _Listener:
-    __slots__ = ("_index", "_label", "_owner", "_task")
+    __slots__ = ("_delivery", "_index", "_label", "_owner", "_task", "_template")
 
     def __init__(
-        self, owner: weakref.ref[Gradients], label: DepthIdx, index: int, task: int | None
+        self,
+        owner: weakref.ref[Gradients],
+        delivery: _Delivery,
+        label: DepthIdx,
+        index: int,
+        task: int | None,
+        template: tuple[int, Callable[[Sequence[Any]], Any]],
     ) -> None:
         self._owner = owner
+        self._delivery = delivery
         self._label = label
         self._index = index
         self._task = task
+        self._template = template
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            # Another output of the same node got one.
+            return
+        task = torch._C._current_graph_task_id() if self._task is None else self._task
         owner = self._owner()
         if owner is not None:
-            task = torch._C._current_graph_task_id() if self._task is None else self._task
             owner.receive(self._label, self._index, gradient, task)
+        self._delivery.receive(self._label, self._index, gradient, task, self._template)
+
+
+class _Delivery:
+    """Calls the user's hooks when a backward pass through one forward pass is over.
+
+    The graph owns it, so that passes count that are no longer the latest. It holds neither the
+    hooks, which may lead back to the graph, nor gradients: these belong to the engine, which lets
+    go of them at the end of the backward pass, also of one that fails.
+    """
+
+    def __init__(self, hooks: GradientHooks) -> None:
+        self._hooks = weakref.ref(hooks)
+        self._arrived: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
+
+    def expect(self, task: int) -> _Arrived | None:
+        """Return what has come in a backward pass; None if nobody wants to know."""
+        if not self._hooks():
+            return None
+        arrived = self._arrived.get(task)
+        if arrived is None:
+            arrived = self._arrived[task] = _Arrived()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(_deliver, self._hooks, arrived))
+        return arrived
+
+    def receive(
+        self,
+        label: DepthIdx,
+        index: int,
+        gradient: Tensor,
+        task: int,
+        template: tuple[int, Callable[[Sequence[Any]], Any]],
+    ) -> None:
+        """Take one gradient."""
+        arrived = self.expect(task)
+        if arrived is not None:
+            layer = arrived.layers.get(label) or arrived.layers.setdefault(label, _Layer(*template))
+            layer.found[index] = gradient
+
+
+class _Arrived:
+    """The gradients of one backward pass, as far as they have come."""
+
+    __slots__ = ("__weakref__", "layers")
+
+    def __init__(self) -> None:
+        self.layers: dict[DepthIdx, _Layer] = {}
+
+
+def _deliver(hooks: weakref.ref[GradientHooks], arrived: _Arrived) -> None:
+    layers = sorted(arrived.layers.items())
+    for hook in list((hooks() or {}).values()) if layers else ():
+        hook({label: layer.rebuild(layer.found) for label, layer in layers})

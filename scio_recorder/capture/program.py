@@ -25,7 +25,7 @@ class Options:
     """The keywords of ``record``."""
 
     inputs: bool = False
-    gradients: bool = False
+    gradients: bool | Literal["accumulate"] = False
     copy: CopyPolicy = "auto"
     offload: bool = False
 
