@@ -73,9 +73,13 @@ class Capture:
         self._hooks.attach()
 
     def remove(self) -> None:
-        """Take all hooks away and drop the records."""
+        """Take all hooks away and drop the records.
+
+        Only where a checkpointed region that was post-processed may still run again, hooks stay for
+        that, until its graph is gone: gradients would else be wrong without a word.
+        """
         self._is_removed = True
-        self._hooks.detach()
+        self._reruns.when_over(self._hooks.detach)
         self._latest = _Latest()
         self._compiled = CompiledRecords()
         self._plans.clear()
@@ -143,11 +147,11 @@ class Capture:
     ) -> Any:
         local = self._site.local
         outer, outer_log = local.active, local.log
-        self._active.add(id(current))
         finished = False
         output = None
-        self._expect_rerun(current)
         try:
+            self._active.add(id(current))
+            self._expect_rerun(current)
             local.active = current
             local.log = current.log if current.is_fast else None
             with contextlib.suppress(StopForward):
@@ -174,8 +178,6 @@ class Capture:
             better = current.learned()
             if better is not None:
                 self._plans[key] = better
-        if current.rerun is not None:
-            current.rerun.close(output, *dict(activations._values).values())
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
@@ -186,10 +188,15 @@ class Capture:
         if wanted:
             accumulates = wanted == "accumulate"
             current.gradients = Gradients(self.gradient_hooks, accumulates=accumulates)
-        if not (wanted or current.posts is not None) or not torch.is_grad_enabled():
-            return
-        current.rerun = Rerun(self.program, current.posts or {}, current.gradients)
-        self._reruns.add(current.rerun)
+        if wanted or current.posts is not None:
+            current.rerun = Rerun(
+                self.program,
+                current.posts or {},
+                current.gradients,
+                self._reruns,
+                Capture._run.__code__,
+            )
+            self._reruns.add(current.rerun)
 
     def _new_plan(self, key: object) -> Plan:
         plan = self.program.first_plan()

@@ -90,10 +90,8 @@ class ModuleHook:
         reruns = self.site.reruns
         if reruns is None:
             remove_inert(module)
-        elif torch._C._current_graph_task_id() != -1:
+        elif reruns and torch._C._current_graph_task_id() != -1:
             return reruns.again(self.index, output)
-        else:
-            reruns.forget()
         return None
 
     # A copy of the net must not write into the records of the original: its hooks do nothing, and

@@ -97,11 +97,11 @@ class Pass:
         self._is_bare = False
         position = self._position(index)
         label = None if position is None else self.program.labels[position]
+        if self.rerun is not None and position is not None:
+            self.rerun.note(position)
         if position is None or label is None:
             self.log += index, NOTHING, 0
             return None
-        if self.rerun is not None:
-            self.rerun.note(position)
         handed = output
         if self.posts is not None and label in self.posts:
             handed = apply(self.posts[label], output, self.program.architecture[label])

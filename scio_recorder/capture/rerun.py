@@ -4,33 +4,33 @@ NOTE [Whose run is run again]
 
 A re-run happens inside a backward pass, on whatever thread that runs, when any number of other
 forward passes may have run in between. Nothing is recorded then, but post-processors must act as
-they did, or gradients would be those of another function. What is known in a re-run is the autograd
-node that is being executed. Autograd numbers the nodes that a thread makes in order. So each pass
-notes the numbers at its start and end, and at each of its events; a node belongs to the pass
-between whose numbers it lies.
+they did, or gradients would be those of another function.
 
-Which call of its module is run again matters only where a module has several calls that are
-post-processed differently. With reentrant checkpointing the node is made right before its region
-runs, so that the first event with a higher number opens the region. Non-reentrant checkpointing
-runs again when a tensor is needed that some node inside the region saved; the region is recognised
-by the object that torch keeps for it. Where neither tells, an error is raised: never a wrong
-gradient without a word.
+What ties a re-run to its first run is the region: the object that torch keeps in the graph for each
+checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
+(reentrant checkpointing and its kin), or torch's own frame object (non-reentrant). Both are local
+variables of functions that are running when a hook is called, in the first run and in the re-run.
+So each event of a pass marks the regions around it, found by walking up the stack, and a re-run looks
+for the nearest marked region in the same way. The marks live and die with the graph.
+
+A region holds the positions of its events in order, so that the calls of a module that runs several
+times are told apart by counting. Hooks of a selection that was given up stay, for re-runs only, as
+long as any of its marks lives.
 """
 
 from __future__ import annotations
 
-import inspect
-import threading
+import sys
 import weakref
-from collections import Counter
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint
 
-from scio_recorder.errors import FlowError
 from scio_recorder.postprocessing import Postprocessor, apply
-from scio_recorder.tree import flatten, tensors
+from scio_recorder.tree import flatten
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Rerun", "Reruns", "is_rerun"]
 
-_TAG = "scio_recorder.rerun"
+_ATTRIBUTE = "_scio_recorder_marks"
 _FRAME: type = getattr(checkpoint, "_CheckpointFrame", type(None))
+_CONTEXT: type = torch._C._FunctionBase
 
 
 def is_rerun() -> bool:
@@ -48,174 +49,162 @@ def is_rerun() -> bool:
     if torch._C._current_graph_task_id() == -1:
         return False
     node = torch._C._current_autograd_node()
-    if node is not None and _is_reentrant(node):
+    if node is not None and node.name() == "CheckpointFunctionBackward":
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-def _is_reentrant(node: Any) -> bool:
-    return bool(node.name() == "CheckpointFunctionBackward")
+def _regions(until: CodeType | None) -> Iterator[tuple[Any, bool]]:
+    """Yield the regions around the caller, innermost first, up to a function.
+
+    With each, whether it is being run again rather than for the first time.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        found = _region_of(frame)
+        if found is not None:
+            yield found, frame.f_code.co_name in ("backward", "unpack_hook")
+        frame = frame.f_back
 
 
-def _region() -> Any:
-    """Return the object that torch keeps for the non-reentrant region that is running, if any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    function = None if hooks is None else inspect.unwrap(hooks[0])
-    for cell in getattr(function, "__closure__", None) or ():
-        found = cell.cell_contents
-        found = found() if isinstance(found, weakref.ref) else found
-        if isinstance(found, _FRAME):
-            return found
+def _region_of(frame: FrameType) -> Any:
+    code = frame.f_code
+    if code.co_name in ("forward", "backward"):
+        # A static method of an autograd function, not a method of a module.
+        first = code.co_varnames[0] if code.co_argcount else "self"
+        found = None if first == "self" else frame.f_locals.get(first)
+        return found if isinstance(found, _CONTEXT) else None
+    if code.co_name == "checkpoint":
+        generator = frame.f_locals.get("gen")
+        inner = getattr(generator, "gi_frame", None)
+        return None if inner is None else inner.f_locals.get("new_frame")
+    if code.co_name == "unpack_hook" and "frame" in code.co_freevars:
+        found = frame.f_locals.get("frame")
+        return found if isinstance(found, _FRAME) else None
     return None
 
 
+class _Mark:
+    """One region of one pass."""
+
+    __slots__ = ("counts", "positions", "rerun", "root", "task")
+
+    def __init__(self, rerun: Rerun, root: int | None = None) -> None:
+        self.rerun = rerun
+        self.positions: list[int] = []
+        # The backward pass that a mark was made in, if it was: checkpointing in a re-run region.
+        self.root = root
+        self.task = -1
+        self.counts: dict[int, int] = {}
+
+    def next_position(self, index: int) -> int | None:
+        """Return the position of the next call of a module in this re-run."""
+        task = torch._C._current_graph_task_id()
+        if task != self.task:
+            self.task, self.counts = task, {}
+        count = self.counts.get(index, 0)
+        self.counts[index] = count + 1
+        own = self.rerun.positions[index]
+        found = [position for position in self.positions if position in own]
+        return found[count] if count < len(found) else None
+
+
+def _marks(region: Any) -> dict[int, _Mark]:
+    marks: dict[int, _Mark] | None = getattr(region, _ATTRIBUTE, None)
+    if marks is None:
+        marks = {}
+        setattr(region, _ATTRIBUTE, marks)
+    return marks
+
+
 class Rerun:
-    """What a re-run of one forward pass needs; alive as long as the graph of that pass."""
+    """What a re-run of one forward pass needs; held by the regions of its graph."""
 
     def __init__(
-        self, program: Program, posts: dict[DepthIdx, Postprocessor], gradients: Gradients | None
+        self,
+        program: Program,
+        posts: dict[DepthIdx, Postprocessor],
+        gradients: Gradients | None,
+        owner: Reruns,
+        until: CodeType,
     ) -> None:
-        # The graph holds this object, and must not hold the network, which the program refers to.
-        self._program = weakref.ref(program)
+        self._owner = id(owner)
+        self._until = until
+        self.positions = program.positions
+        self.labels = program.labels
         self.posts = posts
-        self.gradients = None if gradients is None else weakref.ref(gradients)
-        self.thread = threading.get_ident()
-        self.first = torch._C._autograd._get_sequence_nr()
-        self.last: int | None = None
-        # Of each event: the number of the next node, and its position.
-        self._events: list[tuple[int, int]] = []
-        self._regions: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self._counts: dict[Any, Counter[int]] = {}
+        # The graph must hold neither the network, which the program leads to, nor gradients.
+        self._program = weakref.ref(program)
+        self._gradients = None if gradients is None else weakref.ref(gradients)
 
     def note(self, position: int) -> None:
-        """Note an event of the forward pass."""
-        self._events.append((torch._C._autograd._get_sequence_nr(), position))
-        region = _region()
-        if region is not None:
-            self._regions.setdefault(region, []).append(position)
+        """Mark the regions around an event of the first run."""
+        for region, _ in _regions(self._until):
+            marks = _marks(region)
+            mark = marks.get(self._owner)
+            if mark is None or mark.rerun is not self:
+                mark = marks[self._owner] = _Mark(self)
+            mark.positions.append(position)
 
-    def close(self, *values: Any) -> None:
-        """End the pass, and live on with the graph that it has made."""
-        self.last = torch._C._autograd._get_sequence_nr()
-        for tensor in (tensor for value in values for tensor in tensors(value)):
-            if tensor.grad_fn is not None:
-                metadata: Any = tensor.grad_fn.metadata
-                metadata[_TAG] = self
-
-    def contains(self, number: int) -> bool:
-        """Whether the node with this number was made by the pass, if on its thread."""
-        return self.first <= number and (self.last is None or number < self.last)
-
-    def again(self, index: int, output: Any, node: Any, task: int) -> Any:
-        """Post-process what a module returned in a re-run; None to go on with it as it is."""
-        program = self._program()
-        position = None if program is None else self._position(program, index, node)
-        label = None if program is None or position is None else program.labels[position]
-        if program is None or label is None:
-            return None
-        gradients = None if self.gradients is None else self.gradients()
+    def again(self, label: DepthIdx, output: Any, task: int) -> Any:
+        """Do to an output what the first run did to it; None to go on with it as it is."""
+        gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
-            leaves, rebuild = flatten(output)
-            gradients.attach(label, leaves, rebuild, task)
+            gradients.attach(label, *flatten(output), task)
+        program = self._program()
         if label not in self.posts:
             return None
-        handed = apply(self.posts[label], output, program.architecture[label])
+        layer: Any = label if program is None else program.architecture[label]
+        handed = apply(self.posts[label], output, layer)
         return None if handed is output else handed
-
-    def _position(self, program: Program, index: int, node: Any) -> int | None:
-        positions = program.positions[index]
-        labels = [program.labels[position] for position in positions]
-        if len(positions) == 1:
-            return positions[0]
-        functions = {id(self.posts.get(label)) if label else None for label in labels}
-        key, found = self._candidates(set(positions), node)
-        counts = self._counts.setdefault((torch._C._current_graph_task_id(), key), Counter())
-        count = counts[index]
-        counts[index] += 1
-        if count < len(found):
-            return found[count]
-        if len(functions) > 1:
-            raise FlowError(
-                "activation checkpointing runs the module of layer "
-                f"{program.architecture[next(filter(None, labels))]} again, and it can't be "
-                "told which of its calls this is, while these are post-processed differently: give "
-                "all calls of the module the same post-processor, or don't checkpoint it"
-            )
-        # Any call will do for post-processing; gradients come by the graph of the first run.
-        return positions[0] if self.posts else None
-
-    def _candidates(self, mine: set[int], node: Any) -> tuple[Any, list[int]]:
-        """Return a key for the region, and which of some positions lie in it, in order."""
-        if _is_reentrant(node):
-            number = node._sequence_nr()
-            return number, [at for seen, at in self._events if seen > number and at in mine]
-        region = _region()
-        if region is None:
-            return None, []
-        return id(region), [at for at in self._regions.get(region, []) if at in mine]
 
 
 class Reruns:
-    """Finds the pass that a re-run belongs to."""
+    """The passes of one selection that may be run again."""
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakSet[Rerun] = weakref.WeakSet()
-        self._local = threading.local()
+        self._alive: set[weakref.ref[Rerun]] = set()
+        self._when_over: Callable[[], None] | None = None
 
     def __bool__(self) -> bool:
-        return len(self._alive) > 0
+        return bool(self._alive)
 
     def add(self, rerun: Rerun) -> None:
         """Take up a pass that may be run again."""
-        self._alive.add(rerun)
-        self.forget()
+        self._alive.add(weakref.ref(rerun, self._is_gone))
 
-    def forget(self) -> None:
-        """Note that this thread is in no re-run."""
-        self._local.current = None
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Call a function as soon as there is nothing left to run again."""
+        if self._alive:
+            self._when_over = function
+        else:
+            function()
+
+    def _is_gone(self, reference: weakref.ref[Rerun]) -> None:
+        self._alive.discard(reference)
+        if not self._alive and self._when_over is not None:
+            function, self._when_over = self._when_over, None
+            function()
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None to go on with it as it is."""
         if not self._alive:
             return None
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return None
-        task = torch._C._current_graph_task_id()
-        found = self._owner(node)
-        if found is not None:
-            self._enter(found, task)
-        else:
-            found, task = self._enclosing(task)
-        return None if found is None else found.again(index, output, node, task)
-
-    def _enter(self, rerun: Rerun, task: int) -> None:
-        if getattr(self._local, "current", None) is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        self._local.current = (weakref.ref(rerun), task)
-
-    def _enclosing(self, task: int) -> tuple[Rerun | None, int]:
-        """Serve a node that no known pass has made.
-
-        It was made by the re-run around it where reentrant checkpointing is nested: that runs a
-        backward pass of its own inside the other one.
-        """
-        current = getattr(self._local, "current", None)
-        if current is None or current[1] == task:
-            self.forget()
-            return None, task
-        return current[0](), current[1]
-
-    def _owner(self, node: Any) -> Rerun | None:
-        number = node._sequence_nr()
-        found = [rerun for rerun in self._alive if rerun.contains(number)]
-        own = [rerun for rerun in found if rerun.thread == threading.get_ident()]
-        found = own or found
-        if len(found) > 1:
-            raise FlowError(
-                "activation checkpointing runs modules again on a thread of its own, and several "
-                "forward passes of other threads come into question: run the backward pass on the "
-                "thread of the forward pass, or post-process on one thread at a time"
-            )
-        return found[0] if found else None
+        owner, inner = id(self), []
+        for region, runs_again in _regions(None):
+            mark = getattr(region, _ATTRIBUTE, {}).get(owner) if runs_again else None
+            if mark is None:
+                inner.append(region)
+                continue
+            position = mark.next_position(index)
+            label = None if position is None else mark.rerun.labels[position]
+            if position is None or label is None:
+                return None
+            task = torch._C._current_graph_task_id() if mark.root is None else mark.root
+            for new in inner:
+                # Checkpointing inside a checkpointed region: its own re-run comes later.
+                own = _marks(new).setdefault(owner, _Mark(mark.rerun, task))
+                own.positions.append(position)
+            return mark.rerun.again(label, output, task)
+        return None
