@@ -50,7 +50,7 @@ class Feed:
         sample_ids: Callable[[Any], Any] | None,
     ) -> None:
         self.every = _whole("every", every, 1)
-        self._limit = None if max_batches is None else _whole("max_batches", max_batches, 0)
+        self._limit = None if max_batches is None else _whole("max_batches", max_batches, 1)
         if isinstance(batches, Tensor):
             raise CollectError(
                 "batches is a single tensor, whose rows would be taken for batches: write "
@@ -68,8 +68,6 @@ class Feed:
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
         remaining = self._limit
-        if remaining == 0:
-            return
         for number, batch in enumerate(self._batches):
             is_taken = number % self.every == 0
             yield batch, is_taken

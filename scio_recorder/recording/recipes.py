@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from scio_recorder import reductions
 from scio_recorder.errors import RecordingError
@@ -55,9 +55,9 @@ def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reductio
     options = dict(recipe)
     kind = options.pop("kind")
     if options.pop("custom", False) or kind not in reductions.__all__:
-        raise RecordingError(
-            f"{where} was reduced by {kind}, which is no reduction of this library and can't be "
-            "restored here: collect again with resume=True and the same reductions to get it"
+        return _Unreadable(
+            f"layer {where} was reduced by {kind}, which is no reduction of this library and can't "
+            "be restored without it: collect with resume=True and the same reductions to get it"
         )
     if options.pop("by_class"):
         options["by"] = _no_labels
@@ -66,6 +66,18 @@ def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reductio
     reduction: Reduction = getattr(reductions, kind)(**options)
     reduction.load_state_dict(state)
     return reduction
+
+
+class _Unreadable(Reduction):
+    """Stands for a reduction of the user's: the rest of a recording can be read without it."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise RecordingError(self._message)
+
+    update = merge = compute = reset = state_dict = load_state_dict = fresh = _refuse
 
 
 def _is_ours(kind: type) -> bool:

@@ -11,7 +11,6 @@ a NumPy array over its memory. Only memory that nobody holds is used again.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,6 +62,8 @@ class HostBuffer:
         self.pinned = pinned
         self._memory: _Memory | None = None
         self._can_populate = True
+        # Up to here pages have been written or touched; memory that is used again is ready.
+        self._ready_bytes = 0
 
     @property
     def num_bytes(self) -> int:
@@ -87,19 +88,19 @@ class HostBuffer:
         """Return at least so many bytes, beginning with those that were there."""
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
-        # Tensors made in inference mode could not be used outside it.
-        with torch.inference_mode(False):
-            if self._memory is None:
-                return torch.empty(0, dtype=torch.uint8)
-            raw = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
+        if self._memory is None:
+            return torch.empty(0, dtype=torch.uint8)
+        raw = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
         if self.pinned and not self._memory.registered:
             self._register(raw)
         return raw
 
     def touch(self, start: int, stop: int) -> None:
         """Take the page faults of a range at once."""
-        if self._memory is None or not self._can_populate:
+        start = max(start, self._ready_bytes)
+        if self._memory is None or not self._can_populate or start >= stop:
             return
+        self._ready_bytes = stop
         first = start - start % mmap.PAGESIZE
         try:
             self._memory.madvise(_POPULATE, first, stop - first)
@@ -148,9 +149,8 @@ class DeviceBuffer:
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there."""
         if num_bytes > self._raw.numel():
-            with torch.inference_mode(False):
-                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                larger[: self._raw.numel()].copy_(self._raw)
+            larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            larger[: self._raw.numel()].copy_(self._raw)
             self._raw = larger
         return self._raw
 
@@ -197,9 +197,11 @@ class Column:
         num_bytes = rows * self.spec.num_bytes
         # No view may be alive while the memory moves.
         self.array = torch.empty(0)
-        raw = self._buffer.reserve(num_bytes)
-        flat = raw[:num_bytes].view(self.spec.dtype)
-        self.array = flat.view(rows, *self.spec.shape)
+        # Tensors made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            raw = self._buffer.reserve(num_bytes)
+            flat = raw[:num_bytes].view(self.spec.dtype)
+            self.array = flat.view(rows, *self.spec.shape)
         self.capacity = rows
 
     def _touch(self, stop: int) -> None:
@@ -214,6 +216,5 @@ class Column:
     def close(self, rows: int) -> Tensor:
         """Return the samples that count, and let go of them."""
         array, self.array = self.array, torch.empty(0)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
+        with torch.inference_mode(False):
             return array[:rows]

@@ -204,7 +204,9 @@ def header_of(architecture: Architecture, settings: dict[str, Any]) -> dict[str,
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
     """Return what a recording on disk holds; its samples are read when they are used."""
-    values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
+    # Tensors made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
     return Held(values, reader.sample_ids, reader.complete, reader.path, reader)
 
 
