@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scio_recorder.collect.loop import Request, collect
 from scio_recorder.collect.options import Reduce, Transforms
+from scio_recorder.errors import CollectError
 from scio_recorder.recording import Recording
-from scio_recorder.stores import Store
+from scio_recorder.stores import Plan, Store, labelled_bytes, make_plan
 
 if TYPE_CHECKING:
+    from torch.nn.parameter import Parameter
+
     from scio_recorder.architecture import Architecture
     from scio_recorder.capture import Capture
 
@@ -26,6 +29,12 @@ class Collecting:
     architecture: Architecture
     _capture: Capture
     _net: nn.Module
+
+    if TYPE_CHECKING:
+
+        @property
+        def recorded_params(self) -> dict[str, Parameter]:  # noqa: D102  # the recorder's own
+            ...
 
     def collect(
         self,
@@ -111,3 +120,61 @@ class Collecting:
             resume=resume,
         )
         return collect(self._capture, self._net, batches, request)
+
+    def plan(self, num_samples: int) -> Plan:
+        """Say what collecting the recorded layers would take, before anything runs.
+
+        Parameters
+        ----------
+        num_samples : int
+            How many samples.
+
+        Returns
+        -------
+        Plan
+            Bytes by layer, from the shapes at labelling, and free bytes by store; printable.
+
+        Raises
+        ------
+        CollectError
+            Nothing is selected.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
+        >>> rnet.record("0-1")
+        >>> rnet.plan(1000).num_bytes
+        {(0, 1): 12000}
+        """
+        recording = self._capture.program.recording
+        if not recording:
+            raise CollectError("nothing is selected: choose layers with record(...) first")
+        device = next((p.device for p in self._net.parameters()), torch.device("cpu"))
+        sizes = labelled_bytes(self.architecture, recording)
+        return make_plan(self.architecture, sizes, num_samples, device)
+
+    def parameters_snapshot(self) -> dict[str, Tensor]:
+        """Return copies of the parameters inside recorded layers, in host memory.
+
+        Returns
+        -------
+        dict
+            The names of ``recorded_params`` -> tensors of their own; a parameter under several
+            names is copied once.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
+        >>> rnet.record("0-1")
+        >>> before = rnet.parameters_snapshot()
+        >>> _ = rnet.net.bias.data.add_(1)
+        >>> (rnet.parameters_snapshot()["_net.bias"] - before["_net.bias"]).round()
+        tensor([1., 1., 1.])
+        """
+        copies: dict[int, Tensor] = {}
+        for parameter in self.recorded_params.values():
+            if id(parameter) not in copies:
+                copies[id(parameter)] = parameter.detach().clone().cpu()
+        return {name: copies[id(value)] for name, value in self.recorded_params.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from scio_recorder import reductions
 from scio_recorder.errors import RecordingError
@@ -77,7 +77,7 @@ class _Unreadable(Reduction):
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise RecordingError(self._message)
 
-    update = merge = compute = reset = state_dict = load_state_dict = fresh = _refuse
+    update = merge = compute = reset = state_dict = load_state_dict = fresh = cast(Any, _refuse)
 
 
 def _is_ours(kind: type) -> bool:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 
 from scio_recorder.errors import CollectError
+from scio_recorder.stores.auto import Auto
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.device import Device
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.host import Host
+from scio_recorder.stores.plan import Plan, labelled_bytes, make_plan
 
 __all__ = [
+    "Auto",
     "Column",
     "Device",
     "Disk",
     "Held",
     "Host",
     "Job",
+    "Plan",
     "State",
     "Store",
     "StoreWriter",
     "as_store",
+    "labelled_bytes",
+    "make_plan",
 ]
 
 
@@ -37,8 +43,10 @@ def as_store(given: str | Store | None) -> Store:
         return given
     if given == "device":
         return Device()
-    if given in ("host", "auto", None):
+    if given in ("host", None):
         return Host()
+    if given == "auto":
+        return Auto()
     if isinstance(given, str) and given.startswith("disk:") and given != "disk:":
         return Disk(given.removeprefix("disk:"))
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""

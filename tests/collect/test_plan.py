@@ -1,0 +1,53 @@
+"""Plans, and the store that goes by them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import CollectError, Recorder
+from scio_recorder.stores import plan as planning
+from tests.collect.nets import Pair, assert_same, batches, expected, recorder
+
+
+def test_bytes_come_from_the_shapes_at_labelling():
+    rnet = recorder("0", "3")
+    plan = rnet.plan(1000)
+    assert plan.num_bytes == {(1, 1): 1000 * 6 * 4, (1, 4): 1000 * 3 * 4}
+    assert plan.total_bytes == 36000
+    assert set(plan.free_bytes) >= {"host", "disk"}
+    assert "1-1 0 (Linear)" in str(plan)
+    pair = Recorder(Pair(), input_size=(5, 4))
+    pair.record("0-1")
+    assert pair.plan(10).total_bytes == 10 * 2 * 4 * 4
+
+
+def test_what_can_not_be_planned():
+    with pytest.raises(CollectError, match="record"):
+        Recorder(nn.ReLU(), input_size=(1, 2)).plan(3)
+    with pytest.raises(CollectError, match="num_samples"):
+        recorder("0").plan(-1)
+
+
+def test_auto_raises_with_the_plan_where_there_is_no_room(monkeypatch):
+    rnet, data = recorder("0", "3"), batches(4, 4, 4)
+    monkeypatch.setattr(planning, "_free_host_bytes", lambda: 12 * 36)
+    with pytest.raises(CollectError) as caught:
+        rnet.collect(data)
+    for part in ("12 samples take 432 bytes", "1-4", "host", "not enough", "disk:PATH"):
+        assert part in str(caught.value)
+    # What is kept decides, not what the layers return.
+    assert rnet.collect(data, transform=lambda t, batch: t[:, :1])["0"].shape == (12, 1)
+    assert_same(rnet.collect(data, store="host"), expected(rnet, data))
+    assert_same(rnet.collect(iter(data)), expected(rnet, data))
+
+
+def test_snapshots_do_not_follow_the_net():
+    rnet = recorder("0")
+    snapshot = rnet.parameters_snapshot()
+    before = {f"_net.0.{k}": v.clone() for k, v in rnet.net[0].named_parameters()}
+    with torch.no_grad():
+        rnet.net[0].weight.zero_()
+    assert snapshot.keys() == before.keys()
+    assert all(torch.equal(snapshot[k], before[k]) for k in before)
