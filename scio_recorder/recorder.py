@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
 
+from scio_recorder.autograd import Differentiating
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.capture.hooks import remove_inert
 from scio_recorder.collect import Collecting
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorder"]
 
 
-class Recorder(Collecting, nn.Module):
+class Recorder(Collecting, Differentiating, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -89,6 +91,7 @@ class Recorder(Collecting, nn.Module):
         self._install(Capture(net, architecture))
 
     def _install(self, capture: Capture) -> None:
+        capture.gradient_hooks = weakref.ref(self._gradient_hooks)
         self._capture = capture
         self._finalizer = detach_when_dead(self, capture)
 
@@ -159,7 +162,6 @@ class Recorder(Collecting, nn.Module):
         self._replace_capture(Capture(self._net, self.architecture))
 
     def _replace_capture(self, capture: Capture) -> None:
-        capture.gradient_hooks = self._capture.gradient_hooks
         self._finalizer.detach()
         self._capture.remove()
         self._install(capture)
@@ -355,7 +357,7 @@ class Recorder(Collecting, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_capture", "_finalizer", "_compiled_call_impl"):
+        for name in ("_capture", "_finalizer", "_compiled_call_impl", "_hooks_on_gradients"):
             state.pop(name, None)
         state["_selection"] = (self.recording, self._capture.program.options)
         return state

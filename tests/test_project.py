@@ -31,7 +31,7 @@ HOUSE = (
     "__init__",
     "recorder",
     "collect display",
-    "recording recompute autograd",
+    "recording recompute autograd saved_tensors",
     "capture stores reductions events checkpointing",
     "selection sinks disk records postprocessing",
     "labelling",
@@ -39,7 +39,7 @@ HOUSE = (
     "architecture architecture_json distributed",
     "layer",
     "postprocessors",
-    "errors tree random_state",
+    "errors tree tensors random_state",
 )
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 

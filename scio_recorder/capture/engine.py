@@ -6,7 +6,6 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,8 @@ class Capture:
         self.program = Program(architecture, recording, options or Options())
         self._settings = Settings(net)
         self._plans: dict[object, Plan] = {}
-        # What the user wants to be called with gradients; a later selection takes it over.
-        self.gradient_hooks: GradientHooks = OrderedDict()
+        # The recorder owns them: they are the user's, and may lead back to it.
+        self.gradient_hooks: weakref.ref[GradientHooks] | None = None
         self._reruns = Reruns()
         self._site = Site(self._reruns)
         self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)

@@ -39,8 +39,10 @@ class Gradients:
     keep gradients alive that were made with ``create_graph=True``, and these the graph.
     """
 
-    def __init__(self, hooks: GradientHooks | None = None, *, accumulates: bool = False) -> None:
-        self._delivery = _Delivery(OrderedDict() if hooks is None else hooks)
+    def __init__(
+        self, hooks: weakref.ref[GradientHooks] | None = None, *, accumulates: bool = False
+    ) -> None:
+        self._delivery = _Delivery(hooks)
         self._accumulates = accumulates
         self._layers: dict[DepthIdx, _Layer] = {}
         self._templates: dict[DepthIdx, tuple[int, Callable[[Sequence[Any]], Any]]] = {}
@@ -128,13 +130,13 @@ class _Delivery:
     go of them at the end of the backward pass, also of one that fails.
     """
 
-    def __init__(self, hooks: GradientHooks) -> None:
-        self._hooks = weakref.ref(hooks)
+    def __init__(self, hooks: weakref.ref[GradientHooks] | None) -> None:
+        self._hooks = hooks
         self._arrived: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
 
     def expect(self, task: int) -> _Arrived | None:
         """Return what has come in a backward pass; None if nobody wants to know."""
-        if not self._hooks():
+        if self._hooks is None or not self._hooks():
             return None
         arrived = self._arrived.get(task)
         if arrived is None:

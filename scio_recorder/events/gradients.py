@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from scio_recorder.tensors import version_counter
 from scio_recorder.tree import tensors
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class _Call:
         self._lose = lose
         self._is_logged = False
         views = [leaf for leaf in leaves if leaf.grad_fn is not None and leaf._is_view()]
-        self._views = [(counter, counter._version) for counter in map(_counter, views)]
+        self._views = [(counter, counter._version) for counter in map(version_counter, views)]
 
     def emit(self, gradients: dict[int, Tensor | None]) -> None:
         """Log the gradients of this call in one backward pass."""
@@ -227,13 +228,6 @@ class _Call:
 def _remove_hooks(listeners: Mapping[Tensor, _Listener]) -> None:
     for listener in list(listeners.values()):
         listener.remove()
-
-
-def _counter(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory that shares the version counter."""
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
-    return counter
 
 
 def _leaves_and_places(output: Any) -> tuple[list[Tensor], list[int | None]]:

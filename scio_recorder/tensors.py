@@ -1,0 +1,173 @@
+"""Small tools for single tensors: version counters, and copies that keep every stride."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["StridedCopy", "is_plain", "same_bits", "version_counter"]
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that shares another one's version counter.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any but one made in inference mode, which has no counter.
+
+    Returns
+    -------
+    torch.Tensor
+        Its ``_version`` is that of the other from then on.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> counter = version_counter(x)
+    >>> before = counter._version
+    >>> _ = x.add_(1)
+    >>> counter._version - before, counter.numel()
+    (1, 0)
+    """
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but strided numbers in memory.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    bool
+        False for subclasses, sparse, quantised, nested, lazily conjugated and data-less tensors.
+    """
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class StridedCopy:
+    """A copy of a plain tensor, maybe elsewhere or narrower, that comes back with its strides.
+
+    Strides decide which kernel runs, and so the last bits of what it returns. Elements that share
+    memory, as in an expanded tensor, still share it in the copy.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        What to copy, see :func:`is_plain`.
+    device : torch.device, optional
+        Where to; the tensor's own by default.
+    dtype : torch.dtype, optional
+        As what; the tensor's own by default.
+    pin_memory : bool, default False
+        Whether the copy goes to pinned host memory.
+
+    Examples
+    --------
+    >>> x = torch.arange(6.0).view(2, 3).t()
+    >>> again = StridedCopy(x, dtype=torch.bfloat16).restored()
+    >>> torch.equal(again, x), again.stride(), again.dtype
+    (True, (1, 3), torch.float32)
+    """
+
+    __slots__ = ("__weakref__", "_device", "_dtype", "_shape", "_strides", "kept")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self._device = tensor.device
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._strides = tensor.stride()
+        with torch.no_grad():
+            memory = _memory(tensor.detach())
+            self.kept: Tensor = torch.empty(
+                memory.shape,
+                dtype=dtype or tensor.dtype,
+                device=device or tensor.device,
+                pin_memory=pin_memory,
+            ).copy_(memory)
+
+    def restored(self, kept: Tensor | None = None) -> Tensor:
+        """Return the tensor on its own device, in its own dtype.
+
+        Parameters
+        ----------
+        kept : torch.Tensor, optional
+            To be used in place of what was kept.
+
+        Returns
+        -------
+        torch.Tensor
+            Off the graph; it may share memory with what was kept.
+        """
+        memory = self.kept if kept is None else kept
+        back = memory.to(self._device, self._dtype, non_blocking=memory.is_pinned())
+        return back.as_strided(self._shape, self._strides)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits: NaN is NaN, 0.0 is not -0.0.
+
+    Parameters
+    ----------
+    one, other : torch.Tensor
+        To compare, on one device.
+
+    Returns
+    -------
+    bool
+        Compared by value where tensors are not strided.
+
+    Examples
+    --------
+    >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    True
+    >>> same_bits(torch.zeros(1), -torch.zeros(1))
+    False
+    """
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    if one.layout is not torch.strided or one.is_quantized or one.is_nested:
+        return _same_parts(one.detach(), other.detach())
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _same_parts(one: Tensor, other: Tensor) -> bool:
+    if one.layout is torch.sparse_coo:
+        one, other = one.coalesce(), other.coalesce()
+        return same_bits(one.indices(), other.indices()) and same_bits(one.values(), other.values())
+    if one.is_nested:
+        pairs = zip(one.unbind(), other.unbind(), strict=True)
+        return all(same_bits(left, right) for left, right in pairs)
+    return torch.equal(one, other)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
+    return dense.reshape(-1).view(torch.uint8)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Return all that lies in memory from a tensor's first element to its last."""
+    if tensor.numel() == 0:
+        return tensor.new_empty(0)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps)
+    return tensor.as_strided((extent,), (1,))
