@@ -8,16 +8,23 @@ called when a structure is built again: many check or compute things that hold o
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rebuild", "flatten", "map_tensors", "tensors"]
+__all__ = ["Rebuild", "flatten", "map_tensors", "replaceable", "substitute", "tensors"]
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -42,6 +49,8 @@ _OPAQUE = (
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
+_HEAP_TYPE = 1 << 9
+_BUILT_FROM_ITEMS: tuple[Any, ...] = (set, frozenset, deque)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
@@ -162,9 +171,14 @@ class _Walk:
         if type(value) is list:
             parts = [self.visit(item) for item in value]
             return lambda leaves: [part(leaves) for part in parts]
-        if type(value) is dict:
+        if type(value) in _BUILT_FROM_ITEMS:
+            kind, members = type(value), [self.visit(item) for item in value]
+            return lambda leaves: kind([part(leaves) for part in members])
+        if type(value) in (dict, MappingProxyType):
             items = [(key, self.visit(item)) for key, item in value.items()]
-            return lambda leaves: {key: part(leaves) for key, part in items}
+            if type(value) is dict:
+                return lambda leaves: {key: part(leaves) for key, part in items}
+            return lambda leaves: MappingProxyType({key: part(leaves) for key, part in items})
         return self._object(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> Rebuild:
@@ -232,6 +246,116 @@ def _slots(value: Any) -> Iterator[str]:
 
 def _is_plain(kind: type) -> bool:
     """Whether instances are nothing but their attributes, so that copying these copies them."""
-    special = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
-    own = {name for base in kind.__mro__[:-1] for name in base.__dict__}
-    return own.isdisjoint(special) and kind.__module__ != "builtins"
+    # Classes defined in Python, all the way up: others keep state where it can't be seen.
+    return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
+
+
+def substitute(value: Any, replacements: Mapping[int, Tensor]) -> Any:
+    """Put other tensors in the place of some, in the containers themselves where these can change.
+
+    Whoever else holds a list, a dictionary or an object sees the replacement too. Tuples can't
+    change, and are built again.
+
+    Parameters
+    ----------
+    value : Any
+        What :func:`flatten` takes.
+    replacements : mapping of int to Tensor
+        By the ``id`` of the tensor to be replaced.
+
+    Returns
+    -------
+    Any
+        The structure itself, or a new tuple or tensor.
+
+    Examples
+    --------
+    >>> one, two = torch.ones(1), torch.zeros(1)
+    >>> inner = [one]
+    >>> substitute((inner, one), {id(one): two})
+    ([tensor([0.])], tensor([0.]))
+    >>> inner
+    [tensor([0.])]
+    """
+    return _substitute(value, replacements, set())
+
+
+def replaceable(value: Any) -> set[int]:
+    """Return the ``id`` of each tensor that :func:`substitute` can replace.
+
+    Parameters
+    ----------
+    value : Any
+        What :func:`flatten` takes.
+
+    Returns
+    -------
+    set of int
+        Tensors in sets, for one, are not among them.
+
+    Examples
+    --------
+    >>> one = torch.ones(1)
+    >>> replaceable([one]) == {id(one)}, replaceable({one})
+    (True, set())
+    """
+    looked_up = _LookedUp()
+    substitute(value, looked_up)
+    return looked_up.keys_seen
+
+
+class _LookedUp(dict[int, Tensor]):
+    """An empty mapping that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_seen: set[int] = set()
+
+    def get(self, key: int, default: Any = None) -> Any:
+        self.keys_seen.add(key)
+        return default
+
+
+def _substitute(value: Any, replacements: Mapping[int, Tensor], seen: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        return replacements.get(id(value), value)
+    if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if isinstance(value, tuple):
+        items = [_substitute(item, replacements, seen) for item in value]
+        is_same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if is_same else _tuple_like(value, items)
+    for old, put in _places(value):
+        new = _substitute(old, replacements, seen)
+        if new is not old:
+            put(new)
+    return value
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    kind: Any = type(value)
+    if hasattr(kind, "n_sequence_fields"):
+        return kind(items)
+    new = tuple.__new__(kind, items)
+    if hasattr(value, "__dict__"):
+        new.__dict__.update(value.__dict__)
+    return new
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """Yield what a mutable structure holds, each with what puts something else in its place."""
+    if isinstance(value, list | deque):
+        setter = list.__setitem__ if isinstance(value, list) else deque.__setitem__
+        for index, item in enumerate(list(value)):
+            yield item, lambda new, index=index: setter(value, index, new)  # type: ignore[misc]
+    base: Any = next((base for base in _DICTS if isinstance(value, base)), None)
+    if base is not None:
+        for key, item in list(base.items(value)):
+            yield item, lambda new, key=key: base.__setitem__(value, key, new)  # type: ignore[misc]
+    if isinstance(value, list | dict | SimpleNamespace) or _is_plain(type(value)):
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            yield item, lambda new, name=name: value.__dict__.__setitem__(name, new)  # type: ignore[misc]
+        for name in _slots(value):
+            put: Any = lambda new, name=name: object.__setattr__(value, name, new)  # noqa: E731
+            yield getattr(value, name), put

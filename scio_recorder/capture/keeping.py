@@ -17,16 +17,17 @@ not, references do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE
-from scio_recorder.tree import flatten
+from scio_recorder.tree import flatten, replaceable, substitute, tensors
 
-__all__ = ["NOTHING", "Keeper", "Kept", "KeptLeaf", "version_of"]
+__all__ = ["NOTHING", "Keeper", "Kept", "KeptLeaf", "keep_inputs", "overwritten", "version_of"]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -94,10 +95,11 @@ NOTHING = Kept([], lambda leaves: None)
 class Keeper:
     """Keeps the outputs of one pass."""
 
-    __slots__ = ("_fresh", "_private")
+    __slots__ = ("_fresh", "_holds", "_private")
 
     def __init__(self) -> None:
         self._fresh = _Fresh()
+        self._holds: dict[int, int] = {}
         # Modules often return what an inner module returned: one private tensor serves both.
         self._private: dict[int, tuple[Tensor, int, KeptLeaf]] = {}
 
@@ -110,58 +112,103 @@ class Keeper:
         # Counted before anything here holds the leaves as well.
         private = [False] * len(leaves)
         if kind != REFERENCE and any(leaf.grad_fn is not None for leaf in leaves):
-            private = self._fresh.is_alike(output, leaves, references)
+            private = self._fresh.is_alike(output, leaves, references, self._holds)
         is_same = handed is output
-        onward, rebuild_onward = (list(leaves), rebuild) if is_same else flatten(handed)
-        before = list(onward)
+        onward = leaves if is_same else tensors(handed)
+        movable = replaceable(handed) if any(private) else set()
+        replacements: dict[int, Tensor] = {}
         kept = []
         for leaf, is_private in zip(leaves, private, strict=True):
-            shared = [i for i, other in enumerate(before) if _overlaps(other, leaf)]
+            shared = [other for other in onward if _overlaps(other, leaf)]
             # What a post-processor made out of the record itself could change it later.
             effective = COPY if shared and not is_same and kind == REFERENCE else kind
-            kept.append(self._keep_leaf(leaf, effective, is_private, onward, shared))
-        is_exchanged = any(new is not old for new, old in zip(onward, before, strict=True))
-        return Kept(kept, rebuild), rebuild_onward(onward) if is_exchanged else handed
+            if self._is_exchanged(leaf):
+                # What an inner module returned and has been exchanged already.
+                kept.append(self._again(self._private[id(leaf)][2], leaf, effective))
+            elif is_private and movable.issuperset(map(id, shared)):
+                kept.append(self._keep_private(leaf, effective, shared, replacements))
+            else:
+                kept.append(self._keep_shared(leaf, effective))
+        return Kept(kept, rebuild), substitute(handed, replacements) if replacements else handed
 
-    def _keep_leaf(
-        self, leaf: Tensor, kind: int, is_private: bool, goes_on: list[Tensor], shared: list[int]
+    def _is_exchanged(self, leaf: Tensor) -> bool:
+        seen, version, kept = self._private.get(id(leaf), (None, 0, None))
+        is_same = seen is leaf and version == version_of(leaf) >= 0
+        return is_same and kept is not None and kept.copied is None
+
+    def _keep_private(
+        self, leaf: Tensor, kind: int, shared: list[Tensor], replacements: dict[int, Tensor]
     ) -> KeptLeaf:
+        """Keep the tensor itself, and let the network go on with copies."""
+        if kind == REFERENCE:
+            return KeptLeaf(leaf, None, is_on_graph=True)
+        copies = {id(other): _faithful_copy(other) for other in shared}
+        if leaf.grad_fn is None or any(copy is None for copy in copies.values()):
+            return self._keep_shared(leaf, kind)
+        kept = KeptLeaf(leaf, None, is_on_graph=True)
+        for key, copy in copies.items():
+            assert copy is not None
+            replacements[key] = copy
+            if kind == LEARN:
+                kept.watch(copy)
+            self._remember(copy, kept)
+        self._hold(leaf, *([kept.watched] if kept.watched is not None else []))
+        return kept
+
+    def _keep_shared(self, leaf: Tensor, kind: int) -> KeptLeaf:
+        """Keep a reference or a copy, and let the network go on with the tensor."""
         if kind == REFERENCE and not leaf.is_inference():
+            self._hold(leaf)
             return KeptLeaf(leaf, None, is_on_graph=True)
         earlier = self._private.get(id(leaf))
         if earlier is not None and earlier[0] is leaf and earlier[1] == version_of(leaf) >= 0:
             return self._again(earlier[2], leaf, kind)
-        if is_private and leaf.grad_fn is not None:
-            copies = {i: _faithful_copy(goes_on[i]) for i in shared}
-            if all(copy is not None for copy in copies.values()):
-                return self._exchange(leaf, kind, goes_on, copies)
         kept = KeptLeaf(leaf, leaf.detach().clone(), is_on_graph=leaf.requires_grad)
+        self._hold(leaf)
         if kind == LEARN:
             kept.watch(leaf)
+            self._hold(leaf)
         self._remember(leaf, kept)
-        return kept
-
-    def _exchange(
-        self, leaf: Tensor, kind: int, goes_on: list[Tensor], copies: dict[int, Tensor | None]
-    ) -> KeptLeaf:
-        kept = KeptLeaf(leaf, None, is_on_graph=True)
-        for i, copy in copies.items():
-            assert copy is not None
-            goes_on[i] = copy
-            if kind == LEARN:
-                kept.watch(copy)
-            self._remember(copy, kept)
         return kept
 
     def _again(self, earlier: KeptLeaf, leaf: Tensor, kind: int) -> KeptLeaf:
         kept = KeptLeaf(earlier.original, earlier.copied, earlier.is_on_graph)
         kept.version = earlier.version
+        self._hold(earlier.original)
         if kind == LEARN:
             kept.watch(leaf)
+            self._hold(leaf)
         return kept
 
     def _remember(self, seen: Tensor, kept: KeptLeaf) -> None:
         self._private[id(seen)] = (seen, version_of(seen), kept)
+        self._hold(seen)
+
+    def _hold(self, *held: Tensor) -> None:
+        """Count the references that this object holds: they don't make a tensor less private."""
+        for tensor in held:
+            self._holds[id(tensor)] = self._holds.get(id(tensor), 0) + 1
+
+
+def overwritten(events: Sequence[Kept]) -> list[bool]:
+    """For the events of a pass in order, whether the network overwrote what one returned.
+
+    An exchange shields the tensors of inner modules that share memory with what it keeps, which
+    would be overwritten without it. So they count as overwritten too: what is learned of one layer
+    must not lean on what is done for another.
+    """
+    shielded: set[int] = set()
+    found = []
+    for kept in reversed(events):
+        is_hit = False
+        for leaf in kept.leaves:
+            watched = leaf.watched
+            if watched is None or not (leaf.is_overwritten or _memory(watched) in shielded):
+                continue
+            is_hit = True
+            shielded.add(_memory(leaf.original))
+        found.append(is_hit)
+    return found[::-1]
 
 
 def keep_inputs(value: Any, kind: int) -> Kept:
@@ -179,13 +226,16 @@ def keep_inputs(value: Any, kind: int) -> Kept:
 
 
 def _overlaps(one: Tensor, other: Tensor) -> bool:
-    if one is other:
-        return True
+    return one is other or _memory(one) == _memory(other)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor while it lives."""
     try:
-        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
-        # Sparse and other layouts have no storage of their own; their views are not made in place.
-        return False
+        # Sparse and other layouts have no storage of their own, and share none.
+        return -id(tensor)
 
 
 def _faithful_copy(tensor: Tensor) -> Tensor | None:
@@ -193,8 +243,13 @@ def _faithful_copy(tensor: Tensor) -> Tensor | None:
     if tensor.layout is not torch.strided or getattr(tensor, "__dict__", None):
         return None
     copy = tensor.clone()
-    is_alike = copy.stride() == tensor.stride() and type(copy) is type(tensor)
-    return copy if is_alike else None
+    if copy.stride() != tensor.stride():
+        try:
+            copy = tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        except RuntimeError:
+            # Expanded tensors can't be written to.
+            return None
+    return copy if type(copy) is type(tensor) else None
 
 
 def _leaf_references(leaves: list[Tensor]) -> list[int]:
@@ -215,28 +270,39 @@ class _Fresh:
         self.tensor = self.container = self.leaf = self.uses = self.storage = 0
         self.base = (0, 0)
 
-    def is_alike(self, output: Any, leaves: list[Tensor], references: int) -> list[bool]:
-        """For each leaf, whether nobody but the caller of the module holds it."""
+    def is_alike(
+        self, output: Any, leaves: list[Tensor], references: int, own: Mapping[int, int]
+    ) -> list[bool]:
+        """For each leaf, whether nobody but the caller of the module holds it.
+
+        ``own`` says how many of the references are the recorder's.
+        """
         # No calls between here and the counts that hold the leaves in other ways than in a probe.
         is_plain = leaves[0] is output
         counts = [references] if is_plain else _leaf_references(leaves)
         self._measure(is_plain)
         if is_plain:
-            return [references == self.tensor and self._is_unshared(output)]
+            is_free = references - own.get(id(output), 0) == self.tensor
+            return [is_free and self._is_unshared(output, own)]
         if references != self.container:
             return [False] * len(leaves)
         return [
-            count == self.leaf and self._is_unshared(leaf)
+            count - own.get(id(leaf), 0) == self.leaf and self._is_unshared(leaf, own)
             for leaf, count in zip(leaves, counts, strict=True)
         ]
 
-    def _is_unshared(self, leaf: Tensor) -> bool:
+    def _is_unshared(self, leaf: Tensor, own: Mapping[int, int]) -> bool:
         """Whether nothing holds the tensor's memory but itself and what the graph needs of it."""
         if leaf._use_count() != self.uses:  # type: ignore[attr-defined]
             return False
-        is_view = leaf._is_view()
-        if is_view and _base_references(leaf) != self.base:
+        if weakref.getweakrefcount(leaf) > 0:
             return False
+        is_view = leaf._is_view()
+        if is_view:
+            references, uses = _base_references(leaf)
+            references -= own.get(id(leaf._base), 0)
+            if (references, uses) != self.base:
+                return False
         origin = leaf._base if is_view and leaf._base is not None else leaf
         return _storage_uses(leaf) == self.storage + is_view + _is_saved(origin)
 

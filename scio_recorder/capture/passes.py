@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from scio_recorder.capture.gradients import Gradients
-from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, keep_inputs
+from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, keep_inputs, overwritten
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import FlowError, MutationError
@@ -199,13 +199,15 @@ class Pass:
         if (self._is_bare and not self.inputs) or options.copy == "always" or options.offload:
             return None
         kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
-        positions = self._positions(self.log[::3])
-        for position, kept in zip(positions, self.log[1::3], strict=True):
-            if type(kept) is Kept and kept is not NOTHING:
-                kinds[position] = _next_kind(kinds[position], kept)
+        events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
+        known = [(at, kept) for at, kept in events if type(kept) is Kept and kept is not NOTHING]
+        hits = overwritten([kept for _, kept in known])
+        for (position, kept), is_hit in zip(known, hits, strict=True):
+            kinds[position] = _next_kind(kinds[position], kept, is_hit)
         for position, kept in self.inputs.items():
             if type(kept) is Kept:
-                input_kinds[position] = _next_kind(input_kinds[position], kept)
+                (is_hit,) = overwritten([kept])
+                input_kinds[position] = _next_kind(input_kinds[position], kept, is_hit)
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -315,12 +317,12 @@ def _is_lost(kept: Any) -> bool:
     return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
 
 
-def _next_kind(kind: int, kept: Kept) -> int:
+def _next_kind(kind: int, kept: Kept, is_hit: bool) -> int:
     if kind != LEARN:
         return kind
     # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
-    needs_copy = any(leaf.is_overwritten or leaf.original.is_inference() for leaf in kept.leaves)
-    return COPY if needs_copy else REFERENCE
+    is_unknown = any(leaf.original.is_inference() for leaf in kept.leaves)
+    return COPY if is_hit or is_unknown else REFERENCE
 
 
 def _settled(value: Any, version: int) -> tuple[Any, Any]:
