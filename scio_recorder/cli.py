@@ -1,4 +1,4 @@
-"""The command line: ``scio-recorder summary`` and ``scio-recorder demo``."""
+"""The command line over the library: ``scio-recorder COMMAND``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 from torch import nn
 
 from scio_recorder.errors import RecorderError
@@ -63,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_summary(commands)
+    _add_collect(commands)
+    _add_on_disk(commands, "inspect", "show what a recording on disk holds", _inspect)
+    _add_on_disk(commands, "verify", "read all of a recording and compare its checksums", _verify)
     _add_demo(commands)
     return parser
 
@@ -75,8 +81,13 @@ def _add_summary(commands: Any) -> None:
         "current folder if it is there; NAME is a net, or a class or function that makes one when "
         "called without arguments.",
     )
-    summary.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
-    given = summary.add_mutually_exclusive_group(required=True)
+    _add_net(summary)
+    summary.set_defaults(run=_summary)
+
+
+def _add_net(command: Any) -> None:
+    command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
+    given = command.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--input-size",
         type=_size,
@@ -89,18 +100,53 @@ def _add_summary(commands: Any) -> None:
         metavar="MODULE:NAME",
         help="the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it",
     )
-    summary.add_argument(
+    command.add_argument(
         "--dtype",
         type=_dtype,
         action="append",
         help="dtype of the inputs of --input-size, such as int64; once for all or once for each",
     )
-    summary.add_argument(
+    command.add_argument(
         "--allow-dynamic-flow",
         action="store_true",
         help="label a net although its control flow depends on the data",
     )
-    summary.set_defaults(run=_summary)
+
+
+def _add_collect(commands: Any) -> None:
+    collect = commands.add_parser(
+        "collect",
+        help="record layers of a net over a dataset into a folder",
+        description="Record what layers of a net return over a dataset, in a folder. What is there "
+        "already is gone on with if --resume is given.",
+    )
+    _add_net(collect)
+    collect.add_argument(
+        "--data",
+        metavar="MODULE:NAME",
+        required=True,
+        help="the batches: an iterable such as a DataLoader, or a function that makes one",
+    )
+    collect.add_argument(
+        "--layers",
+        nargs="+",
+        required=True,
+        metavar="LAYER",
+        help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
+    )
+    collect.add_argument("--out", required=True, metavar="PATH", help="the folder to write")
+    collect.add_argument("--every", type=_positive, default=1, help="take every n-th batch (1)")
+    collect.add_argument("--max-batches", type=_positive, help="stop after so many batches taken")
+    collect.add_argument("--keep-dtype", type=_dtype, help="what is kept, such as bfloat16")
+    collect.add_argument("--resume", action="store_true", help="go on with what is there")
+    collect.add_argument("--train", action="store_true", help="leave the net in training mode")
+    collect.set_defaults(run=_collect)
+
+
+def _add_on_disk(commands: Any, name: str, text: str, run: Any) -> None:
+    command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    command.add_argument("path", metavar="PATH", help="the folder of the recording")
+    command.set_defaults(run=run)
 
 
 def _add_demo(commands: Any) -> None:
@@ -116,6 +162,10 @@ def _add_demo(commands: Any) -> None:
 
 
 def _summary(parsed: argparse.Namespace, console: Console) -> None:
+    console.print(str(_recorder(parsed)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
     # Imported here so that --help and wrong use answer at once.
     from scio_recorder.recorder import Recorder
 
@@ -125,8 +175,59 @@ def _summary(parsed: argparse.Namespace, console: Console) -> None:
     net = _call(parsed.net, net) if not isinstance(net, nn.Module) else net
     if not isinstance(net, nn.Module):
         raise UsageError(f"{parsed.net} gives a {type(net).__name__}, not a torch.nn.Module")
-    rnet = Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
-    console.print(str(rnet), markup=False, highlight=False, soft_wrap=True)
+    if is_eval:
+        net.eval()
+    return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
+
+
+def _collect(parsed: argparse.Namespace, console: Console) -> None:
+    rnet = _recorder(parsed, is_eval=not parsed.train)
+    rnet.record(*parsed.layers)
+    data = _load(parsed.data)
+    recording = rnet.collect(
+        _call(parsed.data, data) if callable(data) else data,
+        store=f"disk:{parsed.out}",
+        every=parsed.every,
+        max_batches=parsed.max_batches,
+        dtype=parsed.keep_dtype,
+        resume=parsed.resume,
+    )
+    _show(recording, console)
+
+
+def _inspect(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.recording import open_recording
+
+    _show(open_recording(parsed.path), console)
+
+
+def _verify(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.disk import RunReader
+
+    with RunReader(parsed.path) as reader:
+        reports = reader.verify()
+        damaged = [report.problem for report in reports if report.problem is not None]
+        if damaged:
+            raise UsageError("; ".join(damaged))
+        num_bytes = sum(report.num_bytes for report in reports)
+        state = "complete" if reader.complete else "interrupted: collect with resume to go on"
+        text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(recording: Any, console: Console) -> None:
+    state = "complete" if recording.complete else "interrupted"
+    table = Table(title=f"{recording.path}: {recording.num_samples} samples, {state}", box=None)
+    for heading in ("label", "name", "type", "kept as"):
+        table.add_column(heading, justify="left")
+    for label in recording:
+        layer = recording.architecture[label]
+        kept = "reduced"
+        if label in recording.stored:
+            samples = recording[label]
+            kept = f"{str(samples.dtype).removeprefix('torch.')} {list(samples.shape)}"
+        table.add_row(str(layer.label), escape(layer.name), escape(layer.type_name), escape(kept))
+    console.print(table)
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:

@@ -77,7 +77,7 @@ class _Unreadable(Reduction):
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise RecordingError(self._message)
 
-    update = merge = compute = reset = state_dict = load_state_dict = fresh = cast(Any, _refuse)
+    update = merge = compute = reset = state_dict = load_state_dict = fresh = cast("Any", _refuse)
 
 
 def _is_ours(kind: type) -> bool:
