@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.capture.hooks import observe
@@ -157,17 +159,26 @@ class _Packer:
         # Those active before, which go on working.
         self._outer_pack: Callable[[Tensor], Any] | None = active and active[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = active and active[1]
+        outer = getattr(self._outer_pack, "__self__", None)
+        self._checks: bool = active is None or (isinstance(outer, _Packer) and outer._checks)
         own = [*module.parameters(), *module.buffers()]
         self._own = {_storage(tensor) for tensor in own if is_plain(tensor)}
 
     def pack(self, tensor: Tensor) -> _Packed:
-        stays = not is_plain(tensor) or tensor.numel() == 0 or self._is_parameter(tensor)
+        stays = (
+            not is_plain(tensor)
+            or tensor.numel() == 0
+            or self._is_parameter(tensor)
+            or _is_input_of_a_region()
+        )
         copy = None if stays else self.owner.shrink(tensor)
+        watched = tensor if self._checks else None
         if self._outer_pack is not None:
             value = self._outer_pack(tensor if copy is None else copy.kept)
-            return _Packed(value, copy, None, self._outer_unpack)
-        # A saved output must not be held itself: it holds the node that saves it.
-        return _Packed(tensor.detach() if copy is None else None, copy, tensor, None)
+        else:
+            # A saved output must not be held itself: it holds the node that saves it.
+            value = tensor.detach() if copy is None else None
+        return _Packed(value, copy, watched, self._outer_unpack)
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         is_alias = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
@@ -220,6 +231,18 @@ def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
     if isinstance(packer, _Packer) and packer.owner is owner:
         return True
     return getattr(inspect.unwrap(pack), "__module__", "") == "torch.utils.checkpoint"
+
+
+def _is_input_of_a_region() -> bool:
+    """Whether checkpointing itself is saving something: what its re-run will start from."""
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _storage(tensor: Tensor) -> int:
