@@ -13,7 +13,7 @@ from scio_recorder.selection import select
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx, Layer
 
-__all__ = ["Postprocessor", "Postprocessors", "apply", "assign", "signature"]
+__all__ = ["Postprocessor", "Postprocessors", "apply", "assign", "assign_by_key", "signature"]
 
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
@@ -69,7 +69,47 @@ def assign(
         )
     chosen = dict(zip(order, given, strict=False))
     for label, function in chosen.items():
-        _check_callable(function, f"layer {architecture[label]}")
+        if not callable(function):
+            _check_callable(function, f"layer {architecture[label]}")
+    return chosen
+
+
+def assign_by_key(
+    keys: Mapping[object, tuple[DepthIdx, ...]], given: Mapping[Any, Postprocessor]
+) -> dict[DepthIdx, Postprocessor]:
+    """Say which post-processor acts on which recorded layer, with no more than dictionaries.
+
+    Parameters
+    ----------
+    keys : mapping
+        Labels and names of recorded layers -> labels.
+    given : mapping
+        By label or name.
+
+    Returns
+    -------
+    dict
+        Label -> post-processor.
+
+    Raises
+    ------
+    PostprocessorError
+        A key that is neither a label nor a name of a recorded layer.
+
+    Examples
+    --------
+    >>> assign_by_key({"0": ((1, 1),)}, {"0": abs})
+    {(1, 1): <built-in function abs>}
+    """
+    chosen: dict[DepthIdx, Postprocessor] = {}
+    for key, function in given.items():
+        if key not in keys:
+            raise PostprocessorError(
+                "under torch.compile, the keys of activation_postproc are labels or qualified names "
+                "of recorded layers, not patterns or other selectors"
+            )
+        for label in keys[key]:
+            chosen[label] = function
     return chosen
 
 

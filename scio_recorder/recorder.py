@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -15,7 +16,7 @@ from scio_recorder.collect import Collecting
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.labelling import label_net
-from scio_recorder.postprocessing import Postprocessors, assign
+from scio_recorder.postprocessing import Postprocessors, assign, assign_by_key
 from scio_recorder.records import LayerMapping, Records
 from scio_recorder.selection import select
 
@@ -232,7 +233,13 @@ class Recorder(Collecting, Differentiating, nn.Module):
         dont_record: bool,
     ) -> Any:
         program = self._capture.program
-        posts = None if given is None else assign(self.architecture, program.order, given)
+        if isinstance(given, Mapping):
+            posts: Any = assign_by_key(program.keys, given)
+        else:
+            posts = None if given is None else assign(self.architecture, program.order, given)
+        if torch.compiler.is_exporting():
+            # What is exported runs elsewhere: nothing can be recorded here.
+            dont_record = True
         return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)
 
     def extract(self, *args: Any, **kwargs: Any) -> Records:

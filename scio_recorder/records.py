@@ -152,6 +152,6 @@ class Records(LayerMapping[Any]):
     def _explain_mutation(self, label: DepthIdx) -> str:
         return (
             f"the {self._what} of layer {self._architecture[label]} was changed in place after it "
-            "was recorded, as by `output += 1` on a tensor that the network returned: work on a "
-            'clone of that tensor, or write record(..., copy="always")'
+            "was recorded, as by `output += 1` on a tensor that the network returned or received: "
+            "work on a clone of that tensor"
         )

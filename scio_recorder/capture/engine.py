@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 import weakref
@@ -153,8 +152,11 @@ class Capture:
             self._expect_rerun(current)
             local.active = current
             local.log = current.log if current.is_fast else None
-            with contextlib.suppress(StopForward):
+            try:
                 output = net(*args, **kwargs)
+            except StopForward as stop:
+                if stop.owner is not current:
+                    raise
             local.active, local.log = outer, outer_log
             self._finish(current, key, output)
             finished = True
@@ -260,8 +262,10 @@ class Capture:
         """Run the network while it is compiled."""
         current = CompiledPass(self.program, posts, records_outputs)
         self._site.compiled = current
-        output = net(*args, **kwargs)
-        self._site.compiled = None
+        try:
+            output = net(*args, **kwargs)
+        finally:
+            self._site.compiled = None
         self._compiled.counts = current.counts
         self._compiled.values = current.values
         return output

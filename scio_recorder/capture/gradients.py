@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.records import Records
 
@@ -47,6 +48,12 @@ class Gradients:
         self._layers: dict[DepthIdx, _Layer] = {}
         self._templates: dict[DepthIdx, tuple[int, Callable[[Sequence[Any]], Any]]] = {}
         self._task = -1
+        # Hooks on parameters and inputs, which outlive the pass and its graph.
+        self._lasting: list[RemovableHandle] = []
+
+    def __del__(self) -> None:
+        for handle in self._lasting:
+            handle.remove()
 
     def attach(
         self,
@@ -67,7 +74,9 @@ class Gradients:
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 listener = _Listener(owner, self._delivery, label, index, task, template)
-                tensor.register_hook(listener)  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]
+                if tensor.is_leaf:
+                    self._lasting.append(handle)
 
     def receive(self, label: DepthIdx, index: int, gradient: Tensor, task: int) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""

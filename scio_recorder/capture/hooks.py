@@ -78,7 +78,7 @@ class ModuleHook:
             return None
         # Counted in a statement of its own: arguments of a call under way count too.
         references = sys.getrefcount(output)
-        return active.receive(self.index, output, references)
+        return active.receive(self.index, args, output, references)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take what the module's forward is about to receive."""

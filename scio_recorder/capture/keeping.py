@@ -23,11 +23,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE
 from scio_recorder.tree import flatten, replaceable, substitute, tensors
 
-__all__ = ["NOTHING", "Keeper", "Kept", "KeptLeaf", "keep_inputs", "overwritten", "version_of"]
+__all__ = [
+    "NOTHING",
+    "Keeper",
+    "Kept",
+    "KeptLeaf",
+    "keep_inputs",
+    "memory_of",
+    "overwritten",
+    "version_of",
+]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -203,10 +213,10 @@ def overwritten(events: Sequence[Kept]) -> list[bool]:
         is_hit = False
         for leaf in kept.leaves:
             watched = leaf.watched
-            if watched is None or not (leaf.is_overwritten or _memory(watched) in shielded):
+            if watched is None or not (leaf.is_overwritten or memory_of(watched) in shielded):
                 continue
             is_hit = True
-            shielded.add(_memory(leaf.original))
+            shielded.add(memory_of(leaf.original))
         found.append(is_hit)
     return found[::-1]
 
@@ -226,10 +236,10 @@ def keep_inputs(value: Any, kind: int) -> Kept:
 
 
 def _overlaps(one: Tensor, other: Tensor) -> bool:
-    return one is other or _memory(one) == _memory(other)
+    return one is other or memory_of(one) == memory_of(other)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -307,6 +317,10 @@ class _Fresh:
         return _storage_uses(leaf) == self.storage + is_view + _is_saved(origin)
 
     def _measure(self, is_plain: bool) -> None:
+        if self.uses == 0 and _has_global_hooks():
+            # These must not see the small modules: what was true at import has to do.
+            for name in self.__slots__:
+                setattr(self, name, getattr(_AT_IMPORT, name))
         if self.uses == 0:
             _probe(_make_view, self._of_tensor)
         if not is_plain and self.container == 0:
@@ -323,6 +337,10 @@ class _Fresh:
         self.container = sys.getrefcount(output)
         leaves, _ = flatten(output)
         self.leaf = _leaf_references(leaves)[0]
+
+
+def _has_global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 class _Probe(nn.Module):
@@ -372,3 +390,7 @@ def _is_saved(tensor: Tensor) -> bool:
 def _base_references(view: Tensor) -> tuple[int, int]:
     base = view._base
     return sys.getrefcount(base), base._use_count()  # type: ignore[union-attr]
+
+
+_AT_IMPORT = _Fresh()
+_AT_IMPORT._measure(is_plain=False)

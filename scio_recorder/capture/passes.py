@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from scio_recorder.capture.gradients import Gradients
-from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, keep_inputs, overwritten
+from scio_recorder.capture.keeping import (
+    NOTHING,
+    Keeper,
+    Kept,
+    keep_inputs,
+    memory_of,
+    overwritten,
+)
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
-from scio_recorder.errors import FlowError, MutationError
+from scio_recorder.errors import FlowError, MutationError, UnsupportedNetError
 from scio_recorder.postprocessing import Postprocessor, apply
 from scio_recorder.records import Inputs, Offloaded, Records
 from scio_recorder.tree import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.architecture import DepthIdx, Layer
     from scio_recorder.capture.rerun import Rerun
     from scio_recorder.sinks import Sink
 
@@ -33,6 +42,10 @@ class StopForward(BaseException):
     No ``Exception``, which a network might catch.
     """
 
+    def __init__(self, owner: Pass) -> None:
+        super().__init__()
+        self.owner = owner
+
 
 class Pass:
     """The state of one forward pass, alive on one thread's stack.
@@ -46,8 +59,8 @@ class Pass:
         "_counts",
         "_is_bare",
         "_keeper",
+        "_pending",
         "_seen_plain",
-        "_starts",
         "fast",
         "gradients",
         "inputs",
@@ -89,16 +102,19 @@ class Pass:
         self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
+        self._pending: dict[int, list[tuple[Any, Any]]] = {}
         self._seen_plain: set[int] = set()
 
-    def receive(self, index: int, output: Any, references: int) -> Any:
+    def receive(self, index: int, args: Any, output: Any, references: int) -> Any:
         """Take what a module returned; return what the network goes on with, None for the same."""
         self._is_bare = False
         position = self._position(index)
         label = None if position is None else self.program.labels[position]
-        if self.rerun is not None and position is not None:
-            self.rerun.note(position)
+        if position is not None:
+            if self.rerun is not None:
+                self.rerun.note(position)
+            if self.program.options.inputs:
+                self._assign_inputs(index, args, position, label)
         if position is None or label is None:
             self.log += index, NOTHING, 0
             return None
@@ -114,32 +130,42 @@ class Pass:
         if self.stop_after is not None:
             self.stop_after -= 1
             if self.stop_after <= 0:
-                raise StopForward
+                raise StopForward(self)
         return None if handed is output else handed
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> None:
-        """Take what a module's forward is about to receive."""
-        start = self._starts.get(index, 0)
-        self._starts[index] = start + 1
-        started = self.program.started[index]
-        if start >= len(started) or self.program.labels[started[start]] is None:
-            return
-        position = started[start]
+        """Take what a module's forward is about to receive.
+
+        Which call this is shows only when it returns: calls fail, and modules call themselves.
+        """
         value = Inputs(args, dict(kwargs))
-        if self.sink is not None:
-            label = self.program.labels[position]
-            assert label is not None
-            self.sink.receive_inputs(label, value)
-            return
-        if self.program.options.offload:
-            self.inputs[position] = offload(value)
+        if self.program.options.offload and self.sink is None:
+            kept: Any = offload(value)
         else:
-            self.inputs[position] = keep_inputs(value, self.plan.input_kinds[position])
+            kinds = {self.plan.input_kinds[at] for at in self.program.positions[index]}
+            kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
+        self._pending.setdefault(index, []).append((args, kept))
+
+    def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
+        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
+        pending = self._pending.get(index)
+        if not pending:
+            return
+        own = next((i for i, (given, _) in enumerate(pending) if given is args), len(pending) - 1)
+        kept = pending[own][1]
+        del pending[own:]
+        if label is None:
+            return
+        if self.sink is not None:
+            self.sink.receive_inputs(label, _settled(kept, 0)[0])
+        else:
+            self.inputs[position] = kept
 
     def abandon(self) -> None:
         """Let go of everything: a traceback may keep this object alive."""
         self.log.clear()
         self.inputs.clear()
+        self._pending.clear()
         self._keeper = None
         self.gradients = None
         self.rerun = None
@@ -158,6 +184,7 @@ class Pass:
             if options.gradients:
                 self._listen(label, *flatten(output))
             return offload(output), handed
+        _refuse_unkeepable(output, self.program.architecture[label])
         if self._keeper is None:
             self._keeper = Keeper()
         kind = self.plan.kinds[position]
@@ -186,8 +213,7 @@ class Pass:
         modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
         positions = range(len(modules))
         if modules != self.program.expected:
-            if self.stop_after is None or self.stop_after > 0:
-                self._check_counts(modules)
+            self._check_counts(modules)
             positions = self._positions(modules)  # type: ignore[assignment]
         if self.program.options.copy != "never":
             self._check_versions(positions, values, versions)
@@ -202,12 +228,13 @@ class Pass:
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
         known = [(at, kept) for at, kept in events if type(kept) is Kept and kept is not NOTHING]
         hits = overwritten([kept for _, kept in known])
+        buffers = self._buffers() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
-            kinds[position] = _next_kind(kinds[position], kept, is_hit)
+            kinds[position] = _next_kind(kinds[position], kept, is_hit, buffers)
         for position, kept in self.inputs.items():
             if type(kept) is Kept:
                 (is_hit,) = overwritten([kept])
-                input_kinds[position] = _next_kind(input_kinds[position], kept, is_hit)
+                input_kinds[position] = _next_kind(input_kinds[position], kept, is_hit, buffers)
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -215,6 +242,11 @@ class Pass:
         ) and plain == self.plan.plain:
             return None
         return Plan(self.program, kinds, input_kinds, plain)
+
+    def _buffers(self) -> set[int]:
+        """Return the memory of all buffers: batch norm writes its own without a new version."""
+        root = next(iter(self.program.architecture.values())).module
+        return set() if root is None else {memory_of(buffer) for buffer in root.buffers()}
 
     def _positions(self, modules: list[int]) -> list[int]:
         """Tell the events of a pass apart whose modules returned in another order."""
@@ -228,15 +260,19 @@ class Pass:
 
     def _check_counts(self, modules: list[int]) -> None:
         program, seen = self.program, Counter(modules)
-        if seen == Counter(program.expected):
+        expected = Counter(program.expected)
+        if self.stop_after == 0:
+            # Stopped on purpose: what was to come then is nobody's loss.
+            expected = Counter(program.expected[: program.last + 1])
+        if seen == expected:
             return
         wrong = []
         for index, positions in enumerate(program.positions):
-            if seen[index] != len(positions):
+            if seen[index] != expected[index]:
                 chosen = [program.labels[at] for at in positions]
                 names = [str(program.architecture[label]) for label in chosen if label is not None]
                 wrong.append(
-                    f"{', '.join(names)}: {len(positions)} calls of the module at labelling, "
+                    f"{', '.join(names)}: {expected[index]} calls of the module at labelling, "
                     f"{seen[index]} now"
                 )
         raise FlowError(
@@ -305,6 +341,19 @@ class OverwrittenError(MutationError):
         self.plan = Plan(program, kinds, input_kinds, owner.plan.plain)
 
 
+def _refuse_unkeepable(output: Any, layer: Layer) -> None:
+    if isinstance(output, Iterator):
+        raise UnsupportedNetError(
+            f"layer {layer} returns a {type(output).__name__}, which can be read only once, by the "
+            "network: record the layers inside it"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedNetError(
+            f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors die "
+            "with the transform: record a layer around the transform"
+        )
+
+
 class _Nevers(dict[int, list[bool]]):
     def __missing__(self, length: int) -> list[bool]:
         return self.setdefault(length, [False] * length)
@@ -317,11 +366,13 @@ def _is_lost(kept: Any) -> bool:
     return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
 
 
-def _next_kind(kind: int, kept: Kept, is_hit: bool) -> int:
+def _next_kind(kind: int, kept: Kept, is_hit: bool, buffers: set[int]) -> int:
     if kind != LEARN:
         return kind
     # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
-    is_unknown = any(leaf.original.is_inference() for leaf in kept.leaves)
+    is_unknown = any(
+        leaf.original.is_inference() or memory_of(leaf.original) in buffers for leaf in kept.leaves
+    )
     return COPY if is_hit or is_unknown else REFERENCE
 
 

@@ -60,13 +60,13 @@ class Program:
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
-        self.is_complete = len(self.order) == len(self.labels)
-        # Position of the k-th call of each module in the order in which calls started.
-        by_label = {label: position for position, (_, _, label) in enumerate(events)}
-        self.started: list[list[int]] = [
-            [by_label[label] for label in sorted(calls, key=lambda at: architecture[at].call)]
-            for calls in map(architecture.calls, self.modules)
-        ]
+        # What stands for recorded layers without a look at the architecture, under compilation.
+        self.keys: dict[object, tuple[DepthIdx, ...]] = {}
+        for label in self.order:
+            for key in (label, f"{label[0]}-{label[1]}", architecture[label].name):
+                self.keys[key] = (*self.keys.get(key, ()), label)
+        # The last event that is selected, after which a pass may stop.
+        self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
 
     def first_plan(self) -> Plan:
         """Return the plan for a setting in which nothing is known yet."""
@@ -87,7 +87,7 @@ class Plan:
         # Events that were seen to return a tensor itself, not a structure.
         self.plain = plain
         options = program.options
-        is_simple = not (options.gradients or options.offload)
+        is_simple = not (options.inputs or options.gradients or options.offload)
         self.fast = [
             is_simple
             and all(

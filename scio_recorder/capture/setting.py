@@ -60,6 +60,9 @@ def _may_read_flag(module: nn.Module) -> bool:
     Most never do, and reading the flags of all is most of what a pass costs with few layers
     recorded. Where this is mistaken, the pass still fails verification rather than be wrong.
     """
+    if "training" not in module.__dict__:
+        # A scripted part, whose flag lies elsewhere.
+        return False
     is_patched = "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
     is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
     kind: Any = type(module)
