@@ -105,8 +105,8 @@ def assign_by_key(
     for key, function in given.items():
         if key not in keys:
             raise PostprocessorError(
-                "under torch.compile, the keys of activation_postproc are labels or qualified names "
-                "of recorded layers, not patterns or other selectors"
+                "under torch.compile, the keys of activation_postproc are labels or qualified "
+                "names of recorded layers, not patterns or other selectors"
             )
         for label in keys[key]:
             chosen[label] = function

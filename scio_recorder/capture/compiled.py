@@ -68,7 +68,8 @@ class CompiledRecords:
         Raises
         ------
         FlowError
-            Layers ran more or less often than at labelling.
+            Layers ran more or less often than at labelling. Only here: in a compiled pass there is
+            no place to raise it without a graph break.
         """
         wrong = [
             str(program.architecture[label])

@@ -231,10 +231,10 @@ class Pass:
         buffers = self._buffers() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
             kinds[position] = _next_kind(kinds[position], kept, is_hit, buffers)
-        for position, kept in self.inputs.items():
-            if type(kept) is Kept:
-                (is_hit,) = overwritten([kept])
-                input_kinds[position] = _next_kind(input_kinds[position], kept, is_hit, buffers)
+        for at, given in self.inputs.items():
+            if isinstance(given, Kept):
+                (is_hit,) = overwritten([given])
+                input_kinds[at] = _next_kind(input_kinds[at], given, is_hit, buffers)
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -349,8 +349,8 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedNetError(
-            f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors die "
-            "with the transform: record a layer around the transform"
+            f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
+            "die with the transform: record a layer around the transform"
         )
 
 

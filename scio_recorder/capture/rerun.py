@@ -6,12 +6,12 @@ A re-run happens inside a backward pass, on whatever thread that runs, when any 
 forward passes may have run in between. Nothing is recorded then, but post-processors must act as
 they did, or gradients would be those of another function.
 
-What ties a re-run to its first run is the region: the object that torch keeps in the graph for each
-checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
+What ties a re-run to its first run is the region: the object that torch keeps in the graph for
+each checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
 (reentrant checkpointing and its kin), or torch's own frame object (non-reentrant). Both are local
 variables of functions that are running when a hook is called, in the first run and in the re-run.
-So each event of a pass marks the regions around it, found by walking up the stack, and a re-run looks
-for the nearest marked region in the same way. The marks live and die with the graph.
+So each event of a pass marks the regions around it, found by walking up the stack, and a re-run
+looks for the nearest marked region in the same way. The marks live and die with the graph.
 
 A region holds the positions of its events in order, so that the calls of a module that runs several
 times are told apart by counting. Hooks of a selection that was given up stay, for re-runs only, as
