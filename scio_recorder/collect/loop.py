@@ -137,10 +137,13 @@ class _Collection:
             )
 
     def _job(self) -> Job:
-        def settings() -> dict[str, Any]:
-            return settings_of(self._net, self._recording, self._reductions, self._request)
-
         request = self._request
+
+        def settings() -> dict[str, Any]:
+            return settings_of(
+                self._net, self._recording, self._reductions, self._dtype, request.every
+            )
+
         return Job(
             self._architecture, self._stored, self._feed.num_batches, settings, request.resume
         )

@@ -16,7 +16,6 @@ from scio_recorder.reductions import Reduction
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
-    from scio_recorder.collect.loop import Request
 
 __all__ = ["settings_of", "weights_digest"]
 
@@ -25,7 +24,8 @@ def settings_of(
     net: nn.Module,
     recording: Sequence[DepthIdx],
     reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
-    request: Request,
+    dtype: torch.dtype | None,
+    every: int,
 ) -> dict[str, Any]:
     """Return what decides the values of a recording, besides the data and the architecture."""
     return {
@@ -33,8 +33,8 @@ def settings_of(
         "reductions": {
             f"{depth}-{index}": recipes_of(given) for (depth, index), given in reductions.items()
         },
-        "dtype": None if request.dtype is None else str(request.dtype).removeprefix("torch."),
-        "every": request.every,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "every": every,
         "weights": weights_digest(net),
     }
 

@@ -1,0 +1,153 @@
+"""A whole dataset into one array a layer: time and memory, beside plain hooks.
+
+Run ``python benchmarks/harvest.py [--rounds 10]``. Every arm of a round runs in a process of its
+own, in random order, so that no arm finds memory that another one has touched. The net is 48 times
+Linear(256, 256) with ReLUs between, 95 layers, 200 batches of 32, one torch thread: 594 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.stores import Host
+
+NUM_BATCHES, ROWS, FEATURES = 200, 32, 256
+
+
+def make_net() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(48):
+        layers += [nn.Linear(FEATURES, FEATURES), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+NET = make_net()
+DATA = [torch.randn(ROWS, FEATURES) for _ in range(NUM_BATCHES)]
+RNET = Recorder(NET, input_size=(ROWS, FEATURES))
+NUM_BYTES = len(NET) * NUM_BATCHES * ROWS * FEATURES * 4
+
+
+@torch.no_grad()
+def bare() -> None:
+    for batch in DATA:
+        NET(batch)
+
+
+def hooked(keep: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    found: list[list[Tensor]] = [[] for _ in NET]
+    handles = [
+        module.register_forward_hook(
+            lambda module, args, output, own=own: own.append(keep(output))  # type: ignore[misc]
+        )
+        for module, own in zip(NET, found, strict=True)
+    ]
+    bare()
+    for handle in handles:
+        handle.remove()
+    joined = []
+    for own in found:
+        joined.append(torch.cat(own))
+        own.clear()
+    return joined
+
+
+def collected(**options: object) -> object:
+    RNET.record(*(str(i) for i in range(len(NET))))
+    batches = iter(DATA) if options.pop("generator", False) else DATA
+    recording = RNET.collect(batches, **options)  # type: ignore[arg-type]
+    RNET.remove()
+    return recording
+
+
+HOST = Host()
+ARMS: dict[str, Callable[[], object]] = {
+    "bare forwards": bare,
+    "hooks, clone, then cat": lambda: hooked(lambda output: output.detach().clone()),
+    "hooks, detach, then cat": lambda: hooked(Tensor.detach),
+    "collect": lambda: collected(store="host"),
+    "collect, length unknown": lambda: collected(store="host", generator=True),
+    "collect into a used Host": lambda: collected(store=HOST),
+}
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_one(name: str) -> None:
+    torch.set_num_threads(1)
+    bare()
+    before = peak_bytes()
+    if "used" in name:
+        ARMS[name]()
+    start = time.perf_counter()
+    result = ARMS[name]()
+    spent = time.perf_counter() - start
+    print(spent, (peak_bytes() - before) / NUM_BYTES, flush=True)
+    # Freeing what was collected is nobody's measure.
+    os._exit(0 if result is not None or name == "bare forwards" else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.arm:
+        run_one(parsed.arm)
+        return
+    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    memory: dict[str, float] = {}
+    for _ in range(parsed.rounds):
+        for name in random.sample(list(ARMS), len(ARMS)):
+            command = [sys.executable, __file__, "--arm", name]
+            spent, peak = subprocess.check_output(command, text=True).split()
+            times[name].append(float(spent))
+            memory[name] = max(memory.get(name, 0.0), float(peak))
+    show(times, memory, parsed.rounds)
+
+
+def show(times: dict[str, list[float]], memory: dict[str, float], rounds: int) -> None:
+    title = f"dataset into memory, one thread, {rounds} rounds, torch {torch.__version__}"
+    table = Table(title=title)
+    for heading in (
+        "arm",
+        "/ bare",
+        "quartiles",
+        "/ hooks, clone, cat",
+        "quartiles",
+        "peak / data",
+    ):
+        table.add_column(heading)
+    for name, own in times.items():
+        cells = [
+            cell
+            for peer in ("bare forwards", "hooks, clone, then cat")
+            for cell in ratio(own, times[peer])
+        ]
+        table.add_row(name, *cells, f"{memory[name]:.2f}")
+    Console(width=130).print(table)
+
+
+def ratio(own: list[float], peer: list[float]) -> tuple[str, str]:
+    ratios = [one / other for one, other in zip(own, peer, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
+
+
+if __name__ == "__main__":
+    main()
