@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from scio_recorder.records import Records
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.capture.moment import Moment
     from scio_recorder.sinks import Sink
 
 __all__ = ["Capture"]
@@ -32,12 +33,20 @@ __all__ = ["Capture"]
 _MAX_PLANS = 64
 
 
+class Scene(NamedTuple):
+    """The state in which recorded calls ran, by label, and the post-processors of the pass."""
+
+    moments: dict[DepthIdx, Moment]
+    posts: dict[DepthIdx, Postprocessor]
+
+
 class _Latest(threading.local):
     """The latest pass of each thread."""
 
     activations: Records | None = None
     inputs: Records | None = None
     gradients: Gradients | None = None
+    scene: Scene | None = None
 
 
 class Capture:
@@ -102,6 +111,11 @@ class Capture:
         if self._latest.gradients is None:
             return Records(self.program.architecture, what="gradient")
         return self._latest.gradients.records(self.program.architecture)
+
+    @property
+    def scene(self) -> Scene:
+        """What a call of the latest pass needs to run again, besides its inputs."""
+        return self._latest.scene or Scene({}, {})
 
     def run(
         self,
@@ -183,6 +197,7 @@ class Capture:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
             latest.gradients = current.gradients
+            latest.scene = Scene(current.moments, current.posts or {})
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients
@@ -217,7 +232,7 @@ class Capture:
 
     def _forget_latest(self) -> None:
         latest = self._latest
-        latest.activations = latest.inputs = latest.gradients = None
+        latest.activations = latest.inputs = latest.gradients = latest.scene = None
         if self._compiled.counts is not None:
             self._compiled = CompiledRecords()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from scio_recorder.capture.passes import Pass
     from scio_recorder.capture.rerun import Reruns
 
-__all__ = ["Hooks", "ModuleHook", "Site", "observe"]
+__all__ = ["Hooks", "ModuleHook", "Site", "follow", "observe"]
 
 
 class _Local(threading.local):
@@ -189,6 +190,11 @@ class _Observer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Observer, (None, "")
+
+
+def follow(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
+    """Call ``function(module, args, output)`` behind all other hooks; its result goes on."""
+    return module.register_forward_hook(function)
 
 
 def observe(

@@ -19,6 +19,7 @@ from scio_recorder.capture.keeping import (
     memory_of,
     overwritten,
 )
+from scio_recorder.capture.moment import Moment
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import FlowError, MutationError, UnsupportedNetError
@@ -66,6 +67,7 @@ class Pass:
         "inputs",
         "is_fast",
         "log",
+        "moments",
         "plan",
         "posts",
         "program",
@@ -96,13 +98,15 @@ class Pass:
         self.is_fast = is_simple and plan.is_fast
         self.log: list[Any] = []
         self.inputs: dict[int, Kept | Offloaded] = {}
+        # The state in which the calls ran whose inputs are recorded.
+        self.moments: dict[DepthIdx, Moment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: dict[int, int] = {}
-        self._pending: dict[int, list[tuple[Any, Any]]] = {}
+        self._pending: dict[int, list[tuple[Any, Any, Moment | None]]] = {}
         self._seen_plain: set[int] = set()
 
     def receive(self, index: int, args: Any, output: Any, references: int) -> Any:
@@ -144,15 +148,16 @@ class Pass:
         else:
             kinds = {self.plan.input_kinds[at] for at in self.program.positions[index]}
             kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
-        self._pending.setdefault(index, []).append((args, kept))
+        moment = Moment(self.program.modules[index], value) if self.sink is None else None
+        self._pending.setdefault(index, []).append((args, kept, moment))
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
         """Give the call that has returned its inputs, and drop those of calls that failed in it."""
         pending = self._pending.get(index)
         if not pending:
             return
-        own = next((i for i, (given, _) in enumerate(pending) if given is args), len(pending) - 1)
-        kept = pending[own][1]
+        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
+        _, kept, moment = pending[own]
         del pending[own:]
         if label is None:
             return
@@ -160,11 +165,14 @@ class Pass:
             self.sink.receive_inputs(label, _settled(kept, 0)[0])
         else:
             self.inputs[position] = kept
+            assert moment is not None
+            self.moments[label] = moment
 
     def abandon(self) -> None:
         """Let go of everything: a traceback may keep this object alive."""
         self.log.clear()
         self.inputs.clear()
+        self.moments.clear()
         self._pending.clear()
         self._keeper = None
         self.gradients = None
