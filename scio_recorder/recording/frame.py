@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from scio_recorder.recording.recording import Recording
+    from scio_recorder.recording.readable import Readable
 
 __all__ = ["layer_frame", "to_array"]
 
@@ -27,7 +27,7 @@ def to_array(samples: Tensor) -> NDArray[Any]:
         return tensor.to(wide).numpy()
 
 
-def layer_frame(recording: Recording) -> pd.DataFrame:
+def layer_frame(recording: Readable) -> pd.DataFrame:
     """Return one row a layer, with statistics over all values of those that are stored."""
     import pandas as pd
 
@@ -37,7 +37,7 @@ def layer_frame(recording: Recording) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("label")
 
 
-def _row(recording: Recording, label: Any) -> dict[str, Any]:
+def _row(recording: Readable, label: Any) -> dict[str, Any]:
     layer = recording.architecture[label]
     row: dict[str, Any] = {
         "label": str(layer.label),
@@ -53,7 +53,7 @@ def _row(recording: Recording, label: Any) -> dict[str, Any]:
     return row
 
 
-def _statistics(recording: Recording, label: Any) -> dict[str, float]:
+def _statistics(recording: Readable, label: Any) -> dict[str, float]:
     count, missing, mean, squares = 0, 0, 0.0, 0.0
     low, high = math.inf, -math.inf
     for part in recording.parts(label):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -182,7 +182,7 @@ class Recording(LayerMapping[Any]):
         """
         return sum(int(part.isnan().sum()) for part in self.parts(key))
 
-    def parts(self, key: DepthIdx | str) -> Any:
+    def parts(self, key: DepthIdx | str) -> Iterator[Tensor]:
         """Iterate over a layer's samples in tensors [some, ...] of bounded size.
 
         Parameters

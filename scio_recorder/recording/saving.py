@@ -13,12 +13,12 @@ from scio_recorder.stores.disk import CHUNK_BYTES, header_of
 from scio_recorder.stores.state import pack
 
 if TYPE_CHECKING:
-    from scio_recorder.recording.recording import Recording
+    from scio_recorder.recording.readable import Readable
 
 __all__ = ["save"]
 
 
-def save(recording: Recording, path: str | os.PathLike[str]) -> None:
+def save(recording: Readable, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings."""
     if recording.inputs:
         raise CollectError(
@@ -43,7 +43,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> None:
             writer.finish()
 
 
-def _settings(recording: Recording) -> dict[str, Any]:
+def _settings(recording: Readable) -> dict[str, Any]:
     return {
         "layers": [_name(recording, label) for label in recording],
         "reductions": {
@@ -57,7 +57,7 @@ def _settings(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _state(recording: Recording) -> dict[str, Any]:
+def _state(recording: Readable) -> dict[str, Any]:
     states = {
         _name(recording, label): [one.state_dict() for one in given]
         if isinstance(given, list)
@@ -69,5 +69,5 @@ def _state(recording: Recording) -> dict[str, Any]:
     return {"reductions": states, "rounding": rounding}
 
 
-def _name(recording: Recording, label: Any) -> str:
+def _name(recording: Readable, label: Any) -> str:
     return str(recording.architecture[label].label)
