@@ -17,6 +17,7 @@ from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.labelling import label_net
 from scio_recorder.postprocessing import Postprocessors, assign, assign_by_key
+from scio_recorder.recompute import Recomputing
 from scio_recorder.records import LayerMapping, Records
 from scio_recorder.selection import select
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorder"]
 
 
-class Recorder(Collecting, Differentiating, nn.Module):
+class Recorder(Collecting, Differentiating, Recomputing, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

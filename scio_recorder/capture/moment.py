@@ -14,6 +14,8 @@ from scio_recorder.tree import tensors
 
 __all__ = ["Moment"]
 
+_SMALL_BYTES = 1 << 18
+
 
 class Moment:
     """The state in which a module was about to run.
@@ -45,7 +47,7 @@ class Moment:
         modules = list(module.modules())
         self._training = [inner.training for inner in modules]
         self._buffers = [
-            (name, buffer, _version(buffer), buffer.detach().clone() if inner.training else None)
+            (name, buffer, _version(buffer), _copied(buffer, inner.training))
             for inner in modules
             for name, buffer in inner.named_buffers(recurse=False)
         ]
@@ -99,6 +101,12 @@ def _autocast_state() -> list[tuple[str, bool, torch.dtype, bool]]:
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches)
         for kind in kinds
     ]
+
+
+def _copied(buffer: Tensor, training: bool) -> Tensor | None:
+    """Copy what a pass may change; of large buffers out of training, the version has to do."""
+    is_small = buffer.numel() * buffer.element_size() <= _SMALL_BYTES
+    return buffer.detach().clone() if training or is_small else None
 
 
 def _version(tensor: Tensor) -> int:
