@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
+from scio_recorder.capture.ending import OverwrittenError
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
-from scio_recorder.capture.passes import OverwrittenError, Pass, StopForward
+from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Plan, Program
 from scio_recorder.capture.rerun import Rerun, Reruns, is_rerun
 from scio_recorder.capture.setting import Settings

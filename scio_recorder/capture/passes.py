@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scio_recorder.capture.ending import (
+    OverwrittenError,
+    columns,
+    flow_error,
+    is_lost,
+    next_kind,
+    settled,
+)
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import (
     NOTHING,
@@ -21,8 +29,8 @@ from scio_recorder.capture.keeping import (
 )
 from scio_recorder.capture.moment import Moment
 from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
-from scio_recorder.errors import FlowError, MutationError, UnsupportedNetError
+from scio_recorder.capture.program import LEARN, REFERENCE, Plan, Program
+from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.postprocessing import Postprocessor, apply
 from scio_recorder.records import Inputs, Offloaded, Records
 from scio_recorder.tree import Rebuild, flatten
@@ -162,7 +170,7 @@ class Pass:
         if label is None:
             return
         if self.sink is not None:
-            self.sink.receive_inputs(label, _settled(kept, 0)[0])
+            self.sink.receive_inputs(label, settled(kept, 0)[0])
         else:
             self.inputs[position] = kept
             assert moment is not None
@@ -238,11 +246,11 @@ class Pass:
         hits = overwritten([kept for _, kept in known])
         buffers = self._buffers() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
-            kinds[position] = _next_kind(kinds[position], kept, is_hit, buffers)
+            kinds[position] = next_kind(kinds[position], kept, is_hit, buffers)
         for at, given in self.inputs.items():
             if isinstance(given, Kept):
                 (is_hit,) = overwritten([given])
-                input_kinds[at] = _next_kind(input_kinds[at], given, is_hit, buffers)
+                input_kinds[at] = next_kind(input_kinds[at], given, is_hit, buffers)
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -274,24 +282,7 @@ class Pass:
             expected = Counter(program.expected[: program.last + 1])
         if seen == expected:
             return
-        wrong = []
-        for index, positions in enumerate(program.positions):
-            if seen[index] != expected[index]:
-                chosen = [program.labels[at] for at in positions]
-                names = [str(program.architecture[label]) for label in chosen if label is not None]
-                wrong.append(
-                    f"{', '.join(names)}: {expected[index]} calls of the module at labelling, "
-                    f"{seen[index]} now"
-                )
-        raise FlowError(
-            "modules with recorded layers ran more or less often than at labelling, so labels have "
-            "lost their meaning:\n  "
-            + "\n  ".join(wrong)
-            + "\nA layer that did not run at all was "
-            "skipped by the network, replaced by a fused kernel, compiled, or lost its hook to "
-            "somebody else. Label the net as it is used (mode=, input_data=), or record other "
-            "layers"
-        )
+        raise flow_error(program, expected, seen)
 
     def _check_versions(self, positions: Any, values: list[Any], versions: list[int]) -> None:
         lost: list[int] = []
@@ -300,10 +291,10 @@ class Pass:
             lost = [at for at, value, version in pairs if value._version != version]
             lost = [at for at in lost if self.program.labels[at] is not None]
         if not self._is_bare:
-            lost += [at for at, kept in zip(positions, values, strict=True) if _is_lost(kept)]
-        lost_inputs = [at for at, kept in self.inputs.items() if _is_lost(kept)]
+            lost += [at for at, kept in zip(positions, values, strict=True) if is_lost(kept)]
+        lost_inputs = [at for at, kept in self.inputs.items() if is_lost(kept)]
         if lost or lost_inputs:
-            raise OverwrittenError(self, lost, lost_inputs)
+            raise OverwrittenError(self.program, self.plan, lost, lost_inputs)
 
     def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
         program = self.program
@@ -316,37 +307,17 @@ class Pass:
         for at, value, version in zip(positions, values, versions, strict=True):
             label = labels[at]
             if label is not None and value is not NOTHING:
-                found.append((label, *_settled(value, version)))
-        return Records(program.architecture, *_columns(found))
+                found.append((label, *settled(value, version)))
+        return Records(program.architecture, *columns(found))
 
     def _inputs(self) -> Records | None:
         program = self.program
         if not self.inputs:
             return None
         found = [
-            (program.labels[at], *_settled(kept, 0)) for at, kept in sorted(self.inputs.items())
+            (program.labels[at], *settled(kept, 0)) for at, kept in sorted(self.inputs.items())
         ]
-        return Records(program.architecture, *_columns(found), "input")
-
-
-class OverwrittenError(MutationError):
-    """Which layers were only referenced and yet overwritten, and the plan that copies them."""
-
-    def __init__(self, owner: Pass, lost: list[int], lost_inputs: list[int]) -> None:
-        program = owner.program
-        layers = sorted({program.labels[at] for at in lost + lost_inputs} - {None})  # type: ignore[type-var]
-        shown = ", ".join(str(program.architecture[label]) for label in layers if label is not None)
-        super().__init__(
-            f"an in-place operation overwrote the record of {shown}, which no earlier pass in this "
-            "setting had done, so that only a reference was kept. This pass has left no records; "
-            'from the next on these layers are copied. record(..., copy="always") copies always'
-        )
-        kinds, input_kinds = list(owner.plan.kinds), list(owner.plan.input_kinds)
-        for at in lost:
-            kinds[at] = COPY
-        for at in lost_inputs:
-            input_kinds[at] = COPY
-        self.plan = Plan(program, kinds, input_kinds, owner.plan.plain)
+        return Records(program.architecture, *columns(found), "input")
 
 
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:
@@ -368,35 +339,3 @@ class _Nevers(dict[int, list[bool]]):
 
 
 _NEVER_FAST = _Nevers()
-
-
-def _is_lost(kept: Any) -> bool:
-    return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
-
-
-def _next_kind(kind: int, kept: Kept, is_hit: bool, buffers: set[int]) -> int:
-    if kind != LEARN:
-        return kind
-    # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
-    is_unknown = any(
-        leaf.original.is_inference() or memory_of(leaf.original) in buffers for leaf in kept.leaves
-    )
-    return COPY if is_hit or is_unknown else REFERENCE
-
-
-def _settled(value: Any, version: int) -> tuple[Any, Any]:
-    if isinstance(value, Offloaded):
-        return value, ()
-    if type(value) is not Kept:
-        return value, version
-    leaves = [leaf.settle() for leaf in value.leaves]
-    watched = [
-        (tensor, leaf.version if tensor is leaf.original else tensor._version)
-        for tensor, leaf in zip(leaves, value.leaves, strict=True)
-        if not tensor.is_inference()
-    ]
-    return value.rebuild(leaves), watched
-
-
-def _columns(rows: list[Any]) -> tuple[Any, Any, Any]:
-    return tuple(zip(*rows, strict=True)) if rows else ((), (), ())  # type: ignore[return-value]
