@@ -205,7 +205,7 @@ class Recording(LayerMapping[Any]):
         [3]
         """
         samples: Tensor = self[key]
-        sample_bytes = samples[:0].numel() or samples.dtype.itemsize * samples.shape[1:].numel()
+        sample_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
         step = max(1, _PART_BYTES // max(1, sample_bytes))
         return (samples[start : start + step] for start in range(0, len(samples), step))
 
