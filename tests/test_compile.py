@@ -133,3 +133,54 @@ def test_failed_compilation_of_something_else_leaves_records_on_the_graph() -> N
             truth = torch.tanh(net[2][0].forward(torch.relu(hidden))).sum()
             (gradient,) = torch.autograd.grad(output.sum(), record)
             torch.testing.assert_close(gradient, torch.autograd.grad(truth, hidden)[0])
+
+
+FORMS = {
+    "callable": double,
+    "list": [double, torch.neg],
+    "by name": {"0": double, "1": torch.neg},
+    "by label": {(1, 1): double, (1, 2): torch.neg},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_postprocessors_compiles(form: str) -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    rnet = recorder(net, "0", "1")
+    compiled = torch.compile(rnet, fullgraph=True, backend="eager")
+    last = double if form == "callable" else torch.neg
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = compiled(x, activation_postproc=FORMS[form])
+        first = torch.nn.functional.linear(x, net[0].weight, net[0].bias)
+        torch.testing.assert_close(rnet.activations["0"], first)
+        torch.testing.assert_close(rnet.activations["1"], (first * 2).relu())
+        torch.testing.assert_close(output, last((first * 2).relu()))
+
+
+class _Breaks(nn.Module):
+    is_failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        if self.is_failing:
+            raise ArithmeticError
+        return x * 1
+
+
+# Dynamo hides this warning of its own, which it can't where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
+    net = nn.Sequential(linear(), _Breaks())
+    rnet = recorder(net, "0", "1")
+    compiled = torch.compile(rnet, backend="eager")
+    compiled(torch.randn(3, 4))
+    net[1].is_failing = True
+    with pytest.raises(ArithmeticError):
+        compiled(torch.randn(3, 4))
+    net[1].is_failing = False
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        truth = torch.nn.functional.linear(x, net[0].weight, net[0].bias)
+        assert torch.equal(rnet(x), truth)
+        assert torch.equal(rnet.activations["0"], truth)
