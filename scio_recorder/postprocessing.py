@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
+from scio_recorder.in_place import explain_overwriting, versions_on_graph
 from scio_recorder.selection import select
 
 if TYPE_CHECKING:
@@ -173,10 +174,12 @@ def apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
     >>> apply(torch.neg, torch.ones(2), "1-1")
     tensor([-1., -1.])
     """
+    before = versions_on_graph(output)
     try:
         result = function(output)
     except Exception as error:
         raise _failure(error, layer) from error
+    explain_overwriting(before, layer)
     if result is None:
         return output
     expected = Tensor if isinstance(output, Tensor) else type(output)

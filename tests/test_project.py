@@ -37,7 +37,7 @@ HOUSE = (
     "labelling",
     "flow call_trace forgiving_torchinfo isolation restoring source steps supported",
     "architecture architecture_json distributed",
-    "layer",
+    "layer in_place",
     "postprocessors",
     "errors tree tensors random_state",
 )
