@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -346,16 +347,15 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
 def _places(value: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
     """Yield what a mutable structure holds, each with what puts something else in its place."""
     if isinstance(value, list | deque):
-        setter = list.__setitem__ if isinstance(value, list) else deque.__setitem__
+        setter: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for index, item in enumerate(list(value)):
-            yield item, lambda new, index=index: setter(value, index, new)  # type: ignore[misc]
+            yield item, partial(setter, value, index)
     base: Any = next((base for base in _DICTS if isinstance(value, base)), None)
     if base is not None:
         for key, item in list(base.items(value)):
-            yield item, lambda new, key=key: base.__setitem__(value, key, new)  # type: ignore[misc]
+            yield item, partial(base.__setitem__, value, key)
     if isinstance(value, list | dict | SimpleNamespace) or _is_plain(type(value)):
         for name, item in list(getattr(value, "__dict__", {}).items()):
-            yield item, lambda new, name=name: value.__dict__.__setitem__(name, new)  # type: ignore[misc]
+            yield item, partial(value.__dict__.__setitem__, name)
         for name in _slots(value):
-            put: Any = lambda new, name=name: object.__setattr__(value, name, new)  # noqa: E731
-            yield getattr(value, name), put
+            yield getattr(value, name), partial(object.__setattr__, value, name)
