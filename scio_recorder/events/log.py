@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.hooks import observe
 from scio_recorder.capture.rerun import is_rerun
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import LayerNotFoundError, UnsupportedNetError
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.supported import check_supported
 from scio_recorder.tree import map_tensors, tensors
@@ -242,6 +242,11 @@ class Tracker:
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._warn_of_lost()
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedNetError(
+                f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
+                "tensors die with it and can't be logged: end the block of track() before"
+            )
         if not is_rerun():
             self.stashes.append(self._stash(Event(name, type(module), False, output, args, kwargs)))
 

@@ -385,3 +385,14 @@ def test_what_hooks_can_not_observe_is_refused() -> None:
     for bad in (nn.ReLU, "net", scripted):
         with pytest.raises(UnsupportedNetError):
             track(bad)  # type: ignore[arg-type]
+
+
+def test_transforms_are_refused() -> None:
+    net = block()
+    with track(net) as events:
+        for run in (torch.func.vmap(net), torch.func.grad(lambda x: net(x).sum())):
+            with pytest.raises(
+                UnsupportedNetError, match=r"'0' runs inside a torch\.func transform"
+            ):
+                run(torch.ones(3, 4))
+    assert len(events) == 0
