@@ -226,7 +226,7 @@ def test_interrupt_inside_the_recorder_leaves_it_usable(function: str, bytecode:
     sys.settrace(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            rnet(torch.randn(3, 4))
+            rnet(torch.randn(3, 4), activation_postproc=lambda tensor: tensor * 2)
     finally:
         sys.settrace(outer)
     assert not rnet.activations
@@ -236,6 +236,8 @@ def test_interrupt_inside_the_recorder_leaves_it_usable(function: str, bytecode:
         assert torch.equal(rnet(x), by_hand(net[2], first))
         assert torch.equal(rnet.activations["0"], first)
         assert torch.equal(rnet.activations["2"], by_hand(net[2], first))
+        # The post-processor of the interrupted pass must not act outside it.
+        assert torch.equal(net(x), by_hand(net[2], first))
     net[1].is_failing = True
     with pytest.raises(ArithmeticError):
         rnet(torch.randn(3, 4))

@@ -169,6 +169,26 @@ def test_regions_in_a_region_run_again_on_another_thread(reentrant: bool) -> Non
 
 
 @REENTRANT
+def test_calls_in_a_region_in_a_region_are_told_apart(reentrant: bool) -> None:
+    """Regions inside one that runs again are run again themselves, the last one first."""
+
+    def twice(call: Callable[..., Any]) -> nn.Module:
+        net = nested(call)
+        net.inner.function = lambda inner, x: call(inner.block, call(inner.block, x) * 1) * 1
+        return net
+
+    def scaled(factor: int) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: tensor * factor
+
+    rnet = recorder(twice(around(reentrant)), "inner.block.1")
+    output = rnet(leaf(), activation_postproc=[scaled(3), scaled(5)])
+    plain = twice(bare)
+    factors = iter([3, 5])
+    intervene(plain, lambda tensor: tensor * next(factors), "inner.block.1")
+    torch.testing.assert_close(gradients(rnet.net, output), gradients(plain, plain(leaf())))
+
+
+@REENTRANT
 @DONT_RECORD
 def test_output_that_is_a_view_may_be_changed_before_backward(
     dont_record: bool, reentrant: bool
