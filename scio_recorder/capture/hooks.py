@@ -115,12 +115,17 @@ _INERT = Site(None)
 def remove_inert(net: nn.Module) -> None:
     """Remove the hooks that a copy of a recorded net came with."""
     for module in net.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(hooks.items()):
-                owner = getattr(hook, "__self__", None)
-                if isinstance(owner, ModuleHook) and owner.site is _INERT:
-                    del hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+        _remove(module, _INERT)
+
+
+def _remove(module: nn.Module, site: Site) -> None:
+    """Remove all hooks of a site, found where they are: handles get lost in interruptions."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, ModuleHook) and owner.site is site:
+                hooks.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 class Hooks:
@@ -133,14 +138,18 @@ class Hooks:
         self._after: list[RemovableHandle] = []
         self._before: list[RemovableHandle] = []
         self._checked_at = -1
+        # Set when all are in place, and cleared before the first goes: an interruption can come
+        # between any two.
+        self._is_attached = False
 
     @property
     def is_attached(self) -> bool:
         """Whether the hooks are in place."""
-        return bool(self._after)
+        return self._is_attached
 
     def attach(self) -> None:
         """Put the hooks in place, behind all others."""
+        self.detach()
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             self._after.append(module.register_forward_hook(hook.after))
@@ -148,11 +157,13 @@ class Hooks:
                 handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
                 self._before.append(handle)
         self._checked_at = RemovableHandle.next_id
+        self._is_attached = True
 
     def detach(self) -> None:
         """Take the hooks away."""
-        for handle in (*self._after, *self._before):
-            handle.remove()
+        self._is_attached = False
+        for module in self._modules:
+            _remove(module, self._site)
         self._after.clear()
         self._before.clear()
 
