@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -142,6 +143,9 @@ class _Walk:
         self.leaves: list[Tensor] = []
         self._index: dict[int, int] = {}
         self._meetings = 0
+        # Whether an object is open: what it holds may be filled with tensors later, as the parts
+        # of a key-value cache are, and is copied even while it is empty.
+        self._inside = False
         # A structure that contains itself is kept by reference at the second meeting.
         self._open: set[int] = set()
 
@@ -205,8 +209,11 @@ class _Walk:
         items = [self.visit(item) for item in list.__iter__(value)] if base is list else []
         # Read as the base does: transformers' ModelOutput overrides access by key.
         entries = [(k, self.visit(v)) for k, v in base.items(value)] if base in _DICTS else []
+        is_inside, self._inside = self._inside, self._inside or not is_container
         restore = self._attributes(value)
-        if not is_container and self._meetings == before:
+        self._inside = is_inside
+        is_empty = not is_container and self._meetings == before
+        if is_empty and (not is_inside or isinstance(value, Enum)):
             return lambda leaves: value
 
         def rebuild(leaves: Sequence[Any]) -> Any:

@@ -113,6 +113,15 @@ def test_cache_objects_are_opened() -> None:
     assert len(tensors(cache)) >= 2
 
 
+def test_empty_parts_of_an_object_are_copied_too() -> None:
+    holder = Opaque(ONE)
+    holder.later = Opaque.__new__(Opaque)  # type: ignore[attr-defined]
+    kept = map_tensors(torch.clone, holder)
+    holder.later.value = ONE  # type: ignore[attr-defined]
+    assert not hasattr(kept.later, "value")
+    assert type(kept.later) is Opaque
+
+
 def test_cycles_end() -> None:
     loop: list[Any] = [ONE]
     loop.append(loop)
