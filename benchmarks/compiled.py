@@ -1,0 +1,99 @@
+"""A compiled recorder beside a compiled network that returns the same tensors.
+
+Run ``python benchmarks/compiled.py [--rounds 100]``; it needs a C++ compiler, as ``torch.compile`` does.
+Both arms are compiled with ``fullgraph=True``, so that a graph break would be an error, and are run in
+turn, in random order. The other network is written by hand: its forward returns every activation
+beside the output, which is the least that anyone who wants them has to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+
+
+class Returning(nn.Module):
+    """Returns the output and what each layer returned."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        activations = []
+        for layer in self.net:
+            x = layer(x)
+            # The layer after this one may overwrite it.
+            activations.append(x.clone())
+        return x, activations
+
+
+def linears() -> tuple[nn.Sequential, Tensor]:
+    layers = [part for _ in range(12) for part in (nn.Linear(256, 256), nn.ReLU(inplace=True))]
+    return nn.Sequential(*layers).eval(), torch.randn(64, 256)
+
+
+def convolutions() -> tuple[nn.Sequential, Tensor]:
+    layers = [
+        part
+        for _ in range(6)
+        for part in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+    ]
+    return nn.Sequential(*layers).eval(), torch.randn(8, 16, 32, 32)
+
+
+def measure(net: nn.Sequential, x: Tensor, rounds: int) -> tuple[float, list[float]]:
+    """Return ours over the other, of the minima and of each round, having compared the values."""
+    rnet = Recorder(net, input_data=x, verbose=0)
+    rnet.record(*(str(i) for i in range(len(net))))
+    torch._dynamo.reset()
+    ours = torch.compile(rnet, fullgraph=True)
+    other = torch.compile(Returning(net), fullgraph=True)
+    arms = {"ours": lambda: ours(x), "other": lambda: other(x)}
+    for _ in range(5):
+        ours(x)
+        expected = other(x)[1]
+    for i, tensor in enumerate(expected):
+        torch.testing.assert_close(rnet.activations[str(i)], tensor)
+    spent: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for _ in range(rounds):
+        random.shuffle(names)
+        for name in names:
+            start = time.perf_counter()
+            arms[name]()
+            spent[name].append(time.perf_counter() - start)
+    shares = [a / b for a, b in zip(spent["ours"], spent["other"], strict=True)]
+    return min(spent["ours"]) / min(spent["other"]), shares
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=100)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    table = Table(title=f"compiled recorder / compiled net that returns the same; {rounds} rounds")
+    for heading in ("net", "of the minima", "median", "quartiles", "bar"):
+        table.add_column(heading)
+    nets = {"12 x Linear, ReLU": linears(), "6 x Conv2d, BatchNorm2d, ReLU": convolutions()}
+    with torch.no_grad():
+        for name, (net, x) in nets.items():
+            least, shares = measure(net, x, rounds)
+            low, middle, high = statistics.quantiles(shares, n=4)
+            figures = [f"{least:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}", "1.10"]
+            table.add_row(name, *figures)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
