@@ -1,9 +1,9 @@
 """A compiled recorder beside a compiled network that returns the same tensors.
 
-Run ``python benchmarks/compiled.py [--rounds 100]``; ``torch.compile`` needs a C++ compiler. Both arms
-are compiled with ``fullgraph=True``, so that a graph break would be an error, and are run in turn, in
-random order. The other network is written by hand: its forward returns every activation beside the
-output, which is the least that anyone who wants them has to do.
+Run ``python benchmarks/compiled.py [--rounds 100]``; ``torch.compile`` needs a C++ compiler. Both
+arms are compiled with ``fullgraph=True``, so that a graph break would be an error, and are run in
+turn, in random order. The other network is written by hand: its forward returns every activation
+beside the output, which is the least that anyone who wants them has to do.
 """
 
 from __future__ import annotations
