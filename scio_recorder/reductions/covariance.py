@@ -23,7 +23,7 @@ __all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
 
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.
-_FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**18
+_FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
 
 
 class PrincipalSpace(NamedTuple):
@@ -116,7 +116,7 @@ class Covariance(SampleReduction):
     Blocks of rows are centred at their own mean and multiplied in the activation's precision; the
     products are joined in float64 by the pairwise update of Chan, Golub and LeVeque (1979), which
     stays exact where the mean is large beside the spread. Memory: one [D, D] matrix in float64 and
-    a block of 1024 rows or 2^18 values; with ``by`` a mean for each class in addition. Dtypes of
+    a block of 1024 rows or 2^19 values; with ``by`` a mean for each class in addition. Dtypes of
     the results as for `Mean`.
 
     Examples
@@ -216,8 +216,9 @@ class Covariance(SampleReduction):
             self._means = torch.zeros(missing, width, dtype=torch.float64, device=device)
             return
         missing -= len(self._counts)
-        self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
-        self._means = torch.cat([self._means, self._means.new_zeros(missing, width)])
+        if missing > 0:
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
+            self._means = torch.cat([self._means, self._means.new_zeros(missing, width)])
 
     def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> Tensor:
         """Move the means of classes; return rows whose product completes the scatter."""

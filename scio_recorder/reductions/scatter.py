@@ -36,12 +36,16 @@ def add_product(total: Tensor, rows: Tensor) -> None:
     Working strip by strip leaves out most of the redundant half, which pays for the float64 sum.
     """
     width = rows.shape[1]
+    if len(rows) == 1:
+        # For one row, strips cost more than the redundant half.
+        total.addmm_(rows.double().T, rows.double())
+        return
     # Few features make the product a small part of the work: float64 costs little there, and
     # bears with single values that dwarf all others.
     if width < NARROW or not float32_products_are_exact(rows.device):
         rows = rows.double()
     # Narrow strips save the most; an accelerator needs wide ones to be busy.
-    strip = max(32, min(128, width // 4)) if rows.device.type == "cpu" else 1024
+    strip = max(16, min(128, width // 4)) if rows.device.type == "cpu" else 1024
     # The last strip takes the rest: products of a few columns are slower and less precise.
     for start in range(0, max(1, width - strip + 1), strip):
         end = width if width - start < 2 * strip else start + strip
