@@ -27,6 +27,8 @@ class SampleIds(Sequence[int | str]):
     >>> ids.add(to_ids([7, 5]))
     >>> ids[-2:], len(ids), list(ids)[999]
     ([7, 5], 1002, 999)
+    >>> ids
+    SampleIds([0, 1, 2, 3, 4, 5, ...], 1002 in all)
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,14 @@ class SampleIds(Sequence[int | str]):
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # ids can still be added
+
+    def __repr__(self) -> str:
+        few = ", ".join(map(repr, self[:6]))
+        return f"SampleIds([{few}{', ...' if len(self) > 6 else ''}], {len(self)} in all)"
+
+    def tolist(self) -> list[int | str]:
+        """Return the ids as a list."""
+        return list(self)
 
 
 def to_ids(ids: Sequence[Any]) -> Ids:

@@ -112,3 +112,12 @@ def test_consecutive_ids_take_no_memory():
         ids[5000]
     with pytest.raises(ValueError, match="more than"):
         ids.add(range(1 << 48))
+
+
+def test_ids_are_a_list_to_whoever_wants_one():
+    ids = SampleIds()
+    ids.add(to_ids([3, 4, 9]))
+    ids.add(to_ids([1]))
+    assert ids == [3, 4, 9, 1]
+    assert ids.tolist() == [3, 4, 9, 1]
+    assert torch.tensor(ids).tolist() == [3, 4, 9, 1]
