@@ -15,13 +15,14 @@ from typing import Any, Self
 from torch import nn
 
 from scio_recorder import architecture_json
+from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, as_label, parse_label
 
 __all__ = ["Architecture", "DepthIdx", "Label", "Layer", "TensorSpec"]
 
 
-class Architecture(Mapping[DepthIdx, Layer]):
+class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     """The layers of a net by label, in the order in which torchinfo lists them.
 
     Parameters
@@ -346,6 +347,9 @@ class Architecture(Mapping[DepthIdx, Layer]):
             if row.completion is not None and row.module is not None:
                 calls.setdefault(id(row.module), []).append((row.completion, row.label))
         return {key: tuple(label for _, label in sorted(found)) for key, found in calls.items()}
+
+    def _outline(self) -> Outline:
+        return outline("Architecture", list(self.values()), None)
 
     def _resolve_name(self, name: str, label: DepthIdx | None) -> DepthIdx:
         if name not in self._names:

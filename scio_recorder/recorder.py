@@ -13,6 +13,7 @@ from scio_recorder.autograd import Differentiating
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.capture.hooks import remove_inert
 from scio_recorder.collect import Collecting
+from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.labelling import label_net
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorder"]
 
 
-class Recorder(Collecting, Differentiating, Recomputing, nn.Module):
+class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -354,6 +355,9 @@ class Recorder(Collecting, Differentiating, Recomputing, nn.Module):
             f"Recorder instance for the following network\n{table}\n"
             f"Currently recording: {labels or None}\n{line}\n"
         )
+
+    def _outline(self) -> Outline:
+        return outline("Recorder", list(self.architecture.values()), self.recording)
 
     def _replicate_for_data_parallel(self) -> Self:
         raise UnsupportedNetError(

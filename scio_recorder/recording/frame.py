@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from scio_recorder.recording.survey import Survey
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,27 +54,15 @@ def _row(recording: Readable, label: Any) -> dict[str, Any]:
     return row
 
 
-def _statistics(recording: Readable, label: Any) -> dict[str, float]:
-    count, missing, mean, squares = 0, 0, 0.0, 0.0
-    low, high = math.inf, -math.inf
+def _statistics(recording: Readable, label: Any) -> dict[str, float | None]:
+    survey = Survey()
     for part in recording.parts(label):
-        values = _real(part).double().flatten()
-        present = values[~values.isnan()]
-        missing += values.numel() - present.numel()
-        if not present.numel():
-            continue
-        # Chan, Golub and LeVeque (1983): joins the sums of squares about two means.
-        size = present.numel()
-        own = float(present.mean())
-        delta, total = own - mean, count + size
-        squares += float((present - own).square().sum()) + delta * delta * count * size / total
-        mean, count = mean + delta * size / total, total
-        low, high = min(low, float(present.min())), max(high, float(present.max()))
-    if not count:
-        return {"nan": missing}
-    std = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
-    return {"mean": mean, "std": std, "min": low, "max": high, "nan": missing}
-
-
-def _real(part: Tensor) -> Tensor:
-    return part.abs() if part.is_complex() else part
+        survey.update(part)
+    found = survey.values
+    return {
+        "mean": found.mean,
+        "std": found.std,
+        "min": found.low,
+        "max": found.high,
+        "nan": found.nans,
+    }

@@ -1,0 +1,186 @@
+"""Figures of matplotlib, made without pyplot's global state."""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from scio_recorder.display.outline import visible
+from scio_recorder.display.summary import LayerSummary, Values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw"]
+
+_COLUMNS = 5
+# Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.
+_BLUE, _VERMILION = "#0072B2", "#D55E00"
+_MOST_TICKS = 40
+
+
+def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
+    """Draw layers as histograms or over the depth of the net.
+
+    Parameters
+    ----------
+    kind : {"histograms", "depth"}
+        What to draw.
+    layers : sequence of LayerSummary
+        The layers in order.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The figure.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plots need matplotlib: pip install 'scio-recorder[plot]'", name=error.name
+        ) from error
+    has = {one.layer.label for one in layers if _can_draw(kind, one)}
+    drawn = [one for one in layers if one.layer.label in has]
+    figure = Figure(figsize=_size(kind, len(drawn)), layout="constrained")
+    # A notebook shows figures that pyplot knows; this one says itself how it looks.
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
+    if not drawn:
+        figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
+    elif kind == "depth":
+        _depth(figure.subplots(), drawn)
+    else:
+        _histograms(figure, drawn)
+    _note(figure, [one for one in layers if one.layer.label not in has])
+    return figure
+
+
+def _can_draw(kind: str, summary: LayerSummary) -> bool:
+    if kind == "histograms":
+        return summary.bars is not None
+    return summary.values.mean is not None and math.isfinite(summary.values.mean)
+
+
+def _size(kind: str, count: int) -> tuple[float, float]:
+    if kind == "depth":
+        return min(14.0, max(6.0, 2.5 + 0.25 * count)), 4.2
+    columns, rows = _grid(count)
+    return max(4.8, 2.4 * columns), max(3.0 if rows == 1 else 1.8, 1.6 * rows + 0.2)
+
+
+def _grid(count: int) -> tuple[int, int]:
+    columns = max(1, min(_COLUMNS, count))
+    return columns, max(1, math.ceil(count / columns))
+
+
+def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
+    columns, rows = _grid(len(layers))
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, summary in zip(axes, layers, strict=False):
+        _histogram(axis, summary)
+    for axis in axes[len(layers) :]:
+        axis.set_visible(False)
+    figure.supxlabel("value", fontsize=9)
+    figure.supylabel("share of values, square-root scale", fontsize=9)
+
+
+def _histogram(axis: Axes, summary: LayerSummary) -> None:
+    bars, layer = summary.bars, summary.layer
+    assert bars is not None
+    total = sum(bars.counts) + bars.below + bars.above or 1
+    width = (bars.high - bars.low) / len(bars.counts)
+    edges = [bars.low + width * place for place in range(len(bars.counts) + 1)]
+    axis.set_yscale("function", functions=(_root, _square))
+    axis.stairs([count / total for count in bars.counts], edges, fill=True, color=_BLUE)
+    axis.set_title(_title(summary), fontsize=8, parse_math=False)
+    axis.set_ylim(bottom=0)
+    axis.tick_params(labelsize=7)
+    axis.locator_params(axis="x", nbins=4)
+    axis.set_yticks(_shares(max(bars.counts, default=0) / total))
+    outside = bars.below + bars.above
+    if outside:
+        text = f"{outside:,} outside"
+        axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
+    axis.set_gid(f"layer-{layer.label}")
+
+
+def _shares(top: float) -> list[float]:
+    """Return marks for an axis from 0 to a share, readable on a square-root scale."""
+    if top <= 0:
+        return [0.0]
+    step = 10.0 ** math.floor(math.log10(top))
+    highest = next(mark for mark in (5 * step, 2 * step, step) if mark <= top)
+    return [0.0, highest / 10, highest]
+
+
+def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
+    places = range(len(layers))
+    values = [one.values for one in layers]
+    mean = [_or_nan(one.mean) for one in values]
+    std = [_or_nan(one.std) for one in values]
+    low = [center - spread for center, spread in zip(mean, std, strict=True)]
+    high = [center + spread for center, spread in zip(mean, std, strict=True)]
+    axis.fill_between(places, low, high, color=_BLUE, alpha=0.25, label="mean ± std")
+    # The band is invisible where there is one layer only.
+    axis.vlines(places, low, high, color=_BLUE, alpha=0.5, linewidth=1)
+    axis.plot(places, mean, color=_BLUE, marker="o", markersize=3, label="mean")
+    for one, marker in (([value.low for value in values], "v"), ([v.high for v in values], "^")):
+        shown = [_or_nan(number) for number in one]
+        axis.plot(places, shown, color=_VERMILION, marker=marker, markersize=3, linestyle=":")
+    axis.plot([], [], color=_VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
+    _scale(axis, values)
+    step = math.ceil(len(layers) / _MOST_TICKS)
+    ticks = list(places)[::step]
+    axis.set_xticks(ticks, [str(layers[place].layer.label) for place in ticks])
+    axis.tick_params(axis="x", labelrotation=90, labelsize=7)
+    axis.set_xlabel("layer, in the order of the architecture")
+    axis.set_ylabel("value")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=8)
+
+
+def _scale(axis: Axes, values: Sequence[Values]) -> None:
+    """Let far extremes not flatten everything else."""
+    spreads = sorted(abs(_or_nan(one.std)) for one in values if math.isfinite(_or_nan(one.std)))
+    typical = spreads[len(spreads) // 2] if spreads else 0.0
+    ends = [abs(_or_nan(end)) for one in values for end in (one.low, one.high)]
+    if typical > 0 and max((end for end in ends if end == end), default=0.0) > 50 * typical:
+        axis.set_yscale("symlog", linthresh=typical)
+
+
+def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
+    if not left_out:
+        return
+    names = ", ".join(str(one.layer.label) for one in left_out[:8])
+    more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
+    figure.suptitle(f"Not drawn, there is nothing to draw: {names}{more}", fontsize=8)
+
+
+def _title(summary: LayerSummary) -> str:
+    layer = summary.layer
+    name = visible(layer.name or layer.type_name)
+    # The end of a qualified name tells layers apart.
+    name = name if len(name) <= 22 else f"…{name[-21:]}"
+    return f"{layer.label} {name}"
+
+
+def _or_nan(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else math.nan
+
+
+def _root(shares: Any) -> Any:
+    return abs(shares) ** 0.5
+
+
+def _square(roots: Any) -> Any:
+    return roots**2
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,122 @@
+"""The table of statistics in a page: sorted by clicks, readable without a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from scio_recorder.display.outline import call_text
+from scio_recorder.display.summary import LayerSummary, Units
+from scio_recorder.display.svg import number_text
+from scio_recorder.display.tree import text
+
+__all__ = ["statistics_table"]
+
+# Heading, and whether it sorts as numbers; None: it does not sort.
+_COLUMNS: tuple[tuple[str, bool | None], ...] = (
+    ("Layer", True),
+    ("Name", False),
+    ("Type", False),
+    ("Values", None),
+    ("Mean", True),
+    ("Std", True),
+    ("Min", True),
+    ("Max", True),
+    ("Zeros", True),
+    ("NaN", True),
+    ("Inf", True),
+    ("Units", True),
+    ("Dead", True),
+    ("Saturated", True),
+    ("Shape", False),
+    ("Dtype", False),
+    ("Kept", False),
+)
+
+
+def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
+    """Yield a table with a row for each layer.
+
+    Parameters
+    ----------
+    layers : sequence of LayerSummary
+        The rows. Pictures refer to the paths ``bars-0``, ``bars-1``, ... of the same page.
+
+    Returns
+    -------
+    iterator of str
+        Nothing where there are no layers.
+    """
+    if not layers:
+        return
+    # Focusable, so that it can be scrolled by keyboard.
+    yield '<div class="table" tabindex="0" role="region" aria-label="Statistics of layers"><table>'
+    yield "<thead><tr>"
+    for place, (name, is_number) in enumerate(_COLUMNS):
+        yield _heading(name, is_number, is_first=place == 0)
+    yield "</tr></thead><tbody>\n"
+    for place, summary in enumerate(layers):
+        yield "".join(_cells(place, summary)) + "</tr>\n"
+    yield "</tbody></table></div>"
+
+
+def _heading(name: str, is_number: bool | None, is_first: bool) -> str:
+    if is_number is None:
+        return f'<th scope="col"><span>{name}</span></th>'
+    kind = ' class="number"' if is_number else ""
+    order = "ascending" if is_first else "none"
+    return f'<th scope="col"{kind} aria-sort="{order}"><button type="button">{name}</button></th>'
+
+
+def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
+    layer, values, units = summary.layer, summary.values, summary.units
+    label, name = text(str(layer.label)), text(layer.name)
+    call = f" ({call_text(layer)})" if layer.call else ""
+    searched = text(f"{layer.label} {layer.name} {layer.type_name}")
+    yield f'<tr id="layer-{label}" data-search="{searched}">'
+    yield f'<th scope="row" data-value="{place}">{label}</th>'
+    yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call}</td>'
+    yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
+    yield f"<td>{_spark(place, summary)}</td>"
+    for number in (values.mean, values.std, values.low, values.high):
+        yield _number(number, number_text(number))
+    yield _number(values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}")
+    yield _count(values.nans, is_alarm=True)
+    yield _count(values.infinities, is_alarm=True)
+    yield from _unit_cells(units)
+    yield f'<td class="shape" title="{text(summary.shape)}">{text(summary.shape)}</td>'
+    yield f"<td>{text(summary.dtype)}</td>"
+    notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
+    yield f'<td class="kept">{text(summary.kept)}{notes}</td>'
+
+
+def _spark(place: int, summary: LayerSummary) -> str:
+    if summary.bars is None:
+        return ""
+    return (
+        f'<svg class="spark" viewBox="0 0 {len(summary.bars.counts)} 100" aria-hidden="true" '
+        f'preserveAspectRatio="none"><use href="#bars-{place}"/></svg>'
+    )
+
+
+def _unit_cells(units: Units | None) -> Iterator[str]:
+    if units is None:
+        yield _count(None) * 3
+        return
+    where = f"{units.count:,} (dim {units.dimension})" if units.dimension else f"{units.count:,}"
+    yield _number(units.count, where)
+    parts = ((units.zero, "zero"), (units.constant, "constant"))
+    kinds = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
+    yield _number(units.dead, f"{units.dead:,} ({kinds})" if units.dead else "0")
+    yield _count(units.saturated)
+
+
+def _count(count: int | None, is_alarm: bool = False) -> str:
+    shown = "" if count is None else f"{count:,}"
+    return _number(count, f'<span class="alarm">{shown}</span>' if count and is_alarm else shown)
+
+
+def _number(value: float | None, shown: str) -> str:
+    # NaN has no place in an order: it sorts as missing, which is last.
+    key = "" if value is None or math.isnan(value) else repr(float(value))
+    return f'<td class="number" data-value="{key.replace("inf", "Infinity")}">{shown}</td>'

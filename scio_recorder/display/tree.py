@@ -1,0 +1,110 @@
+"""The labelled architecture as a tree in HTML that folds without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from html import escape
+from importlib.resources import files
+
+from scio_recorder.display.outline import Node, Outline, call_text, nodes, shape_text, visible
+from scio_recorder.layer import Layer
+
+__all__ = ["asset", "text", "tree_html"]
+
+# A larger net starts folded, open along what is recorded.
+_SMALL = 60
+
+Link = Callable[[Layer], str]
+
+
+@cache
+def asset(name: str) -> str:
+    """Return a style sheet or script that lies beside this file."""
+    return (files("scio_recorder.display") / name).read_text(encoding="utf-8")
+
+
+def text(value: str) -> str:
+    """Return a text as HTML, in an element or a quoted attribute."""
+    return escape(visible(value))
+
+
+def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
+    """Yield the pieces of a tree; ``tree.css`` and ``tree.js`` make it look and be searched well.
+
+    Parameters
+    ----------
+    shown : Outline
+        What to show.
+    link : callable, optional
+        Where the label of a recorded row leads to.
+
+    Returns
+    -------
+    iterator of str
+        One element of class ``scio-net``.
+
+    Examples
+    --------
+    >>> "".join(tree_html(Outline("no net", [])))
+    '<div class="scio-net"><div class="sn-title">no net</div><div class="sn-tree"></div></div>'
+    """
+    yield f'<div class="scio-net"><div class="sn-title">{text(shown.title)}</div>'
+    yield '<div class="sn-tree">'
+    placed = list(nodes(shown))
+    is_open = _open_branches(placed)
+    depth = 0
+    for node, opens in zip(placed, is_open, strict=True):
+        yield "</div></details>" * (depth - node.level)
+        depth = node.level
+        if node.has_children:
+            depth += 1
+            yield f"<details{' open' * opens}><summary {_row(node, link)}</summary>"
+            yield '<div class="sn-children">'
+        else:
+            yield f"<div {_row(node, link)}</div>"
+    yield "</div></details>" * depth
+    yield "</div></div>"
+
+
+def _open_branches(placed: list[Node]) -> list[bool]:
+    """Whether each branch starts open: all of a small net, else what leads to recorded rows."""
+    found = [len(placed) <= _SMALL or node.level == 0 for node in placed]
+    wanted = -1
+    for place in reversed(range(len(placed))):
+        node = placed[place]
+        if node.level < wanted:
+            found[place], wanted = True, node.level
+        if node.is_recorded:
+            wanted = max(wanted, node.level)
+    return found
+
+
+def _row(node: Node, link: Link | None) -> str:
+    layer = node.layer
+    kinds = ["sn-row"]
+    kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
+    shape = shape_text(layer.output_shape) if layer.executed else "did not run"
+    mark = '<span role="img" aria-label="recorded">●</span>' if node.is_recorded else ""
+    return (
+        f'class="{" ".join(kinds)}" title="{text(layer.name)}">'
+        f'<span class="sn-fold"></span><span class="sn-mark">{mark}</span>'
+        f'{_label(node, link)}<span class="sn-module">{_module(layer)}</span>'
+        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span>'
+        f'<span class="sn-params">{f"{layer.num_params:,}" if layer.num_params else "-"}</span>'
+    )
+
+
+def _label(node: Node, link: Link | None) -> str:
+    label = text(str(node.layer.label))
+    if link is None or not node.is_recorded:
+        return f'<span class="sn-label">{label}</span>'
+    return f'<a class="sn-label" href="{escape(link(node.layer))}">{label}</a>'
+
+
+def _module(layer: Layer) -> str:
+    # Isolated, so that names in scripts from right to left don't reorder the row.
+    name = layer.name.rpartition(".")[2]
+    shown = f"<bdi>{text(name)}</bdi> " if name else ""
+    call = f" ({call_text(layer)})" if layer.call else ""
+    return f"{shown}<code><bdi>{text(layer.type_name)}</bdi></code>{call}"

@@ -1,0 +1,150 @@
+"""The methods of a recording that show it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from scio_recorder.display import Outline, Outlined, outline
+from scio_recorder.display.figure import draw
+from scio_recorder.display.page import Page, page_html
+from scio_recorder.display.summary import LayerSummary
+from scio_recorder.display.writing import write_page
+from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.recording.facts import facts_of, notes_of
+from scio_recorder.recording.readable import Readable
+from scio_recorder.recording.summarise import summarise
+from scio_recorder.records import LayerMapping
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from scio_recorder.architecture import DepthIdx
+
+__all__ = ["Showing"]
+
+
+class Showing(Outlined, LayerMapping[Any]):
+    """What a recording can show of itself."""
+
+    def plot(
+        self,
+        kind: Literal["histograms", "depth"] = "histograms",
+        *,
+        layers: Iterable[DepthIdx | str] | None = None,
+        bins: int = 50,
+    ) -> Figure:
+        """Draw the layers: a histogram of each, or mean and spread over the depth of the net.
+
+        Parameters
+        ----------
+        kind : {"histograms", "depth"}
+            "histograms": all values of each layer. "depth": mean, one standard deviation to both
+            sides, smallest and largest value, layer after layer.
+        layers : iterable of (int, int) or str, optional
+            Which layers of the recording, all by default.
+        bins : int, default 50
+            Number of bins of equal width, except where a ``Histogram`` has counted already.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Made without pyplot: nothing has to be closed. A layer of which there is nothing to be
+            drawn is named below the figure.
+
+        Raises
+        ------
+        ValueError
+            There is no such kind, or fewer than one bin.
+        LayerNotFoundError
+            One of the layers was not recorded.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> figure = rnet.collect([torch.randn(9, 2)]).plot()
+        >>> figure.axes[0].get_title()
+        '0-1 ReLU'
+        """
+        if kind not in ("histograms", "depth"):
+            raise ValueError(f'plot(kind={kind!r}): write "histograms" or "depth"')
+        return draw(kind, self._summaries(layers, bins))
+
+    def report(
+        self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
+    ) -> Path:
+        """Write a page of HTML: statistics, histograms, dead and saturated units, the architecture.
+
+        The page is complete in itself: it can be sent around, and opens without a network. Samples
+        on disk are read in parts.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file, which is replaced if it is there.
+        title : str, optional
+            The heading; the type of the net by default.
+        bins : int, default 50
+            Number of bins of each histogram.
+
+        Returns
+        -------
+        pathlib.Path
+            The file.
+
+        Raises
+        ------
+        RecordingError
+            The file can't be written, or samples can't be read; no half page is left.
+        ValueError
+            Fewer than one bin.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = rnet.collect([torch.randn(9, 2)]).report(f"{folder}/page.html")
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!DOCTYPE html>'
+        """
+        summaries = self._summaries(None, bins)
+        rows = list(self._architecture.values())
+        page = Page(
+            title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
+            facts=facts_of(self._readable),
+            outline=self._outline(),
+            layers=summaries,
+            notes=notes_of(self._readable),
+        )
+        return write_page(path, page_html(page))
+
+    @property
+    def _readable(self) -> Readable:
+        return cast("Readable", self)
+
+    def _summaries(self, layers: Iterable[DepthIdx | str] | None, bins: int) -> list[LayerSummary]:
+        """Return what is to be shown, in the order of the architecture."""
+        if bins < 1:
+            raise ValueError(f"bins={bins}: a histogram has at least one bin")
+        recording = self._readable
+        wanted = set(self) if layers is None else {self._recorded(key) for key in layers}
+        return [
+            summarise(recording, label, bins) for label in self._architecture if label in wanted
+        ]
+
+    def _recorded(self, key: DepthIdx | str) -> DepthIdx:
+        label = self._label(key)
+        if label not in self._values:
+            raise LayerNotFoundError(self._explain(label))
+        return label
+
+    def _outline(self) -> Outline:
+        return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -1,0 +1,118 @@
+"""From a recording to what pages and plots show of each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.architecture import DepthIdx
+from scio_recorder.display.summary import Bars, LayerSummary, Values
+from scio_recorder.errors import RecorderError
+from scio_recorder.recording.readable import Readable
+from scio_recorder.recording.survey import Survey, bounds_of, count_bars, unit_dimension
+from scio_recorder.reductions import HistogramResult, MomentsResult, Reduction
+
+__all__ = ["summarise"]
+
+
+def summarise(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
+    """Return what can be shown of one layer; its samples are read twice, in parts."""
+    if label in recording.stored:
+        return _of_samples(recording, label, bins)
+    return _of_reductions(recording, label)
+
+
+def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
+    layer = recording.architecture[label]
+    samples: Tensor = recording[label]
+    survey = Survey(unit_dimension(layer, samples.ndim), bounds_of(layer))
+    for part in recording.parts(label):
+        survey.update(part)
+    span = survey.span
+    notes = []
+    if samples.dtype.is_complex:
+        notes.append("complex: numbers are those of magnitudes")
+    if not samples.numel():
+        notes.append("no values")
+    elif span is None:
+        notes.append("no finite value")
+    lost = recording.relative_errors.get(label)
+    if lost:
+        notes.append(f"rounded, relative error {lost:.1e}")
+    return LayerSummary(
+        layer=layer,
+        kept="samples",
+        shape=str(tuple(samples.shape[1:])),
+        dtype=str(samples.dtype).removeprefix("torch."),
+        values=survey.values,
+        units=survey.units,
+        bars=count_bars(recording.parts(label), span, bins) if span else None,
+        notes=notes,
+    )
+
+
+def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
+    given = recording.reductions[label]
+    reductions: list[Reduction] = given if isinstance(given, list) else [given]
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    for reduction in reductions:
+        kind = type(reduction).__name__
+        try:
+            shown = _shown(kind, reduction.compute())
+        except RecorderError as error:
+            notes.append(f"{kind}: {error}")
+            continue
+        if not shown:
+            notes.append(f"{kind} is not drawn")
+        found = {**shown, **found}
+    bars = found.pop("bars", None)
+    return LayerSummary(
+        layer=recording.architecture[label],
+        kept=", ".join(type(reduction).__name__ for reduction in reductions),
+        values=Values(**found),
+        bars=bars,
+        notes=notes,
+    )
+
+
+def _shown(kind: str, result: Any) -> dict[str, Any]:
+    if isinstance(result, HistogramResult):
+        return {"bars": _bars(result)}
+    if isinstance(result, MomentsResult):
+        return _moments(result)
+    function = _NUMBERS.get(kind)
+    if function is None or not isinstance(result, Tensor) or not result.numel():
+        return {}
+    # A mean of complex values says nothing of their magnitudes.
+    return {} if result.is_complex() else function(result.double())
+
+
+# What a result [...] for each position says of all values together.
+_NUMBERS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "Min": lambda result: {"low": float(result.min())},
+    "Max": lambda result: {"high": float(result.max())},
+    "Mean": lambda result: {"mean": float(result.mean())},
+}
+
+
+def _bars(result: HistogramResult) -> Bars:
+    low, high = float(result.edges[0]), float(result.edges[-1])
+    return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
+
+
+def _moments(result: MomentsResult) -> dict[str, Any]:
+    """Join the moments of all positions, which have equally many samples each."""
+    mean, variance = result.mean.double(), result.variance.double()
+    if not mean.numel():
+        return {}
+    centre = mean.mean()
+    values = result.count * mean.numel()
+    within = variance.sum() * (result.count - 1) if result.count > 1 else torch.tensor(0.0)
+    squares = within + result.count * (mean - centre).square().sum()
+    std = math.sqrt(float(squares) / (values - 1)) if values > 1 else math.nan
+    return {"mean": float(centre), "std": std}
