@@ -52,6 +52,11 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         self._values = values
         self._what = what
 
+    @property
+    def architecture(self) -> Architecture:
+        """The labelled net that the keys are of."""
+        return self._architecture
+
     def __getitem__(self, key: DepthIdx | str) -> T:
         label = self._label(key)
         if label not in self._values:

@@ -30,7 +30,7 @@ HOUSE = (
     "demo",
     "__init__",
     "recorder",
-    "collect",
+    "collect integrations",
     "recording recompute rerunning autograd saved_tensors",
     "capture stores reductions events checkpointing",
     "selection sinks disk records postprocessing moment kept",
@@ -45,7 +45,16 @@ HOUSE = (
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 
 # Installed by extras only, so imported inside the functions that use them.
-OPTIONAL = {"IPython", "matplotlib", "pandas", "psutil", "sklearn", "transformers"}
+OPTIONAL = {
+    "IPython",
+    "lightning",
+    "matplotlib",
+    "pandas",
+    "psutil",
+    "sklearn",
+    "tensorboard",
+    "transformers",
+}
 
 PUBLIC = ("scio_recorder", "scio_recorder.postprocessors", "scio_recorder.errors")
 

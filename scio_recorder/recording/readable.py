@@ -18,10 +18,13 @@ __all__ = ["Readable"]
 class Readable(Protocol):
     """A recording, without the class that is built upon those who use this."""
 
-    architecture: Architecture
     complete: bool
     sample_ids: SampleIds
     settings: dict[str, Any]
+
+    @property
+    def architecture(self) -> Architecture:
+        """The labelled net."""
 
     @property
     def inputs(self) -> Mapping[DepthIdx, Any]:

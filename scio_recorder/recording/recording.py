@@ -51,8 +51,6 @@ class Recording(LayerMapping[Any]):
 
     Attributes
     ----------
-    architecture : Architecture
-        The labelled net.
     sample_ids : SampleIds
         One integer or string for each sample: a sequence.
     complete : bool
@@ -92,7 +90,6 @@ class Recording(LayerMapping[Any]):
     ) -> None:
         values = {**held.values, **reductions}
         super().__init__(architecture, dict(sorted(values.items())), "recording")
-        self.architecture = architecture
         self.sample_ids: SampleIds = held.sample_ids
         self.complete = held.complete
         self.path = held.path

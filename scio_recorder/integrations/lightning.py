@@ -1,0 +1,185 @@
+"""A callback for Lightning: statistics of activations and gradients, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from scio_recorder.events import Event, Tracker
+from scio_recorder.integrations.modules import choose_modules
+from scio_recorder.integrations.statistics import Portion, check_names, values_of
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities import rank_zero_warn
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        f"{error}; the callback needs Lightning: pip install 'scio-recorder[lightning]'"
+    ) from error
+
+__all__ = ["LayerStatsMonitor"]
+
+
+class LayerStatsMonitor(Callback):
+    """Log statistics of what layers return, and of the gradients with respect to it.
+
+    On the steps on which the trainer logs, each chosen module is observed, and
+    ``activations_mean/NAME``, ``gradients_norm/NAME`` and so on go to the trainer's loggers and to
+    ``trainer.callback_metrics``. Statistics are over all values that the module returned in that
+    step: of all its calls, of all tensors in what it returned, and of all batches of which
+    gradients are accumulated. Between these steps the modules have no hooks.
+
+    Parameters
+    ----------
+    *selectors
+        Which modules: a qualified name in the LightningModule or a glob over names (``*`` crosses
+        dots), a compiled pattern to be searched in the name, a module type, or a module. Without
+        any, all modules that have none inside them.
+    every_n_steps : int, optional
+        On every n-th optimizer step instead, whatever the trainer's ``log_every_n_steps``.
+    statistics : collection of str
+        Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
+        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite).
+    gradients : bool, default True
+        Statistics of gradients as well. Under gradient scaling they are scaled, and where batches
+        are accumulated they are those of the loss as Lightning divides it.
+
+    Attributes
+    ----------
+    latest : dict
+        What was logged last, by key, also where the trainer has no logger.
+
+    Raises
+    ------
+    LayerNotFoundError
+        When fitting starts: a selector matches no module.
+
+    Warns
+    -----
+    UserWarning
+        None of the chosen modules ran in a step, as inside a compiled module.
+
+    Notes
+    -----
+    What a layer returned is read at once, before an operation in place overwrites it. NaNs and
+    infinities are counted and stop nothing. Each process of several observes its own batches.
+
+    Examples
+    --------
+    >>> monitor = LayerStatsMonitor(nn.ReLU, "encoder.*", statistics=["mean", "zeros"])
+    >>> Trainer(callbacks=[monitor], accelerator="cpu", logger=False).log_every_n_steps
+    50
+    """
+
+    def __init__(
+        self,
+        *selectors: Any,
+        every_n_steps: int | None = None,
+        statistics: Collection[str] = ("mean", "std", "norm", "zeros", "nonfinite"),
+        gradients: bool = True,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps}: write a positive integer, or None")
+        self.selectors = selectors
+        self.every_n_steps = every_n_steps
+        self.statistics = check_names(statistics)
+        self.gradients = gradients
+        self.latest: dict[str, float] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._portions: dict[tuple[bool, str], Portion] = {}
+        self._tracker: Tracker | None = None
+        self._stepped = False
+        self._warned = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the modules, so that a slip is noticed before the first step."""
+        self._modules = choose_modules(pl_module, self.selectors)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Observe the modules if this batch belongs to a step that is logged."""
+        if self._is_due(trainer):
+            self._tracker = Tracker(self._take)
+            for name, module in self._modules.items():
+                self._tracker.register(module, name, grad=self.gradients)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """Note that the batches accumulated so far make a step."""
+        self._stepped = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Leave the modules alone, and log if the step is complete."""
+        observed = self._tracker is not None
+        self._leave()
+        if self._stepped or not pl_module.automatic_optimization:
+            if observed:
+                self._log(trainer)
+            self._portions.clear()
+            self._stepped = False
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no trace of a step that failed."""
+        self._end()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave no trace."""
+        self._end()
+
+    def _end(self) -> None:
+        self._leave()
+        self._modules = {}
+        self._portions.clear()
+        self._stepped = False
+
+    def _leave(self) -> None:
+        if self._tracker is not None:
+            self._tracker.unregister()
+            self._tracker = None
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        usual: int = getattr(trainer, "log_every_n_steps", 0)  # the trainer sets it untyped
+        every = self.every_n_steps or usual
+        return every > 0 and (_step(trainer) + 1) % every == 0
+
+    def _take(self, event: Event) -> None:
+        values = values_of(event.value)
+        if values is not None:
+            key = (event.grad, event.name)
+            portion = Portion.of(values)
+            before = self._portions.get(key)
+            self._portions[key] = portion if before is None else before.join(portion)
+
+    def _log(self, trainer: Trainer) -> None:
+        if not self._portions and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
+                "in this step, or run inside a compiled module, where hooks are not called"
+            )
+        self.latest = {
+            f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
+            for (grad, name), portion in self._portions.items()
+            for statistic, value in portion.compute().items()
+            if statistic in self.statistics
+        }
+        trainer.callback_metrics.update(
+            {key: torch.tensor(value) for key, value in self.latest.items()}
+        )
+        for logger in trainer.loggers:
+            logger.log_metrics(self.latest, step=_step(trainer))
+
+
+def _step(trainer: Trainer) -> int:
+    # The axis on which Lightning itself puts what is logged on steps; `global_step` counts the
+    # steps of all optimizers.
+    return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -1,0 +1,108 @@
+"""Statistics of what layers return, taken portion by portion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from scio_recorder.tree import tensors
+
+__all__ = ["STATISTICS", "Portion", "check_names", "values_of"]
+
+STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
+
+
+def check_names(statistics: Collection[str]) -> tuple[str, ...]:
+    """Return the names of statistics, or raise where there is none of such a name."""
+    names = (statistics,) if isinstance(statistics, str) else tuple(statistics)
+    unknown = [name for name in names if name not in STATISTICS]
+    if unknown or not names:
+        given = unknown[0] if unknown else names
+        raise ValueError(f"statistics={given!r}: choose among {', '.join(map(repr, STATISTICS))}")
+    return names
+
+
+def values_of(value: Any) -> Tensor | None:
+    """Return the real values of all tensors in a structure in one dimension, None without any.
+
+    Complex values count by their modulus, booleans and integers as float32.
+    """
+    parts = [_flat(tensor) for tensor in tensors(value) if tensor.layout == torch.strided]
+    parts = [part for part in parts if part.numel()]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return torch.cat([part.to(parts[0].device, torch.float64) for part in parts])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    # NumPy and some kernels lack the narrow types.
+    return (tensor if tensor.dtype == torch.float64 else tensor.float()).flatten()
+
+
+class Portion(NamedTuple):
+    """Sums over some values, on their device, which two portions can be joined from.
+
+    Examples
+    --------
+    >>> one, other = Portion.of(torch.tensor([0.0, 1.0])), Portion.of(torch.tensor([5.0]))
+    >>> one.join(other).compute()
+    {'mean': 2.0, 'std': 2.6457..., 'norm': 5.0990..., 'zeros': 0.3333..., 'nonfinite': 0}
+    """
+
+    size: int
+    sums: Tensor  # finite values, their mean, squares about it, zeros
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """Return the sums of values [n], n > 0; nothing waits for the device."""
+        finite = values.isfinite()
+        # Apple's GPUs have no float64.
+        wide = torch.float32 if values.device.type == "mps" else torch.float64
+        present = torch.where(finite, values, 0)
+        count = finite.sum(dtype=wide)
+        mean = present.sum(dtype=wide) / count.clamp(min=1)
+        spread = torch.where(finite, present.to(wide) - mean, 0).square().sum()
+        zeros = (values == 0).sum(dtype=wide)
+        return cls(values.numel(), torch.stack([count, mean, spread, zeros]))
+
+    def join(self, other: Self) -> Self:
+        """Return the sums over both portions (Chan, Golub and LeVeque, 1983)."""
+        count, mean, spread, zeros = self.sums
+        its_count, its_mean, its_spread, its_zeros = other.sums.to(self.sums.device)
+        total = count + its_count
+        share = its_count / total.clamp(min=1)
+        apart = its_mean - mean
+        joined = torch.stack(
+            [
+                total,
+                mean + apart * share,
+                spread + its_spread + apart.square() * count * share,
+                zeros + its_zeros,
+            ]
+        )
+        return type(self)(self.size + other.size, joined)
+
+    def compute(self) -> dict[str, float]:
+        """Return the statistics by name; those that are not defined are left out.
+
+        ``mean``, ``std`` (n - 1) and ``norm`` (the root of the sum of squares) are over finite
+        values, ``zeros`` is a share of all values and ``nonfinite`` a number of values.
+        """
+        count, mean, spread, zeros = self.sums.tolist()
+        result: dict[str, float] = {}
+        if count:
+            result["mean"] = mean
+        if count > 1:
+            result["std"] = math.sqrt(spread / (count - 1))
+        if count:
+            result["norm"] = math.sqrt(spread + count * mean * mean)
+        result["zeros"] = zeros / self.size
+        result["nonfinite"] = self.size - int(count)
+        return result

@@ -1,0 +1,169 @@
+"""Activations and gradients as TensorBoard's histograms and scalars."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scio_recorder.architecture import Architecture, DepthIdx
+from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.recording import Recording
+from scio_recorder.records import LayerMapping
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["add_activations"]
+
+
+def add_activations(
+    writer: SummaryWriter,
+    activations: LayerMapping[Any],
+    global_step: int | None = None,
+    *,
+    tag: str = "activations",
+    statistics: Collection[str] = ("mean", "std", "norm", "zeros", "nonfinite"),
+    histograms: bool = True,
+    walltime: float | None = None,
+) -> None:
+    """Write a histogram and statistics of each layer for TensorBoard.
+
+    Histograms are tagged ``activations/NAME`` and scalars ``activations_mean/NAME`` and so on,
+    where NAME is the layer's qualified name, that of the class for the whole net, with the label
+    behind it where a module has several calls.
+
+    Parameters
+    ----------
+    writer : torch.utils.tensorboard.SummaryWriter
+        Where to; in Lightning, ``TensorBoardLogger.experiment``.
+    activations : mapping
+        ``rnet.activations``, ``rnet.gradients`` or a :class:`~scio_recorder.Recording`, of which
+        the layers with samples are written, read portion by portion.
+    global_step : int, optional
+        The step that they belong to.
+    tag : str, default "activations"
+        What tags begin with, such as "gradients".
+    statistics : collection of str
+        Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
+        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite); an
+        empty one for none.
+    histograms : bool, default True
+        Write histograms, over finite values, in the bins of ``SummaryWriter.add_histogram``.
+    walltime : float, optional
+        Seconds since the epoch, in place of the current time.
+
+    Raises
+    ------
+    LayerNotFoundError
+        There is nothing to write: no pass has run, or no layer has samples.
+
+    Notes
+    -----
+    Statistics are over all values of a layer, those of all tensors in a structure together. NaNs
+    and infinities, of which ``add_histogram`` makes an error, are counted and left out.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from torch import nn
+    >>> from torch.utils.tensorboard import SummaryWriter
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), input_size=(1, 2))
+    >>> rnet.record("*", gradients=True)
+    >>> rnet(torch.ones(4, 2)).sum().backward()
+    >>> with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+    ...     add_activations(writer, rnet.activations, global_step=0)
+    ...     add_activations(writer, rnet.gradients, global_step=0, tag="gradients")
+    """
+    chosen = check_names(statistics) if statistics else ()
+    for label, name in _names(activations.architecture, _with_tensors(activations)).items():
+        portion: Portion | None = None
+        histogram = _Histogram(writer.default_bins)
+        for values in _portions(activations, label):
+            own = Portion.of(values)
+            portion = own if portion is None else portion.join(own)
+            if histograms:
+                histogram.add(values)
+        computed = {} if portion is None else portion.compute()
+        for statistic in chosen:
+            if statistic in computed:
+                where = f"{tag}_{statistic}/{name}"
+                writer.add_scalar(where, computed[statistic], global_step, walltime)
+        if histogram.num:
+            histogram.write(writer, f"{tag}/{name}", global_step, walltime)
+
+
+def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
+    labels = activations.stored if isinstance(activations, Recording) else activations
+    if not labels:
+        raise LayerNotFoundError(
+            "there is nothing to write: record layers and run a pass (for gradients a backward "
+            "pass too) before, or collect samples and not only reductions"
+        )
+    return list(labels)
+
+
+def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx, str]:
+    layers = {label: architecture[label] for label in labels}
+    names = {label: layer.name or layer.type_name for label, layer in layers.items()}
+    calls = Counter(row.name or row.type_name for row in architecture.values())
+    depth_index = {label: f"{label[0]}-{label[1]}" for label in labels}
+    return {
+        label: name if calls[name] == 1 else f"{name}_{depth_index[label]}"
+        for label, name in names.items()
+    }
+
+
+def _portions(activations: LayerMapping[Any], label: DepthIdx) -> Iterator[Tensor]:
+    parts: Iterable[Any] = (
+        activations.parts(label) if isinstance(activations, Recording) else [activations[label]]
+    )
+    return (values for values in map(values_of, parts) if values is not None)
+
+
+class _Histogram:
+    """What TensorBoard keeps of a histogram, over several portions."""
+
+    def __init__(self, edges: Any) -> None:
+        self.num = 0
+        self._edges = np.asarray(edges, dtype=np.float64)
+        self._counts = np.zeros(len(self._edges) - 1, dtype=np.int64)
+        self._low, self._high = np.inf, -np.inf
+        self._sum = self._sum_squares = 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Count the finite values."""
+        present: NDArray[np.float64] = values[values.isfinite()].cpu().double().numpy()
+        if present.size:
+            self.num += present.size
+            self._counts += np.histogram(present, self._edges)[0]
+            self._low = min(self._low, float(present.min()))
+            self._high = max(self._high, float(present.max()))
+            self._sum += float(present.sum())
+            self._sum_squares += float(present.dot(present))
+
+    def write(
+        self, writer: SummaryWriter, tag: str, global_step: int | None, walltime: float | None
+    ) -> None:
+        """Write the bins from the first to the last that is not empty."""
+        used = np.flatnonzero(self._counts)
+        first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
+        # TensorBoard knows bins by their upper edges: an empty one gives the first its lower edge.
+        writer.add_histogram_raw(
+            tag,
+            min=self._low,
+            max=self._high,
+            num=self.num,
+            sum=self._sum,
+            sum_squares=self._sum_squares,
+            bucket_limits=self._edges[first : last + 2].tolist(),
+            bucket_counts=[0, *self._counts[first : last + 1].tolist()],
+            global_step=global_step,
+            walltime=walltime,
+        )
