@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import threading
 import warnings
@@ -11,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.isolation import HOOK_DICTIONARIES, are_large, clone
+from scio_recorder.random_state import RandomState
 
 __all__ = ["eager", "preserved_rng", "quiet", "restored"]
 
@@ -75,20 +74,11 @@ def preserved_rng() -> Iterator[None]:
     >>> torch.equal(torch.get_rng_state(), before)
     True
     """
-    cpu, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    # Asking a device that is not in use would initialise it.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    before = RandomState()
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
+        before.restore()
 
 
 @contextlib.contextmanager

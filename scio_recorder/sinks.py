@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
     from scio_recorder.records import Inputs
@@ -21,5 +23,8 @@ class Sink(Protocol):
     def receive(self, label: DepthIdx, activation: Any) -> None:
         """Take what a layer returned, a tensor or a structure, after post-processing in place."""
 
-    def receive_inputs(self, label: DepthIdx, inputs: Inputs) -> None:
-        """Take what a layer's forward is about to receive."""
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+        """Copy what a module's forward is about to receive; which call it is shows later."""
+
+    def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
+        """Take what `keep_inputs` returned for a layer, just before what the layer returned."""

@@ -213,7 +213,8 @@ class _Walk:
         restore = self._attributes(value)
         self._inside = is_inside
         is_empty = not is_container and self._meetings == before
-        if is_empty and (not is_inside or isinstance(value, Enum)):
+        is_fixed = isinstance(value, Enum) or not (is_inside or _can_be_filled(value))
+        if is_empty and is_fixed:
             return lambda leaves: value
 
         def rebuild(leaves: Sequence[Any]) -> Any:
@@ -242,6 +243,12 @@ class _Walk:
             return new
 
         return restore
+
+
+def _can_be_filled(value: Any) -> bool:
+    """Whether an object has containers, as an empty key-value cache has."""
+    own = getattr(value, "__dict__", {}).values()
+    return any(isinstance(item, list | dict | set | deque) for item in own)
 
 
 def _slots(value: Any) -> Iterator[str]:

@@ -122,6 +122,17 @@ def test_empty_parts_of_an_object_are_copied_too() -> None:
     assert type(kept.later) is Opaque
 
 
+def test_an_object_with_empty_containers_is_copied_too() -> None:
+    holder = Opaque.__new__(Opaque)
+    holder.layers = []  # type: ignore[attr-defined]
+    kept = map_tensors(torch.clone, holder)
+    holder.layers.append(ONE)  # type: ignore[attr-defined]
+    assert type(kept) is Opaque
+    assert kept.layers == []  # type: ignore[attr-defined]
+    fixed = Opaque.__new__(Opaque)
+    assert map_tensors(torch.clone, fixed) is fixed
+
+
 def test_cycles_end() -> None:
     loop: list[Any] = [ONE]
     loop.append(loop)

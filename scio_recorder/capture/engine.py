@@ -25,7 +25,7 @@ from scio_recorder.records import Records
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
-    from scio_recorder.capture.moment import Moment
+    from scio_recorder.moment import LiveMoment
     from scio_recorder.sinks import Sink
 
 __all__ = ["Capture"]
@@ -37,7 +37,7 @@ _MAX_PLANS = 64
 class Scene(NamedTuple):
     """The state in which recorded calls ran, by label, and the post-processors of the pass."""
 
-    moments: dict[DepthIdx, Moment]
+    moments: dict[DepthIdx, LiveMoment]
     posts: dict[DepthIdx, Postprocessor]
 
 

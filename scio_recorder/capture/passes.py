@@ -27,10 +27,10 @@ from scio_recorder.capture.keeping import (
     memory_of,
     overwritten,
 )
-from scio_recorder.capture.moment import Moment
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.moment import LiveMoment
 from scio_recorder.postprocessing import Postprocessor, apply
 from scio_recorder.records import Inputs, Offloaded, Records
 from scio_recorder.tree import Rebuild, flatten
@@ -107,14 +107,14 @@ class Pass:
         self.log: list[Any] = []
         self.inputs: dict[int, Kept | Offloaded] = {}
         # The state in which the calls ran whose inputs are recorded.
-        self.moments: dict[DepthIdx, Moment] = {}
+        self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: dict[int, int] = {}
-        self._pending: dict[int, list[tuple[Any, Any, Moment | None]]] = {}
+        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
         self._seen_plain: set[int] = set()
 
     def receive(self, index: int, args: Any, output: Any, references: int) -> Any:
@@ -150,13 +150,17 @@ class Pass:
 
         Which call this is shows only when it returns: calls fail, and modules call themselves.
         """
-        value = Inputs(args, dict(kwargs))
-        if self.program.options.offload and self.sink is None:
-            kept: Any = offload(value)
+        value, module = Inputs(args, dict(kwargs)), self.program.modules[index]
+        moment = None
+        if self.sink is not None:
+            kept: Any = self.sink.keep_inputs(module, value)
+        elif self.program.options.offload:
+            kept = offload(value)
         else:
             kinds = {self.plan.input_kinds[at] for at in self.program.positions[index]}
             kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
-        moment = Moment(self.program.modules[index], value) if self.sink is None else None
+        if self.sink is None:
+            moment = LiveMoment(module, value)
         self._pending.setdefault(index, []).append((args, kept, moment))
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
@@ -170,7 +174,7 @@ class Pass:
         if label is None:
             return
         if self.sink is not None:
-            self.sink.receive_inputs(label, settled(kept, 0)[0])
+            self.sink.receive_inputs(label, kept)
         else:
             self.inputs[position] = kept
             assert moment is not None

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.disk import TensorSpec
 from scio_recorder.errors import CollectError
+from scio_recorder.kept import KeptCall, Pool, output_digest
+from scio_recorder.moment import Moment
+from scio_recorder.random_state import RandomState
 from scio_recorder.records import Inputs
 from scio_recorder.reductions import Reduction
-from scio_recorder.tree import map_tensors
+from scio_recorder.tree import flatten
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx, Layer
@@ -226,31 +229,42 @@ class Harvest:
     def __init__(self, lanes: Mapping[DepthIdx, Lane], current: Current) -> None:
         self.lanes = lanes
         self.current = current
-        self.inputs: dict[DepthIdx, list[Inputs]] = {}
         self._takers = {label: lane.take for label, lane in lanes.items()}
-        self._staged: dict[DepthIdx, Inputs] = {}
+        self._pool = Pool()
+        self._calls: dict[DepthIdx, KeptCall] = {}
+        self._random: RandomState | None = None
 
     def receive(self, label: DepthIdx, activation: Any) -> None:
         """Take what a layer returned."""
+        call = self._calls.get(label)
+        if call is not None:
+            call.output = output_digest(activation)
         self._takers[label](activation)
 
-    def receive_inputs(self, label: DepthIdx, inputs: Inputs) -> None:
-        """Take what a layer's forward is about to receive."""
-        copied = map_tensors(_copy_to_host, tuple(inputs))
-        self._staged[label] = Inputs(*copied)
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> KeptCall:
+        """Copy what a module's forward is about to receive, and the state in which it will run."""
+        leaves, rebuild = flatten(tuple(inputs))
+        moment = Moment(module, leaves, self._pool.copy)
+        if self._random is not None:
+            moment.random.share(self._random)
+        self._random = moment.random
+        return KeptCall([self._pool.keep(leaf) for leaf in leaves], rebuild, moment)
+
+    def receive_inputs(self, label: DepthIdx, kept: KeptCall) -> None:
+        """Take what `keep_inputs` returned for a layer."""
+        self._calls[label] = kept
 
     def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
         """Start a batch."""
         current = self.current
         current.batch, current.rows, current.skip, current.start = batch, rows, skip, start
-        self._staged.clear()
+        self._calls = {}
 
-    def end(self) -> None:
-        """Let the inputs of a batch count that ended well."""
+    def end(self) -> dict[DepthIdx, KeptCall]:
+        """Return the calls of a batch that ended well, to be kept with its samples."""
         self.current.batch = None
-        for label, inputs in self._staged.items():
-            self.inputs.setdefault(label, []).append(inputs)
-        self._staged.clear()
+        calls, self._calls = self._calls, {}
+        return dict(sorted(calls.items()))
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
@@ -259,8 +273,3 @@ def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     except RuntimeError:
         # The smallest floating-point dtypes take no part in promotion.
         return wide == narrow
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    detached = tensor.detach()
-    return detached.clone() if tensor.device.type == "cpu" else detached.cpu()

@@ -175,6 +175,7 @@ class _Collection:
                 ids = self._feed.ids(batch, inputs, seen)
                 skip = min(max(0, num_durable - kept), len(ids))
                 if skip:
+                    self._check_boundary(skip, len(ids))
                     _check_order(ids[:skip], durable[kept : kept + skip], kept)
                 if not 0 < skip == len(ids):
                     self._pass(writer, batch, inputs, ids, skip)
@@ -188,6 +189,13 @@ class _Collection:
                 "resume with the same loader"
             )
 
+    def _check_boundary(self, skip: int, rows: int) -> None:
+        if self._capture.program.options.inputs and skip < rows:
+            raise CollectError(
+                f"the first {skip} of {rows} samples of a batch are durable already, and inputs "
+                "are kept by whole batches: resume with the batch size of before"
+            )
+
     def _rows_passed_over(self, batch: Any, seen: int) -> int:
         # Ids that are given need no running index, so that skipped batches aren't looked at.
         return len(self._feed.ids(batch, None, seen)) if self._request.sample_ids is None else 0
@@ -198,10 +206,13 @@ class _Collection:
         is_stateless = not self._reductions and self._dtype is None
         self._is_tainted = not is_stateless
         self._capture.run(self._net, inputs.args, inputs.kwargs, sink=harvest)
-        harvest.end()
+        calls = harvest.end()
         self._is_tainted = True
         try:
-            writer.commit(ids[skip:], self._state)
+            if calls:
+                writer.commit(ids, self._state, calls)
+            else:
+                writer.commit(ids[skip:], self._state)
         except ValueError as error:
             raise CollectError(str(error)) from None
         self._is_tainted = False
@@ -250,7 +261,6 @@ class _Collection:
             self._architecture,
             held,
             reductions=self._reductions,
-            inputs={label: tuple(found) for label, found in self._harvest.inputs.items()},
             relative_errors=errors,
         )
 

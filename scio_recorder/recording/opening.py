@@ -75,7 +75,6 @@ def read_recording(reader: RunReader) -> Recording:
         architecture,
         held,
         reductions=reductions,
-        inputs={},
         relative_errors=errors,
         settings=header,
     )

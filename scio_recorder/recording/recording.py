@@ -10,8 +10,10 @@ from torch import Tensor
 
 from scio_recorder.disk import SampleIds
 from scio_recorder.recording.frame import layer_frame, to_array
+from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
 from scio_recorder.recording.saving import save
-from scio_recorder.records import Inputs, LayerMapping
+from scio_recorder.recording.showing import Showing
+from scio_recorder.records import LayerMapping
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 
@@ -27,7 +29,7 @@ __all__ = ["Recording"]
 _PART_BYTES = 1 << 26
 
 
-class Recording(LayerMapping[Any]):
+class Recording(RecomputingRecording, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
@@ -42,8 +44,6 @@ class Recording(LayerMapping[Any]):
         What the store gave back.
     reductions : mapping
         The reductions of each layer that has some.
-    inputs : mapping
-        What the layers' forward received, batch by batch.
     relative_errors : mapping
         What rounding to ``dtype`` cost, by layer.
     settings : mapping, optional
@@ -58,8 +58,8 @@ class Recording(LayerMapping[Any]):
     path : str or None
         The folder of a recording on disk.
     inputs : LayerMapping
-        After ``record(..., inputs=True)``: for each layer a tuple with ``(args, kwargs)`` of every
-        batch.
+        After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
+        every batch, as copies in host memory.
     relative_errors : LayerMapping
         Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
         everything, for each layer.
@@ -84,7 +84,6 @@ class Recording(LayerMapping[Any]):
         held: Held,
         *,
         reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
-        inputs: Mapping[DepthIdx, tuple[Inputs, ...]],
         relative_errors: Mapping[DepthIdx, float],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -93,6 +92,8 @@ class Recording(LayerMapping[Any]):
         self.sample_ids: SampleIds = held.sample_ids
         self.complete = held.complete
         self.path = held.path
+        self._calls = held.calls
+        inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
         self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
         self.settings = dict(settings or {})

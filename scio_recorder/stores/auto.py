@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scio_recorder.disk import TensorSpec
 from scio_recorder.disk.ids import Ids
+from scio_recorder.kept import KeptCall
 from scio_recorder.stores.base import Job, State, Store
 from scio_recorder.stores.buffers import Buffer, Column, DeviceBuffer, HostBuffer
 from scio_recorder.stores.memory import MemoryWriter
@@ -49,14 +50,19 @@ class AutoWriter(MemoryWriter):
             self._on_device = self._fits_on(first.device)
         return super().column(label, spec, first)
 
-    def commit(self, ids: Ids, state: Callable[[], State]) -> None:
+    def commit(
+        self,
+        ids: Ids,
+        state: Callable[[], State],
+        calls: Mapping[DepthIdx, KeptCall] | None = None,
+    ) -> None:
         """Check, after the first batch, that all of them will fit."""
         if self._num_batches is not None and self.start == 0 and self._columns:
             sizes = {label: column.spec.num_bytes for label, column in self._columns.items()}
             plan = self._plan(sizes, torch.device("cpu"))
             if not self._on_device:
                 choose(plan)
-        super().commit(ids, state)
+        super().commit(ids, state, calls)
 
     def _fits_on(self, device: torch.device) -> bool:
         if device.type != "cuda" or self._num_batches is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from scio_recorder.disk import SampleIds, TensorSpec
 from scio_recorder.disk.ids import Ids
+from scio_recorder.kept import Batches, KeptBatch, KeptCall, MemoryBatches
 from scio_recorder.stores.buffers import Column
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Held:
     path: str | None = None
     # Kept alive for as long as the recording is.
     owner: object = None
+    # The calls that can be run again, where inputs are recorded.
+    calls: Batches = field(default_factory=MemoryBatches)
 
 
 class StoreWriter(abc.ABC):
@@ -73,6 +76,7 @@ class StoreWriter(abc.ABC):
         # The row at which the batch that is under way begins.
         self.start = 0
         self.sample_ids = SampleIds()
+        self._calls: list[KeptBatch] = []
 
     @property
     def is_complete(self) -> bool:
@@ -88,10 +92,17 @@ class StoreWriter(abc.ABC):
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
         """Return where the samples of a layer go, given its first batch."""
 
-    def commit(self, ids: Ids, state: Callable[[], State]) -> None:
-        """Make the rows of the batch that was put count."""
+    def commit(
+        self,
+        ids: Ids,
+        state: Callable[[], State],
+        calls: Mapping[DepthIdx, KeptCall] | None = None,
+    ) -> None:
+        """Make the rows of the batch that was put count, and with them its calls."""
         self.sample_ids.add(ids)
         self.start += len(ids)
+        if calls:
+            self._calls.append(KeptBatch(len(ids), calls))
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State]) -> Held:

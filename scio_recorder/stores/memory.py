@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.disk import TensorSpec
+from scio_recorder.kept import MemoryBatches
 from scio_recorder.stores.base import Held, Job, State, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column
 
@@ -46,7 +47,7 @@ class MemoryWriter(StoreWriter):
         """Return the arrays, narrowed to what was committed."""
         wait_for(self._devices)
         values = {label: column.close(self.start) for label, column in self._columns.items()}
-        return Held(values, self.sample_ids)
+        return Held(values, self.sample_ids, calls=MemoryBatches(self._calls))
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""

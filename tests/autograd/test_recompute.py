@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, RecomputeError, Recorder, SelectorTypeError
 from scio_recorder.postprocessors import GaussianNoise
-from scio_recorder.recompute import enclosing_layers
+from scio_recorder.rerunning import enclosing_layers
 from tests.autograd.graphs import Mark, marked_graphs
 from tests.harness import MODES, Mode, executed, make_recorder, run_pass, trace
 from tests.nets.base import Net

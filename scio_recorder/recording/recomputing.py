@@ -1,0 +1,226 @@
+"""Activations of a dataset that were not kept, from the inputs that were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import RecomputeError, SelectorTypeError
+from scio_recorder.kept import Batches, output_digest
+from scio_recorder.records import Inputs, LayerMapping
+from scio_recorder.rerunning import Call, enclosing_layers, rerun, untouched
+from scio_recorder.selection import select
+from scio_recorder.stores import labelled_bytes
+from scio_recorder.tree import Rebuild, flatten
+
+if TYPE_CHECKING:
+    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.recompute import Recomputing
+
+__all__ = ["BatchInputs", "RecomputingRecording"]
+
+
+class BatchInputs(Sequence[Inputs]):
+    """What a layer's forward received, ``(args, kwargs)`` for each batch, read when it is used.
+
+    Parameters
+    ----------
+    calls : Batches
+        The calls that are kept.
+    label : (int, int)
+        The layer.
+    """
+
+    def __init__(self, calls: Batches, label: DepthIdx) -> None:
+        self._calls = calls
+        self._label = label
+
+    def __len__(self) -> int:
+        return len(self._calls.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Inputs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Inputs]: ...
+    def __getitem__(self, index: int | slice) -> Inputs | Sequence[Inputs]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        return self._calls.call(numbers, self._label).inputs
+
+    def __repr__(self) -> str:
+        return f"<inputs of {len(self)} batches>"
+
+
+class RecomputingRecording(LayerMapping[Any]):
+    """The part of a recording that recomputes."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def stored(self) -> tuple[DepthIdx, ...]:  # noqa: D102  # the recording's own
+            ...
+
+    _calls: Batches
+
+    def recompute(self, rnet: Recomputing, *selectors: Any) -> LayerMapping[Any]:
+        """Return activations of the whole dataset that were not kept, from inputs that were.
+
+        After ``record(..., inputs=True)`` and ``collect``: batch by batch the nearest module around
+        each layer whose inputs were recorded, or the layer itself, runs again as it did then. What
+        it returns is compared with a digest of what it returned then. Nothing of the net is
+        changed, nor are the generators of random numbers.
+
+        Parameters
+        ----------
+        rnet : Recorder
+            A recorder of the same net, with the weights of then; what it records does not matter.
+        *selectors
+            What ``Recorder.record`` takes.
+
+        Returns
+        -------
+        LayerMapping
+            Tensors [samples, ...] in host memory, bit for bit what the layers returned: neither
+            ``transform`` nor ``dtype`` has acted on them.
+
+        Raises
+        ------
+        RecomputeError
+            No inputs around a layer were recorded; the net is another one, its weights or anything
+            else have changed, so that it returns something else now; or samples of different
+            batches have different shapes.
+        LayerNotFoundError
+            A selector matches no layer.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> rnet.record("0", inputs=True)
+        >>> x = torch.randn(6, 2)
+        >>> recording = rnet.collect(x.split(3))
+        >>> found = recording.recompute(rnet, "0.0")["0.0"]
+        >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
+        True
+        """
+        if not selectors:
+            raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
+        architecture = _same_architecture(self.architecture, rnet)
+        wanted: dict[DepthIdx, set[DepthIdx]] = {}
+        for target in select(architecture, selectors):
+            wanted.setdefault(self._nearest(architecture, target), set()).add(target)
+        arrays: dict[DepthIdx, _Array] = {}
+        rows, start = self._calls.rows, 0
+        with untouched(architecture, wanted):
+            for number, count in enumerate(rows):
+                for label, targets in wanted.items():
+                    found = rerun(architecture, self._call(number, label), targets)
+                    for target, value in found.items():
+                        if target not in arrays:
+                            name = str(architecture[target])
+                            arrays[target] = _Array(name, value, count, sum(rows))
+                        arrays[target].put(value, start, count)
+                start += count
+        values = {target: array.value for target, array in sorted(arrays.items())}
+        return LayerMapping(self.architecture, values, "activation")
+
+    @property
+    def memory_stored_bytes(self) -> int:
+        """What samples, and inputs with the states of their calls, take."""
+        samples: list[Tensor] = [self[label] for label in self.stored]
+        return sum(tensor.nbytes for tensor in samples) + self._calls.num_bytes
+
+    @property
+    def memory_saved_bytes(self) -> int:
+        """What the layers that can be recomputed, and are not kept, would take as samples.
+
+        By their shapes at labelling.
+        """
+        architecture, kept = self.architecture, set(self._calls.labels)
+        missing = [
+            label
+            for label, layer in architecture.items()
+            if layer.executed
+            and label not in self.stored
+            and not kept.isdisjoint([label, *enclosing_layers(architecture, label)])
+        ]
+        return sum(labelled_bytes(architecture, missing).values()) * sum(self._calls.rows)
+
+    def _nearest(self, architecture: Architecture, target: DepthIdx) -> DepthIdx:
+        around = enclosing_layers(architecture, target)
+        kept = set(self._calls.labels)
+        nearest = next((label for label in (target, *around) if label in kept), None)
+        if nearest is None:
+            best = architecture[around[0] if around else target].name
+            raise RecomputeError(
+                f"the recording has no inputs of layer {architecture[target]} nor of a module "
+                f'around it: write record("{best}", inputs=True) before collect(...), or any '
+                "module that contains that one"
+            )
+        return nearest
+
+    def _call(self, number: int, label: DepthIdx) -> Call:
+        kept = self._calls.call(number, label)
+        return Call(
+            label, kept.inputs, lambda output: output_digest(output) == kept.output, kept.moment
+        )
+
+
+class _Array:
+    """A layer's activations, batch after batch, in memory that was made for all of them."""
+
+    def __init__(self, name: str, first: Any, rows: int, all_rows: int) -> None:
+        leaves, self._rebuild = flatten(first)
+        self._name = name
+        # Tensors made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            for leaf in leaves:
+                self._check(leaf, leaf, rows)
+            self._arrays = [
+                leaf.new_empty((all_rows, *leaf.shape[1:]), device="cpu") for leaf in leaves
+            ]
+
+    _rebuild: Rebuild
+
+    @property
+    def value(self) -> Any:
+        """All of it, in the structure of the first batch."""
+        return self._rebuild(self._arrays)
+
+    def put(self, value: Any, start: int, rows: int) -> None:
+        """Copy the activations of a batch to where they belong."""
+        leaves, _ = flatten(value)
+        if len(leaves) != len(self._arrays):
+            raise RecomputeError(
+                f"layer {self._name} returned {len(self._arrays)} tensors for one batch and "
+                f"{len(leaves)} for another: recompute the layers inside it"
+            )
+        for leaf, array in zip(leaves, self._arrays, strict=True):
+            self._check(leaf, array, rows)
+            array[start : start + rows].copy_(leaf)
+
+    def _check(self, leaf: Tensor, like: Tensor, rows: int) -> None:
+        if leaf.ndim and leaf.shape == (rows, *like.shape[1:]) and leaf.dtype == like.dtype:
+            return
+        raise RecomputeError(
+            f"layer {self._name} returned {leaf.dtype} {tuple(leaf.shape)} for a batch of {rows} "
+            f"samples, which does not fit with {like.dtype} {(rows, *like.shape[1:])} into one "
+            "array: recompute layers that return one row for each sample, of one shape"
+        )
+
+
+def _same_architecture(ours: Architecture, rnet: Recomputing) -> Architecture:
+    theirs = rnet.architecture
+    if theirs.fingerprint != ours.fingerprint:
+        raise RecomputeError(
+            f"the recording was made from another architecture: its fingerprint is "
+            f"{ours.fingerprint} and this net's is {theirs.fingerprint}"
+        )
+    return theirs
