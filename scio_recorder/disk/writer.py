@@ -70,8 +70,8 @@ def holds_recording(path: str | os.PathLike[str]) -> bool:
 class RunWriter:
     """Writes one rank's part of a recording; made by `create` or `resume`.
 
-    Use it from one thread of the process that made it. Leaving a ``with`` block closes it as
-    `abort` does, so that a recording is complete only where `finish` was called.
+    Use it from one thread at a time of the process that made it. Leaving a ``with`` block closes it
+    as `abort` does, so that a recording is complete only where `finish` was called.
 
     Attributes
     ----------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from scio_recorder.disk import RunReader, RunWriter, SampleIds, TensorSpec, hold
 from scio_recorder.disk.ids import Ids, to_ids
 from scio_recorder.disk.jsons import differences, dump, parse
 from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.background import BackgroundWriter
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
 from scio_recorder.stores.lazy import DiskTensor
@@ -39,8 +42,8 @@ class Disk(Store):
     path : str or path-like
         The folder: empty or not there yet, or to be resumed.
     chunk_bytes : int, default 64 MiB
-        How many bytes of activations are made durable at a time, to the next whole batch; so many
-        are buffered in memory.
+        How many bytes of activations are made durable at a time, to the next whole batch. Memory
+        holds two times as many: those that are being written, and those that come meanwhile.
 
     Examples
     --------
@@ -70,22 +73,47 @@ class Disk(Store):
         return DiskWriter(job, self.path, self.chunk_bytes)
 
 
+class _TurningColumn(Column):
+    """A column with a second memory: the one is filled while the other is written."""
+
+    __slots__ = ("_is_pinned", "_resting")
+
+    def __init__(self, spec: TensorSpec, rows: int, is_pinned: bool) -> None:
+        super().__init__(spec, HostBuffer(pinned=is_pinned), rows, is_exact=False)
+        self._is_pinned = is_pinned
+        self._resting: Column | None = None
+
+    def turn(self, rows: int) -> Tensor:
+        """Return the samples that were put, and go on in the other memory."""
+        filled, resting = self.array[:rows], self._resting
+        if resting is None:
+            buffer = HostBuffer(pinned=self._is_pinned)
+            resting = self._resting = Column(self.spec, buffer, self.capacity, is_exact=False)
+        for name in Column.__slots__:
+            mine, other = getattr(self, name), getattr(resting, name)
+            setattr(self, name, other)
+            setattr(resting, name, mine)
+        return filled
+
+
 class DiskWriter(StoreWriter):
-    """Buffers whole batches until there is a chunk, and appends that."""
+    """Buffers whole batches until there is a chunk, and has that appended."""
 
     def __init__(self, job: Job, path: str, chunk_bytes: int) -> None:
         super().__init__()
         self._job = job
         self._path = path
         self._chunk_bytes = chunk_bytes
-        self._columns: dict[DepthIdx, Column] = {}
+        self._columns: dict[DepthIdx, _TurningColumn] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self._committed_at = time.monotonic()
-        self._writer: RunWriter | None = None
+        self._writer: BackgroundWriter | None = None
         self._found: State | None = None
         self._found_layers: dict[str, TensorSpec] | None = None
         self._is_complete = False
+        # Of the net as it is now: passes in training mode change its buffers.
+        self._settings = job.settings()
         if holds_recording(path):
             self._go_on()
 
@@ -109,12 +137,14 @@ class DiskWriter(StoreWriter):
                 "is stored: resume with the same data and transform"
             )
         self._devices.add(first.device)
-        buffer = HostBuffer(pinned=first.device.type == "cuda")
-        column = self._columns[label] = Column(spec, buffer, first.shape[0], is_exact=False)
+        is_pinned = first.device.type == "cuda"
+        column = self._columns[label] = _TurningColumn(spec, first.shape[0], is_pinned)
         return column
 
     def commit(self, ids: Ids, state: Callable[[], State]) -> None:
         """Count a batch, and make what is buffered durable once there is enough of it."""
+        if self._writer is not None:
+            self._writer.check()
         super().commit(ids, state)
         self._staged.append(ids)
         sample_bytes = sum(column.spec.num_bytes for column in self._columns.values())
@@ -124,39 +154,53 @@ class DiskWriter(StoreWriter):
 
     def finish(self, state: Callable[[], State]) -> Held:
         """Make the rest durable and declare the recording complete."""
-        if not self._is_complete:
-            if self._staged or self._writer is None:
-                self._flush(state)
-            assert self._writer is not None
-            self._writer.finish()
-        self._columns.clear()
+        try:
+            if not self._is_complete:
+                if self._staged or self._writer is None:
+                    self._flush(state)
+                assert self._writer is not None
+                self._writer.finish()
+        finally:
+            self._close()
         return held_by(RunReader(self._path), self._job.architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Close the folder, having saved what counts where that is possible."""
-        if state is not None and self._staged:
-            # Something has failed already, and that is what must be reported.
-            with contextlib.suppress(RecordingError):
-                self._flush(state)
-        wait_for(self._devices)
-        self._columns.clear()
-        if self._writer is not None:
-            self._writer.abort()
+        try:
+            if state is not None and self._staged:
+                # Something has failed already, and that is what must be reported.
+                with contextlib.suppress(CollectError, RecordingError):
+                    self._flush(state)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            wait_for(self._devices)
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._columns.clear()
 
     def _flush(self, state: Callable[[], State]) -> None:
         wait_for(self._devices)
-        tensors = {self._name(label): column for label, column in self._columns.items()}
         packed = pack(state())
-        if self._writer is None:
-            layers = {name: column.spec for name, column in tensors.items()}
-            header = header_of(self._job.architecture, self._job.settings())
-            self._writer = RunWriter.create(self._path, layers=layers, header=header)
-        chunk = {name: column.array[: self.start] for name, column in tensors.items()}
-        ids = [value for part in self._staged for value in part]
-        self._writer.append(chunk, to_ids(ids), state=packed)
+        writer = self._writer = self._writer or self._created()
+        # What the columns turn to must not be written any more.
+        writer.wait()
+        chunk = {
+            self._name(label): column.turn(self.start) for label, column in self._columns.items()
+        }
+        writer.append(chunk, _joined(self._staged), packed)
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
+
+    def _created(self) -> BackgroundWriter:
+        layers = {self._name(label): column.spec for label, column in self._columns.items()}
+        header = header_of(self._job.architecture, self._settings)
+        create = partial(RunWriter.create, self._path, layers=layers, header=header)
+        return BackgroundWriter(self._path, create)
 
     def _name(self, label: DepthIdx) -> str:
         return str(self._job.architecture[label].label)
@@ -176,7 +220,9 @@ class DiskWriter(StoreWriter):
             self._found = None if found is None else unpack(found)
             if not reader.complete:
                 layers, header = reader.layers, reader.header
-                self._writer = RunWriter.resume(self._path, layers=layers, header=header)
+                # At once, so that another writer at work is noticed before any pass.
+                resumed = RunWriter.resume(self._path, layers=layers, header=header)
+                self._writer = BackgroundWriter(self._path, resumed)
 
     def _check_same(self, reader: RunReader) -> None:
         stored = dict(reader.header)
@@ -188,7 +234,7 @@ class DiskWriter(StoreWriter):
                 f"{self._path} was recorded from another architecture: its fingerprint is {theirs} "
                 f"and this net's is {ours}; choose another folder"
             )
-        found = differences(stored, parse(dump(self._job.settings())))
+        found = differences(stored, parse(dump(self._settings)))
         if found:
             raise RecordingError(
                 f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
@@ -208,6 +254,13 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
     return Held(values, reader.sample_ids, reader.complete, reader.path, reader)
+
+
+def _joined(parts: Sequence[Ids]) -> Ids:
+    ranges = [part for part in parts if isinstance(part, range)]
+    if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
+        return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)
+    return to_ids([value for part in parts for value in part])
 
 
 def _copy_of(ids: SampleIds) -> SampleIds:

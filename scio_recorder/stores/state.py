@@ -15,7 +15,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(state: Any) -> dict[str, Tensor | JSON]:
-    """Return the tensors of nested dicts and lists by number, and the rest as one JSON value.
+    """Return copies of all tensors by number, and the nested rest as one JSON value.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def unpack(packed: Mapping[str, Any]) -> Any:
 def _pack(value: Any, tensors: dict[str, Tensor | JSON]) -> Any:
     if isinstance(value, Tensor):
         name = str(len(tensors))
-        tensors[name] = value.detach()
+        tensors[name] = value.detach().to("cpu", copy=True)
         return {"$tensor": name}
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": str(value)}
