@@ -219,7 +219,8 @@ def test_steps_go_on_after_a_checkpoint(data: Tensor, tmp_path: Path) -> None:
         assert_same(row, step)
 
 
-def test_manual_optimisation_of_two_networks(data: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_manual_optimisation_of_two_networks(wrapped: bool, data: Tensor, tmp_path: Path) -> None:
     class Pair(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -227,7 +228,9 @@ def test_manual_optimisation_of_two_networks(data: Tensor, tmp_path: Path) -> No
             self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for net, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
+            # Lightning is not told of the steps of optimizers that it has not wrapped.
+            optimizers = self.optimizers(use_pl_optimizer=wrapped)
+            for net, optimizer in zip((self.one, self.other), optimizers, strict=True):
                 optimizer.zero_grad()
                 self.manual_backward(net(batch[0]).square().mean())
                 optimizer.step()
