@@ -148,7 +148,7 @@ def _scale(axis: Axes, values: Sequence[Values]) -> None:
     spreads = sorted(abs(_or_nan(one.std)) for one in values if math.isfinite(_or_nan(one.std)))
     typical = spreads[len(spreads) // 2] if spreads else 0.0
     ends = [abs(_or_nan(end)) for one in values for end in (one.low, one.high)]
-    if typical > 0 and max((end for end in ends if end == end), default=0.0) > 50 * typical:
+    if typical > 0 and max((end for end in ends if end == end), default=0.0) > 1000 * typical:
         axis.set_yscale("symlog", linthresh=typical)
 
 

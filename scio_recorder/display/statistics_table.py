@@ -28,8 +28,6 @@ _COLUMNS: tuple[tuple[str, bool | None], ...] = (
     ("Units", True),
     ("Dead", True),
     ("Saturated", True),
-    ("Shape", False),
-    ("Dtype", False),
     ("Kept", False),
 )
 
@@ -84,10 +82,9 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
     yield _count(values.nans, is_alarm=True)
     yield _count(values.infinities, is_alarm=True)
     yield from _unit_cells(units)
-    yield f'<td class="shape" title="{text(summary.shape)}">{text(summary.shape)}</td>'
-    yield f"<td>{text(summary.dtype)}</td>"
+    kept = " ".join(filter(None, (summary.kept, summary.dtype, summary.shape)))
     notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
-    yield f'<td class="kept">{text(summary.kept)}{notes}</td>'
+    yield f'<td class="kept">{text(kept)}{notes}</td>'
 
 
 def _spark(place: int, summary: LayerSummary) -> str:
@@ -107,13 +104,17 @@ def _unit_cells(units: Units | None) -> Iterator[str]:
     yield _number(units.count, where)
     parts = ((units.zero, "zero"), (units.constant, "constant"))
     kinds = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
-    yield _number(units.dead, f"{units.dead:,} ({kinds})" if units.dead else "0")
-    yield _count(units.saturated)
+    yield _number(units.dead, _alarm(kinds) if kinds else "0")
+    yield _count(units.saturated, is_alarm=True)
 
 
 def _count(count: int | None, is_alarm: bool = False) -> str:
     shown = "" if count is None else f"{count:,}"
-    return _number(count, f'<span class="alarm">{shown}</span>' if count and is_alarm else shown)
+    return _number(count, _alarm(shown) if count and is_alarm else shown)
+
+
+def _alarm(shown: str) -> str:
+    return f'<span class="alarm">{shown}</span>'
 
 
 def _number(value: float | None, shown: str) -> str:

@@ -17,9 +17,10 @@ def facts_of(recording: Readable) -> list[tuple[str, str]]:
         ("Samples", f"{recording.num_samples:,}"),
         ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),
         ("Kept as samples", f"{len(stored):,}, {decimal(size)}" if stored else "none"),
-        ("Reduced", f"{len(recording.reductions):,}"),
         ("Architecture", recording.architecture.fingerprint[:12]),
     ]
+    if recording.reductions:
+        facts.append(("Kept as summaries", f"{len(recording.reductions):,}"))
     ids = recording.sample_ids
     if len(ids):
         facts.insert(1, ("First and last id", f"{ids[0]}, {ids[-1]}"))

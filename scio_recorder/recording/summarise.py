@@ -21,9 +21,9 @@ __all__ = ["summarise"]
 
 def summarise(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
     """Return what can be shown of one layer; its samples are read twice, in parts."""
-    if label in recording.stored:
-        return _of_samples(recording, label, bins)
-    return _of_reductions(recording, label)
+    if label in recording.reductions:
+        return _of_reductions(recording, label)
+    return _of_samples(recording, label, bins)
 
 
 def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
@@ -45,7 +45,7 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary
         notes.append(f"rounded, relative error {lost:.1e}")
     return LayerSummary(
         layer=layer,
-        kept="samples",
+        kept="",
         shape=str(tuple(samples.shape[1:])),
         dtype=str(samples.dtype).removeprefix("torch."),
         values=survey.values,

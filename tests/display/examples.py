@@ -1,0 +1,73 @@
+"""Recordings to be shown: a small net with everything in it, and hostile names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, Recording
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\"quoted\" & 'single'",
+    "</script><img src=x onerror=alert(2)>",
+    "משהו",
+    "\u202egnp-exe",
+    "[red]markup[/red]",
+    "línea\nnueva\x1b[31m",
+    "\ud800",
+]
+
+
+class Gate(nn.Module):
+    """Calls one module twice and leaves another out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 4, 1)
+        self.act = nn.ReLU()
+        self.unused = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(-self.act(self.mix(x)) + 1)
+
+
+def small_recorder() -> Recorder:
+    torch.manual_seed(0)
+    net = nn.Sequential(Gate(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh()).eval()
+    with torch.no_grad():
+        net[0].mix.bias[1] = -1e3
+        net[2].weight[2] = 0
+        net[2].bias[2] = 7
+    rnet = Recorder(net, input_size=(1, 3, 4, 4))
+    rnet.record("0.act", "2", "3")
+    return rnet
+
+
+def small_recording() -> Recording:
+    """A channel that is always zero, a feature that is constant, a NaN and an infinity."""
+    rnet = small_recorder()
+
+    def spoil(activation: Tensor, batch: Tensor) -> Tensor:
+        spoilt = activation.clone()
+        spoilt[0, 0], spoilt[1, 1] = float("nan"), float("-inf")
+        return spoilt
+
+    batches = [torch.randn(5, 3, 4, 4), torch.randn(3, 3, 4, 4)]
+    return rnet.collect(batches, transform={"2": spoil}, progress=False)
+
+
+def hostile_recording() -> Recording:
+    net = nn.Sequential()
+    for name in HOSTILE:
+        net.add_module(name, nn.Identity())
+    rnet = Recorder(net, input_size=(1, 3))
+    rnet.record("*")
+    return rnet.collect([torch.randn(4, 3)], progress=False)
+
+
+def wide_recording(count: int) -> Recording:
+    net = nn.Sequential(*(nn.Sequential(nn.ReLU()) for _ in range(count // 2)))
+    rnet = Recorder(net, input_size=(1, 3), depth=9)
+    rnet.record("*")
+    return rnet.collect([torch.randn(4, 3)], progress=False)
