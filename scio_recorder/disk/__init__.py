@@ -6,6 +6,7 @@ specifies what it writes.
 
 from scio_recorder.disk.ids import SampleIds
 from scio_recorder.disk.jsons import JSON
+from scio_recorder.disk.kept import KeptBatches, KeptReader
 from scio_recorder.disk.reader import FileReport, RunReader
 from scio_recorder.disk.tables import TensorSpec
 from scio_recorder.disk.writer import RunWriter, holds_recording
@@ -13,6 +14,8 @@ from scio_recorder.disk.writer import RunWriter, holds_recording
 __all__ = [
     "JSON",
     "FileReport",
+    "KeptBatches",
+    "KeptReader",
     "RunReader",
     "RunWriter",
     "SampleIds",

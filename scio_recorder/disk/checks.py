@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from scio_recorder.disk.tables import Table
 
 __all__ = [
+    "check_dense",
     "check_open",
     "check_rank",
     "check_same",
@@ -107,10 +108,11 @@ def check_tensors(layers: Table, tensors: Mapping[str, Tensor], rows: int) -> No
                 f"layer {name} is {found.dtype} {list(found.shape)}, not {expected.dtype} "
                 f"{list(expected.shape)} ({rows} sample ids were given)"
             )
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` for a tensor that is not simply numbers in memory."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         raise ValueError(f"{name} has no plain memory to write; make it an ordinary tensor")
 
@@ -129,5 +131,5 @@ def split_state(
     dump(values)
     to_json({name: spec_of(tensor) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
     return values, tensors

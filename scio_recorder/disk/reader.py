@@ -16,6 +16,7 @@ from scio_recorder.disk.chunks import ChunkFile, FileEntry
 from scio_recorder.disk.faults import accessing, parsing
 from scio_recorder.disk.folder import Folder
 from scio_recorder.disk.ids import SampleIds
+from scio_recorder.disk.kept import KeptReader
 from scio_recorder.disk.records import rows_table
 from scio_recorder.disk.run import scan
 from scio_recorder.disk.tables import require_little_endian
@@ -74,6 +75,8 @@ class RunReader:
         The ids of all samples, in the order in which `read` counts them.
     complete : bool
         Whether every rank has finished.
+    kept : KeptReader
+        What is kept of each batch, besides samples.
 
     Raises
     ------
@@ -193,6 +196,7 @@ class RunReader:
                         self._pieces.append(_Piece(shard.name, chunk.file, chunk.rows))
                         self._starts.append(self.num_samples)
                     self.sample_ids.add(chunk.ids)
+            self.kept = KeptReader(self._root, self._run.shards)
 
     def _spec(self, layer: str) -> TensorSpec:
         if layer not in self.layers:
@@ -228,6 +232,8 @@ class RunReader:
                 if chunk.file is not None:
                     table = rows_table(self.layers, chunk.rows)
                     yield self._report(shard.name, chunk.file, table)
+                if chunk.kept is not None:
+                    yield self._report(shard.name, chunk.kept.file, chunk.kept.table)
             last = self._run.states.get(shard.rank)
             if last is not None and last[0] is shard and last[1].file is not None:
                 yield self._report(shard.name, last[1].file, last[1].table)

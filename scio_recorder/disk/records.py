@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from scio_recorder.disk.checksums import DIGITS, block_count
 from scio_recorder.disk.chunks import FileEntry, expected_size
 from scio_recorder.disk.ids import ids_from_json, ids_to_json
@@ -20,7 +22,16 @@ if TYPE_CHECKING:
 
     from scio_recorder.disk.ids import Ids
 
-__all__ = ["ChunkRecord", "CloseRecord", "Description", "OpenRecord", "StateRecord", "rows_table"]
+__all__ = [
+    "ChunkRecord",
+    "CloseRecord",
+    "Description",
+    "KeptRecord",
+    "OpenRecord",
+    "StateRecord",
+    "batch_name",
+    "rows_table",
+]
 
 FORMAT = "scio-recording"
 VERSION = 1
@@ -121,12 +132,47 @@ class StateRecord:
 
 
 @dataclass(frozen=True)
+class KeptRecord:
+    """What is kept of each batch of a chunk, in a file of its own, and never replaced."""
+
+    batches: tuple[int, ...]
+    table: Table
+    file: FileEntry
+
+    def to_json(self) -> dict[str, JSON]:
+        """Return this as JSON."""
+        return {
+            "batches": list(self.batches),
+            "tensors": [[name, entry] for name, entry in to_json(self.table).items()],
+            "file": _file_to_json(self.file),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, rows: int) -> KeptRecord:
+        """Return what `to_json` wrote."""
+        batches = tuple(expect(count, int) for count in expect(value["batches"], list))
+        if sum(batches) != rows or any(count < 0 for count in batches):
+            raise ValueError(f"batches of {rows} samples that do not add up")
+        pairs = expect(value["tensors"], list)
+        table = from_json({expect(name, str): entry for name, entry in pairs})
+        for number in range(len(batches)):
+            spec = table[batch_name(number)]
+            if spec.dtype is not torch.uint8 or len(spec.shape) != 1:
+                raise ValueError(f"{batch_name(number)} is no text")
+        file = _file_from_json(value["file"], table)
+        if file is None:
+            raise ValueError("nothing is kept")
+        return cls(batches, table, file)
+
+
+@dataclass(frozen=True)
 class ChunkRecord:
     """One commit: some samples of every layer."""
 
     ids: Ids
     file: FileEntry | None
     state: StateRecord | None
+    kept: KeptRecord | None = None
 
     @property
     def rows(self) -> int:
@@ -136,7 +182,11 @@ class ChunkRecord:
     @property
     def files(self) -> list[FileEntry]:
         """The files that the commit wrote, in the order of their numbers."""
-        files = [self.file, None if self.state is None else self.state.file]
+        files = [
+            self.file,
+            None if self.kept is None else self.kept.file,
+            None if self.state is None else self.state.file,
+        ]
         return [file for file in files if file is not None]
 
     def to_json(self) -> dict[str, JSON]:
@@ -145,6 +195,7 @@ class ChunkRecord:
             "kind": "chunk",
             "ids": ids_to_json(self.ids),
             "file": _file_to_json(self.file),
+            "kept": None if self.kept is None else self.kept.to_json(),
             "state": None if self.state is None else self.state.to_json(),
         }
 
@@ -154,7 +205,13 @@ class ChunkRecord:
         ids = ids_from_json(value["ids"])
         file = _file_from_json(value["file"], rows_table(layers, len(ids)))
         state = None if value["state"] is None else StateRecord.from_json(value["state"])
-        return cls(ids, file, state)
+        kept = None if value["kept"] is None else KeptRecord.from_json(value["kept"], len(ids))
+        return cls(ids, file, state, kept)
+
+
+def batch_name(number: int) -> str:
+    """Return the name of the text that says what is kept of a batch of a chunk."""
+    return f"batch-{number}"
 
 
 def rows_table(layers: Table, rows: int) -> dict[str, TensorSpec]:

@@ -105,6 +105,7 @@ class Run:
     def files_of(self, shard: Shard, *, state: bool = True) -> dict[str, int]:
         """Return the chunk files that this shard must have, with their lengths in bytes."""
         files = [chunk.file for chunk in shard.chunks]
+        files += [chunk.kept.file for chunk in shard.chunks if chunk.kept is not None]
         last = self.states.get(shard.rank)
         if state and last is not None and last[0] is shard:
             files.append(last[1].file)

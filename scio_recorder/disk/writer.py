@@ -22,11 +22,13 @@ from scio_recorder.disk.faults import accessing
 from scio_recorder.disk.folder import Folder, make_folder
 from scio_recorder.disk.ids import SampleIds, to_ids
 from scio_recorder.disk.jsons import seal
+from scio_recorder.disk.kept import KeptBatches, kept_record, kept_tensors
 from scio_recorder.disk.lock import WriterLock
 from scio_recorder.disk.reader import load_state
 from scio_recorder.disk.records import (
     ChunkRecord,
     CloseRecord,
+    KeptRecord,
     OpenRecord,
     StateRecord,
 )
@@ -194,6 +196,7 @@ class RunWriter:
         sample_ids: Sequence[int] | Sequence[str],
         *,
         state: Mapping[str, Tensor | JSON] | None = None,
+        kept: KeptBatches | None = None,
     ) -> None:
         """Write one chunk: it is durable, all of it, when this returns, and else not there.
 
@@ -206,6 +209,9 @@ class RunWriter:
             One for each sample.
         state
             Committed together with the chunk; replaces the state committed before.
+        kept
+            Committed together with the chunk, and never replaced: something of each whole batch of
+            the chunk. It has to be given with every chunk or with none.
 
         Raises
         ------
@@ -221,12 +227,14 @@ class RunWriter:
             check_tensors(self._layers, tensors, len(ids))
             self.sample_ids.check(ids)
             values, state_tensors = split_state(state or {})
+            batches = None if kept is None else kept_tensors(kept, len(ids))
             with accessing(self._shard.path):
                 file = self._shard.store({name: tensors[name] for name in self._layers})
+                beside = None if kept is None else self._save_kept(kept, batches or {})
                 saved = self._save_state(values, state_tensors) if state is not None else None
-                if file is not None or state_tensors:
+                if file is not None or beside is not None or state_tensors:
                     self._shard.sync_names()
-                self._shard.commit(ChunkRecord(ids, file, saved).to_json())
+                self._shard.commit(ChunkRecord(ids, file, saved, beside).to_json())
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
         self.sample_ids.add(ids)
@@ -281,6 +289,10 @@ class RunWriter:
     def _save_state(self, values: dict[str, JSON], tensors: dict[str, Tensor]) -> StateRecord:
         table = {name: spec_of(tensor) for name, tensor in tensors.items()}
         return StateRecord(values, table, self._shard.store(tensors))
+
+    def _save_kept(self, kept: KeptBatches, tensors: dict[str, Tensor]) -> KeptRecord | None:
+        file = self._shard.store(tensors)
+        return None if file is None else kept_record(kept, tensors, file)
 
     def _replace_state(self, file: FileEntry | None) -> None:
         # The one before the last stays, should the record that replaces it be lost with the disk.

@@ -77,6 +77,25 @@ def read_run(root: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
     return ids, {name: torch.cat(part) for name, part in parts.items()}
 
 
+def read_kept(root: Path) -> list[tuple[int, Any, list[torch.Tensor]]]:
+    """Read what is kept of each batch: its number of samples, a value, and tensors."""
+    found = []
+    for shard in sorted(root.glob("shard-*")):
+        for record in frames((shard / "journal.log").read_bytes()):
+            if record["kind"] == "chunk" and record["kept"] is not None:
+                kept = record["kept"]
+                file = shard / f"chunk-{kept['file']['number']:08d}.safetensors"
+                check_blocks(file, [name for name, _ in kept["tensors"]], kept["file"])
+                tensors = safetensors.torch.load_file(file)
+                texts = [bytes(tensors.pop(f"batch-{i}")) for i in range(len(kept["batches"]))]
+                ordered = [tensors[str(i)] for i in range(len(tensors))]
+                found += [
+                    (count, json.loads(text), ordered)
+                    for count, text in zip(kept["batches"], texts, strict=True)
+                ]
+    return found
+
+
 def check_blocks(file: Path, names: list[str], entry: Any) -> None:
     data = file.read_bytes()
     assert len(data) == entry["bytes"]
