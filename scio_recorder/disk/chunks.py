@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 1 << 18
+# So many bytes at a time go to the disk while the next are copied to the system's cache.
+_BEHIND_BYTES = 8 << 20
 
 
 class FileEntry(NamedTuple):
@@ -66,11 +68,16 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> int:
     """Write a safetensors file from the tensors' own memory; return its length in bytes."""
     header, offsets = encode_header({name: spec_of(tensor) for name, tensor in tensors.items()})
     write_all(descriptor, header)
-    length = len(header)
+    length, begun = len(header), 0
     for name in sorted(tensors, key=offsets.__getitem__):
         data = _bytes_of(tensors[name])
-        write_all(descriptor, data)
-        length += len(data)
+        for start in range(0, len(data), _BEHIND_BYTES):
+            piece = data[start : start + _BEHIND_BYTES]
+            write_all(descriptor, piece)
+            length += len(piece)
+            if length - begun >= _BEHIND_BYTES:
+                system.write_behind(descriptor, begun, length - begun)
+                begun = length
     return length
 
 
