@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(commands)
     _add_on_disk(commands, "inspect", "show what a recording on disk holds", _inspect)
     _add_on_disk(commands, "verify", "read all of a recording and compare its checksums", _verify)
+    _add_report(commands)
     _add_demo(commands)
     return parser
 
@@ -149,6 +150,19 @@ def _add_on_disk(commands: Any, name: str, text: str, run: Any) -> None:
     command.set_defaults(run=run)
 
 
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page of HTML that shows a recording",
+        description="Write a page of HTML, complete in itself: statistics, histograms, dead and "
+        "saturated units, the architecture.",
+    )
+    report.add_argument("path", metavar="PATH", help="the folder of the recording")
+    report.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
+    report.add_argument("--title", help="its heading; by default the type of the net")
+    report.set_defaults(run=_report)
+
+
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
@@ -213,6 +227,15 @@ def _verify(parsed: argparse.Namespace, console: Console) -> None:
         state = "complete" if reader.complete else "interrupted: collect with resume to go on"
         text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.recording import open_recording
+
+    # Beside the folder, which holds nothing but the recording.
+    output = parsed.output or f"{os.path.normpath(parsed.path)}.html"
+    page = open_recording(parsed.path).report(output, title=parsed.title)
+    console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(recording: Any, console: Console) -> None:

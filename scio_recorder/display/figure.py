@@ -157,7 +157,7 @@ def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
         return
     names = ", ".join(str(one.layer.label) for one in left_out[:8])
     more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
-    figure.suptitle(f"Not drawn, there is nothing to draw: {names}{more}", fontsize=8)
+    figure.suptitle(f"Nothing to draw: {names}{more}", fontsize=8)
 
 
 def _title(summary: LayerSummary) -> str:

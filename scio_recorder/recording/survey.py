@@ -77,7 +77,8 @@ class Survey:
         own = float(present.mean())
         delta, total = own - self._mean, self._count + size
         self._squares += float((present - own).square_().sum())
-        self._squares += delta * delta * self._count * size / total
+        # Zero times an infinite square would be nan.
+        self._squares += delta * delta * self._count * size / total if self._count else 0.0
         self._mean, self._count = self._mean + delta * size / total, total
         low, high = present.aminmax()
         self._low, self._high = min(self._low, float(low)), max(self._high, float(high))

@@ -1,0 +1,153 @@
+"""Figures of a recording: what is drawn is what NumPy finds, and nothing global is touched."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import Recorder, Recording, reductions
+from scio_recorder.errors import LayerNotFoundError
+from tests.display.examples import hostile_recording, small_recording
+
+pytest.importorskip("matplotlib")
+
+
+def of(layers: dict[str, torch.Tensor], **options: object) -> Recording:
+    """Return a recording whose layers hold these samples."""
+    net = nn.Sequential()
+    for name in layers:
+        net.add_module(name, nn.Identity())
+    rnet = Recorder(net, input_size=(1, 1))
+    rnet.record(*layers)
+    transforms = {name: lambda _, __, name=name: layers[name] for name in layers}
+    size = len(next(iter(layers.values())))
+    return rnet.collect([torch.ones(size, 1)], transform=transforms, progress=False, **options)  # type: ignore[arg-type]
+
+
+def test_histograms_hold_the_shares_of_values() -> None:
+    samples = torch.randn(50, 7)
+    figure = of({"a": samples}).plot(bins=9)
+    (axis,) = figure.axes
+    (stairs,) = axis.patches
+    shares, edges, _ = stairs.get_data()
+    counts, expected = np.histogram(samples.double().numpy(), bins=9)
+    np.testing.assert_allclose(shares, counts / 350)
+    np.testing.assert_allclose(edges, expected)
+    assert axis.get_title() == "1-1 a"
+
+
+def test_depth_shows_mean_spread_and_extremes() -> None:
+    layers = {name: torch.randn(20, 4) * (place + 1) for place, name in enumerate("abc")}
+    (axis,) = of(layers).plot("depth").axes
+    whole = [samples.double().numpy() for samples in layers.values()]
+    mean, low, high = (line.get_ydata() for line in axis.lines[:3])
+    np.testing.assert_allclose(mean, [one.mean() for one in whole])
+    np.testing.assert_allclose(low, [one.min() for one in whole])
+    np.testing.assert_allclose(high, [one.max() for one in whole])
+    band = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx(max(one.mean() + one.std(ddof=1) for one in whole))
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["1-1", "1-2", "1-3"]
+
+
+@pytest.mark.parametrize("kind", ["histograms", "depth"])
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_any_number_of_layers(kind: str, count: int) -> None:
+    figure = of({f"m{place}": torch.randn(4, 2) for place in range(count)}).plot(kind)  # type: ignore[arg-type]
+    assert sum(axis.get_visible() for axis in figure.axes) == (count if kind != "depth" else 1)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    width, height = figure.get_size_inches()
+    assert width <= 14
+    assert height <= 40
+
+
+@pytest.mark.parametrize("kind", ["histograms", "depth"])
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.full((3, 2), math.nan),
+        torch.tensor([[math.inf, 1.0], [math.nan, 2.0]]),
+        torch.zeros(3, 2),
+        torch.ones(3, 0),
+        torch.ones(3),
+        torch.ones(1, 1),
+        torch.ones(3, 2, dtype=torch.bool),
+        torch.ones(3, 2, dtype=torch.complex64),
+        torch.tensor([[1e300, -1e300]], dtype=torch.float64),
+        torch.tensor([[0.0, 1e-310]], dtype=torch.float64),
+    ],
+    ids=["nan", "inf", "constant", "empty", "0-d", "single", "bool", "complex", "huge", "tiny"],
+)
+def test_awkward_values(kind: str, samples: torch.Tensor) -> None:
+    figure = of({"a": samples}).plot(kind)  # type: ignore[arg-type]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_what_can_not_be_drawn_is_named() -> None:
+    layers = {"a": torch.randn(4, 2), "b": torch.full((4, 2), math.nan)}
+    figure = of(layers).plot()
+    assert figure.get_suptitle() == "Nothing to draw: 1-2"
+    assert sum(axis.get_visible() for axis in figure.axes) == 1
+    nothing = of({"b": layers["b"]}).plot("depth")
+    assert nothing.axes == []
+    assert nothing.texts[0].get_text() == "There is nothing to draw."
+
+
+def test_reduced_layers_are_drawn_from_what_they_know() -> None:
+    samples = torch.randn(30, 4)
+    counted = of({"a": samples}, reduce=reductions.Histogram(6, range=(-1.0, 1.0)))
+    (axis,) = counted.plot(bins=99).axes
+    shares, edges, _ = axis.patches[0].get_data()
+    counts = np.histogram(samples.double().numpy(), bins=6, range=(-1.0, 1.0))[0]
+    np.testing.assert_allclose(shares, counts / samples.numel())
+    assert len(edges) == 7
+    assert f"{samples.numel() - counts.sum()} outside" in {text.get_text() for text in axis.texts}
+    (axis,) = of({"a": samples}, reduce=reductions.Moments()).plot("depth").axes
+    assert axis.lines[0].get_ydata()[0] == pytest.approx(samples.mean().item(), rel=1e-5)
+    assert of({"a": samples}, reduce=reductions.Moments()).plot().axes == []
+
+
+def test_layers_are_chosen_by_any_key() -> None:
+    recording = small_recording()
+    figure = recording.plot(layers=["2", (1, 4), "2-3"])
+    titles = [axis.get_title() for axis in figure.axes if axis.get_visible()]
+    assert titles == ["2-3 0.act", "1-3 2", "1-4 3"]
+    with pytest.raises(LayerNotFoundError, match="1-2"):
+        recording.plot(layers=["1-2"])
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match='"histograms" or "depth"'):
+        small_recording().plot("violin")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bins=0"):
+        small_recording().plot(bins=0)
+
+
+def test_names_are_not_formulas() -> None:
+    figure = hostile_recording().plot()
+    assert figure._repr_png_()
+    dollar = of({"$\\frac$": torch.randn(3, 2)}).plot()
+    assert dollar._repr_png_()
+    assert dollar.axes[0].get_title() == "1-1 $\\frac$"
+
+
+def test_pyplot_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    assert small_recording().plot()._repr_png_()
+
+
+def test_figures_can_be_pickled() -> None:
+    figure = pickle.loads(pickle.dumps(of({"a": torch.randn(4, 2)}).plot()))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = small_recording()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'scio-recorder\[plot\]'"):
+        recording.plot()

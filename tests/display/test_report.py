@@ -1,0 +1,195 @@
+"""The page of a recording: written whole, complete in itself, also where little can be shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import Recorder, Recording, open_recording, reductions
+from scio_recorder.cli import main
+from scio_recorder.display.writing import write_page
+from scio_recorder.errors import RecordingError
+from tests.display.examples import hostile_recording, small_recording
+
+
+def text(recording: Recording, folder: Path, **options: str) -> str:
+    return recording.report(folder / "page.html", **options).read_text(encoding="utf-8")  # type: ignore[arg-type]
+
+
+def test_nothing_may_be_fetched(tmp_path: Path) -> None:
+    html = text(small_recording(), tmp_path)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    assert policy is not None
+    assert policy[1] == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    assert html.index("Content-Security-Policy") < html.index("<style")
+    assert "://" not in html
+    assert not re.search(r"<(img|link|iframe|object|embed|base)\b", html)
+    assert set(re.findall(r'href="(.)', html)) == {"#"}
+
+
+def test_every_link_leads_somewhere(tmp_path: Path) -> None:
+    html = text(hostile_recording(), tmp_path)
+    ids = re.findall(r' id="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', html)) <= set(ids)
+
+
+def test_warnings_stand_first_and_name_the_layers(tmp_path: Path) -> None:
+    html = text(small_recording(), tmp_path)
+    warning = html[html.index('class="warning"') : html.index('id="statistics"')]
+    assert 'href="#layer-1-3"' in warning
+    assert "1-1" not in warning
+
+
+def test_counts_of_the_warning(tmp_path: Path) -> None:
+    samples = torch.zeros(4, 3)
+    samples[0, 0], samples[1] = float("inf"), float("nan")
+    html = text(of(samples), tmp_path)
+    assert "3 NaN and 1 infinite values" in html
+    assert "Look at this first" not in text(of(torch.zeros(4, 3)), tmp_path)
+
+
+def of(samples: torch.Tensor, **options: object) -> Recording:
+    rnet = Recorder(nn.Identity(), input_data=samples[:1])
+    rnet.record("0-1")
+    return rnet.collect([samples], progress=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.full((3, 2), float("nan")),
+        torch.zeros(3, 2, dtype=torch.int64),
+        torch.ones(3, 2, dtype=torch.bool),
+        torch.ones(3, 2, dtype=torch.complex64),
+        torch.ones(3),
+        torch.ones(3, 0),
+        torch.ones(1, 2),
+    ],
+    ids=["nans", "integers", "booleans", "complex", "0-d", "no values", "one sample"],
+)
+def test_whatever_was_recorded(samples: torch.Tensor, tmp_path: Path) -> None:
+    html = text(of(samples), tmp_path)
+    assert '<tr id="layer-0-1"' in html
+    assert str(samples.dtype).removeprefix("torch.") in html
+
+
+def test_no_samples(tmp_path: Path) -> None:
+    recording = of(torch.ones(0, 2))
+    assert recording.num_samples == 0
+    recording.save(tmp_path / "run")
+    for empty in (recording, open_recording(tmp_path / "run")):
+        html = text(empty, tmp_path)
+        assert "There are no samples." in html
+        assert "There are no values to draw." in html
+        assert '<tr id="layer-0-1"' in html
+
+
+def test_only_reductions(tmp_path: Path) -> None:
+    samples = torch.randn(6, 3)
+    html = text(of(samples, reduce=[reductions.Histogram(4), reductions.Covariance()]), tmp_path)
+    assert "Histogram, Covariance" in html
+    assert "Covariance is not drawn" in html
+    assert html.count("<figure") == 1
+    assert "Kept as summaries" in html
+
+
+def test_what_was_interrupted_says_so(tmp_path: Path) -> None:
+    rnet = Recorder(nn.Identity(), input_size=(1, 2))
+    rnet.record("0-1")
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.ones(3, 2)
+        raise RuntimeError("the power went out")
+
+    with pytest.raises(RuntimeError, match="power"):
+        rnet.collect(batches(), store=f"disk:{tmp_path}/run", progress=False)
+    recording = open_recording(tmp_path / "run")
+    assert not recording.complete
+    assert "The recording was interrupted" in text(recording, tmp_path)
+
+
+def test_pages_of_memory_and_disk_show_the_same_numbers(tmp_path: Path) -> None:
+    recording = small_recording()
+    recording.save(tmp_path / "run")
+    rows = re.compile(r"<tr id=.*?</tr>", re.DOTALL)
+    ours = rows.findall(text(recording, tmp_path))
+    assert ours == rows.findall(text(open_recording(tmp_path / "run"), tmp_path))
+    assert len(ours) == 4
+
+
+def test_samples_on_disk_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = small_recording()
+    recording.save(tmp_path / "run")
+    read: list[int] = []
+    lazy = open_recording(tmp_path / "run")
+    reader = lazy["1-3"]._reader  # the only road to the samples
+    original = type(reader).read
+
+    def counting(self: object, layer: str, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return original(self, layer, start, stop)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(reader), "read", counting)
+    monkeypatch.setattr("scio_recorder.recording.recording._PART_BYTES", 64)
+    lazy.report(tmp_path / "page.html")
+    assert max(read) < 8
+    assert sum(read) == 2 * 8 * 4
+
+
+def test_title_and_type_of_the_net(tmp_path: Path) -> None:
+    assert "<h1>Recording of Identity</h1>" in text(of(torch.ones(2, 2)), tmp_path)
+    assert "<h1>a &lt;b&gt; &amp; c</h1>" in text(of(torch.ones(2, 2)), tmp_path, title="a <b> & c")
+
+
+def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("before")
+
+    def pieces() -> Iterator[str]:
+        yield "half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_page(page, pieces())
+    assert page.read_text() == "before"
+    assert os.listdir(tmp_path) == ["page.html"]
+    write_page(page, ["after"])
+    assert page.read_text() == "after"
+    assert os.listdir(tmp_path) == ["page.html"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~mask
+
+
+def test_where_a_page_can_not_be_written(tmp_path: Path) -> None:
+    recording = of(torch.ones(2, 2))
+    with pytest.raises(RecordingError, match=r"no_such_folder.*No such file"):
+        recording.report(tmp_path / "no_such_folder" / "page.html")
+    with pytest.raises(RecordingError, match="directory"):
+        recording.report(tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ValueError, match="bins=0"):
+        recording.report(tmp_path / "page.html", bins=0)
+
+
+def test_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_recording().save("runs")
+    assert main(["report", "runs/", "--title", "Mine"]) == 0
+    assert capsys.readouterr().out == "wrote runs.html\n"
+    assert "<h1>Mine</h1>" in Path("runs.html").read_text(encoding="utf-8")
+    assert open_recording("runs", verify=True).complete
+    assert main(["report", "runs", "--output", "other.html"]) == 0
+    assert "<h1>Recording of Sequential</h1>" in Path("other.html").read_text(encoding="utf-8")
+    assert main(["report", "nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err

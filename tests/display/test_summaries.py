@@ -1,0 +1,261 @@
+"""What is shown of a layer, against NumPy on the whole array."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, Recording, reductions
+from scio_recorder.display.summary import LayerSummary
+from scio_recorder.recording import survey
+from scio_recorder.recording.summarise import summarise
+
+
+def kept(samples: Tensor, net: nn.Module | None = None, **options: object) -> Recording:
+    """Return a recording of these samples, collected in batches of three."""
+    rnet = Recorder(net or nn.Identity(), input_data=samples[:1])
+    rnet.record("0-1")
+    return rnet.collect(samples.split(3), progress=False, **options)  # type: ignore[arg-type]
+
+
+def of(samples: Tensor, net: nn.Module | None = None, **options: object) -> LayerSummary:
+    return summarise(kept(samples, net, **options), (0, 1), bins=7)
+
+
+@pytest.fixture(params=[1 << 21, 5], ids=["whole", "blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "_BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.randn(10, 4, 5) * 3 + 1000,
+        torch.randn(10),
+        torch.randn(10, 6).relu(),
+        torch.randn(10, 4).bfloat16(),
+        torch.arange(40).view(10, 4) - 7,
+        torch.arange(40).view(10, 4) % 3 == 0,
+        torch.randn(10, 4, dtype=torch.complex64),
+        torch.full((10, 2), 0.1),
+        torch.tensor([[1e-150, 1e150], [3e150, -1e150]], dtype=torch.float64),
+    ],
+    ids=["floats", "0-d", "zeros", "bfloat16", "integers", "booleans", "complex", "equal", "wide"],
+)
+def test_statistics_and_bars(samples: Tensor) -> None:
+    found = of(samples)
+    whole = (samples.abs() if samples.is_complex() else samples).double().numpy()
+    values, bars = found.values, found.bars
+    assert values.mean == pytest.approx(whole.mean(), rel=1e-12)
+    spread = whole.astype(np.longdouble).std(ddof=1)
+    # Of equal numbers the spread is what rounding of their mean leaves.
+    assert values.std == pytest.approx(float(spread), rel=1e-9, abs=1e-12)
+    assert (values.low, values.high) == (whole.min(), whole.max())
+    assert values.zeros == (whole == 0).mean()
+    assert (values.nans, values.infinities) == (0, 0)
+    assert bars is not None
+    counts, _ = np.histogram(whole, bins=7, range=(bars.low, bars.high))
+    assert bars.counts == tuple(counts)
+    assert sum(bars.counts) + bars.below + bars.above == whole.size
+
+
+@pytest.mark.usefixtures("blocks")
+def test_values_that_are_not_finite_are_counted_apart() -> None:
+    samples = torch.randn(9, 4)
+    samples[2, 1] = samples[8, 0] = math.nan
+    samples[4, 3] = math.inf
+    found = of(samples)
+    assert (found.values.nans, found.values.infinities) == (2, 1)
+    assert (found.values.mean, found.values.high) == (math.inf, math.inf)
+    finite = samples[samples.isfinite()].double().numpy()
+    assert found.values.low == finite.min()
+    assert found.bars is not None
+    assert (found.bars.below, found.bars.above) == (0, 1)
+    assert (found.bars.low, found.bars.high) == (finite.min(), finite.max())
+    samples[4, 2] = -math.inf
+    both = of(samples).values
+    assert math.isnan(both.mean or 0)
+    assert (both.low, both.high) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_finite(value: float) -> None:
+    found = of(torch.full((4, 2), value))
+    assert found.bars is None
+    assert found.notes == ["no finite value"]
+    if math.isnan(value):
+        assert (found.values.nans, found.values.mean) == (8, None)
+    else:
+        assert (found.values.infinities, found.values.mean) == (8, value)
+
+
+def test_no_values() -> None:
+    found = of(torch.zeros(4, 0))
+    assert (found.bars, found.units, found.values.mean) == (None, None, None)
+    assert found.notes == ["no values"]
+
+
+def test_far_values_do_not_flatten_the_rest() -> None:
+    samples = torch.randn(3000, 2)
+    samples[7, 0] = -1e4
+    found = of(samples)
+    whole = samples.double().numpy()
+    assert found.bars is not None
+    assert found.bars.low == pytest.approx(whole.mean() - 6 * whole.std(ddof=1))
+    assert found.bars.high == whole.max()
+    assert (found.bars.below, found.bars.above) == (1, 0)
+    assert found.values.low == whole.min()
+
+
+@pytest.mark.usefixtures("blocks")
+def test_dead_units_are_those_that_never_change() -> None:
+    samples = torch.randn(10, 6, 2, 2)
+    samples[:, 1], samples[:, 4], samples[:, 5] = 0.0, -0.0, 2.5
+    samples[:, 0] = math.nan
+    samples[:9, 3], samples[9, 3] = 0.0, 1e-30
+    units = of(samples).units
+    assert units is not None
+    assert (units.count, units.dimension, units.zero, units.constant, units.dead) == (6, 1, 2, 1, 3)
+
+
+def test_one_sample_says_nothing_of_dead_units() -> None:
+    assert of(torch.zeros(1, 3)).units is None
+    assert of(torch.zeros(2, 3)).units is not None
+
+
+class LayerNorm(nn.Identity):
+    """Of a type that works on the last dimension."""
+
+
+class BatchNorm1d(nn.Identity):
+    """Of a type with channels first."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "net", "count", "dimension"),
+    [
+        ((5,), nn.Identity(), 1, 0),
+        ((5, 3), nn.Identity(), 3, 1),
+        ((5, 3, 4), nn.Identity(), 4, 2),
+        ((5, 3, 4), BatchNorm1d(), 3, 1),
+        ((5, 3, 4, 2), nn.Identity(), 3, 1),
+        ((5, 3, 4, 2), LayerNorm(), 2, 3),
+        ((5, 3, 4, 2, 2), nn.Identity(), 3, 1),
+    ],
+)
+def test_where_units_lie(
+    shape: tuple[int, ...], net: nn.Module, count: int, dimension: int
+) -> None:
+    units = of(torch.randn(shape), net).units
+    assert units is not None
+    assert (units.count, units.dimension) == (count, dimension)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    ("net", "given", "saturated"),
+    [
+        (nn.Tanh(), [9.0, -9.0, 0.1], 2),
+        (nn.Sigmoid(), [9.0, -9.0, 0.1], 2),
+        (nn.Softsign(), [1e3, -1e3, 0.1], 2),
+        (nn.Hardsigmoid(), [9.0, -9.0, 0.1], 2),
+        (nn.ReLU6(), [9.0, -9.0, 0.1], 1),
+        (nn.ReLU(), [9.0, -9.0, 0.1], None),
+    ],
+)
+def test_saturated_units(net: nn.Module, given: list[float], saturated: int | None) -> None:
+    units = of(torch.tensor([given] * 20), net).units
+    assert units is not None
+    assert units.saturated == saturated
+
+
+@pytest.mark.parametrize(("inside", "saturated"), [(1, 1), (2, 0)])
+def test_saturated_from_95_percent_of_the_values_on(inside: int, saturated: int) -> None:
+    samples = torch.full((20, 1), 9.0)
+    samples[:inside] = 0.0
+    units = of(samples, nn.Tanh()).units
+    assert units is not None
+    assert units.saturated == saturated
+
+
+def test_within_one_percent_of_the_range() -> None:
+    # 2 % of the unit above or below 1 are 1 % of the range from -1 to 1.
+    edge = math.atanh(0.98)
+    samples = torch.tensor([[edge + 1e-3, edge - 1e-3]] * 4)
+    units = of(samples, nn.Tanh()).units
+    assert units is not None
+    assert units.saturated == 1
+
+
+def test_reductions_say_what_they_know() -> None:
+    samples = torch.randn(11, 3, 4) * 2 + 5
+    found = of(
+        samples,
+        reduce=[
+            reductions.Moments(),
+            reductions.Min(),
+            reductions.Max(),
+            reductions.Histogram(6, range=(0.0, 9.0)),
+        ],
+    )
+    whole = samples.double().numpy()
+    assert found.kept == "Moments, Min, Max, Histogram"
+    assert found.values.mean == pytest.approx(whole.mean(), rel=1e-5)
+    assert found.values.std == pytest.approx(whole.std(ddof=1), rel=1e-5)
+    assert (found.values.low, found.values.high) == (whole.min(), whole.max())
+    assert found.bars is not None
+    assert found.bars.counts == tuple(np.histogram(whole, bins=6, range=(0.0, 9.0))[0])
+    assert (found.bars.below, found.bars.above) == ((whole < 0).sum(), (whole > 9).sum())
+    assert (found.units, found.values.nans, list(found.notes)) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        reductions.Covariance(),
+        reductions.Quantiles([0.5]),
+        reductions.Moments(by=lambda batch: [0] * len(batch)),
+        reductions.Fold(lambda total, activation: activation.sum()),
+    ],
+    ids=lambda reduction: type(reduction).__name__,
+)
+def test_reductions_that_are_not_drawn_are_named(reduction: reductions.Reduction) -> None:
+    found = of(torch.randn(6, 3), reduce=reduction)
+    assert found.values.mean is None
+    assert list(found.notes) == [f"{type(reduction).__name__} is not drawn"]
+
+
+def test_a_reduction_that_saw_nothing_says_so() -> None:
+    recording = kept(torch.randn(6, 3), reduce=reductions.Mean())
+    reduction = recording.reductions[(0, 1)]
+    assert isinstance(reduction, reductions.Reduction)
+    reduction.reset()
+    (note,) = summarise(recording, (0, 1), 5).notes
+    assert note.startswith("Mean: ")
+    assert "no samples" in note
+
+
+def test_one_sample_of_moments_has_a_spread_over_positions() -> None:
+    samples = torch.randn(1, 5)
+    found = of(samples, reduce=reductions.Moments())
+    assert found.values.std == pytest.approx(samples.double().std().item(), rel=1e-6)
+
+
+def test_numbers_agree_with_to_frame() -> None:
+    samples = torch.randn(8, 3)
+    samples[1, 1] = math.nan
+    recording = kept(samples)
+    row = recording.to_frame().loc["0-1"]
+    values = summarise(recording, (0, 1), 5).values
+    assert (row["mean"], row["std"], row["min"], row["max"], row["nan"]) == (
+        values.mean,
+        values.std,
+        values.low,
+        values.high,
+        values.nans,
+    )
