@@ -61,7 +61,8 @@ def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _heading(name: str, is_number: bool | None, is_first: bool) -> str:
     if is_number is None:
         return f'<th scope="col"><span>{name}</span></th>'
-    kind = ' class="number"' if is_number else ""
+    kind = ' class="number"' if is_number and not is_first else ""
+    kind += ' data-sort="number"' if is_number else ""
     order = "ascending" if is_first else "none"
     return f'<th scope="col"{kind} aria-sort="{order}"><button type="button">{name}</button></th>'
 

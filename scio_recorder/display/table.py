@@ -152,7 +152,7 @@ def _module(row: _Row, width: int) -> Text:
     guides = row.guides
     if len(guides) > width // 2:
         guides = f"…{guides[len(guides) - width // 2 + 1 :]}"
-    return _cut(Text(guides, style="dim").append_text(row.module), width)
+    return _cut(Text().append(guides, style="dim").append_text(row.module), width)
 
 
 def _cut(text: Text, width: int) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import rich
@@ -103,6 +104,8 @@ def test_rows_that_did_not_run_say_so_and_are_dim() -> None:
     (line,) = [line for line in text.splitlines() if "steps" in line]
     assert "did not run" in line
     assert line.startswith("\x1b[2m")
+    (line,) = [line for line in text.splitlines() if "Linear" in line]
+    assert re.search(r"\x1b\[0m0 ", line), "a name that ran is as bright as any text"
     assert "did not run" not in printed(Recorder(nn.ReLU(), input_size=(1, 2)), 80)
 
 
