@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,11 +27,13 @@ __all__ = [
     "KeptTensor",
     "MemoryBatches",
     "Pool",
+    "content_key",
     "output_digest",
 ]
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
 MAX_EXTENT_BYTES = 1 << 32
+MAX_ELEMENTS = 1 << 48
 
 
 class KeptTensor:
@@ -60,6 +63,31 @@ class KeptTensor:
         self.shape = tuple(shape)
         self.strides = tuple(strides)
 
+    @classmethod
+    def checked(cls, dense: Tensor, shape: Any, strides: Any) -> KeptTensor:
+        """Return a tensor of which nothing is known to fit.
+
+        Parameters
+        ----------
+        dense : torch.Tensor
+            Its elements.
+        shape, strides : Any
+            Maybe what the constructor takes.
+
+        Raises
+        ------
+        ValueError, TypeError
+            They don't fit.
+        """
+        rows = list(zip(dense.shape, shape, strides, strict=True))
+        for size, wanted, step in rows:
+            is_whole = type(wanted) is int and type(step) is int and 0 <= step <= MAX_EXTENT_BYTES
+            if not is_whole or not (wanted == size or (size == 1 and step == 0)):
+                raise ValueError(f"a tensor {list(dense.shape)} with {shape} and {strides}")
+        if math.prod(shape) > MAX_ELEMENTS or not _is_regular(dense.shape, strides, dense.itemsize):
+            raise ValueError(f"strides {strides} for a tensor {list(shape)}")
+        return cls(dense, shape, strides)
+
     def restored(self) -> Tensor:
         """Return the tensor in memory of its own."""
         memory = torch.empty_strided(self.dense.shape, self.strides, dtype=self.dense.dtype)
@@ -81,14 +109,14 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy in host memory; not to be written to."""
         # Tensors made in inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             there = tensor.detach().cpu().contiguous()
-            key = there.dtype, there.shape, xxhash.xxh3_128_digest(_memory(there))
+            key = content_key(there)
             known = self._known.get(key)
             if known is None:
                 is_own = there.data_ptr() != tensor.data_ptr() and not there.is_inference()
@@ -103,7 +131,7 @@ class Pool:
         tensor = tensor.detach()
         index = [slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()]
         small = tensor[tuple(index)]
-        if not _is_regular(small):
+        if not _is_regular(small.shape, small.stride(), small.itemsize):
             tensor = small = tensor.contiguous()
         return KeptTensor(self.copy(small), tensor.shape, tensor.stride())
 
@@ -204,6 +232,22 @@ class MemoryBatches:
         return self.batches[number].calls[label]
 
 
+def content_key(tensor: Tensor) -> Hashable:
+    """Return what tensors on the CPU have in common that are equal bit for bit.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Contiguous.
+
+    Returns
+    -------
+    Hashable
+        Dtype, shape and a digest.
+    """
+    return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(_memory(tensor))
+
+
 def output_digest(output: Any) -> str:
     """Return a digest of every tensor in what a module returned: dtypes, shapes and bits.
 
@@ -248,11 +292,11 @@ def _memory(dense: Tensor) -> Any:
     return dense.reshape(-1).view(torch.uint8).numpy()
 
 
-def _is_regular(tensor: Tensor) -> bool:
+def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Whether no two elements share memory, and they don't lie too far apart."""
     extent = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and step < extent:
             return False
         extent += max(0, size - 1) * step
-    return extent * tensor.itemsize <= MAX_EXTENT_BYTES
+    return extent * itemsize <= MAX_EXTENT_BYTES

@@ -131,17 +131,14 @@ class _Collection:
                 f"resume=True needs a store on disk, and store is {request.store!r}: write "
                 'store="disk:PATH"'
             )
-        if store.can_resume and self._capture.program.options.inputs:
-            raise CollectError(
-                'inputs are kept in memory only: write store="host", or record without inputs=True'
-            )
 
     def _job(self) -> Job:
         request = self._request
 
         def settings() -> dict[str, Any]:
+            inputs = self._capture.program.options.inputs
             return settings_of(
-                self._net, self._recording, self._reductions, self._dtype, request.every
+                self._net, self._recording, self._reductions, self._dtype, request.every, inputs
             )
 
         return Job(
@@ -209,10 +206,7 @@ class _Collection:
         calls = harvest.end()
         self._is_tainted = True
         try:
-            if calls:
-                writer.commit(ids, self._state, calls)
-            else:
-                writer.commit(ids[skip:], self._state)
+            writer.commit(ids[skip:], self._state, calls)
         except ValueError as error:
             raise CollectError(str(error)) from None
         self._is_tainted = False

@@ -26,6 +26,7 @@ def settings_of(
     reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
     dtype: torch.dtype | None,
     every: int,
+    inputs: bool,
 ) -> dict[str, Any]:
     """Return what decides the values of a recording, besides the data and the architecture."""
     return {
@@ -35,6 +36,7 @@ def settings_of(
         },
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "every": every,
+        "inputs": inputs,
         "weights": weights_digest(net),
     }
 

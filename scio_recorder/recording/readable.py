@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from scio_recorder.disk import SampleIds
+from scio_recorder.kept import Batches
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
@@ -27,8 +28,8 @@ class Readable(Protocol):
         """The labelled net."""
 
     @property
-    def inputs(self) -> Mapping[DepthIdx, Any]:
-        """What the layers received."""
+    def calls(self) -> Batches:
+        """The calls that can be run again."""
 
     @property
     def relative_errors(self) -> Mapping[DepthIdx, float]:

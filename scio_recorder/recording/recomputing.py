@@ -64,7 +64,7 @@ class RecomputingRecording(LayerMapping[Any]):
         def stored(self) -> tuple[DepthIdx, ...]:  # noqa: D102  # the recording's own
             ...
 
-    _calls: Batches
+    calls: Batches
 
     def recompute(self, rnet: Recomputing, *selectors: Any) -> LayerMapping[Any]:
         """Return activations of the whole dataset that were not kept, from inputs that were.
@@ -117,7 +117,7 @@ class RecomputingRecording(LayerMapping[Any]):
         for target in select(architecture, selectors):
             wanted.setdefault(self._nearest(architecture, target), set()).add(target)
         arrays: dict[DepthIdx, _Array] = {}
-        rows, start = self._calls.rows, 0
+        rows, start = self.calls.rows, 0
         with untouched(architecture, wanted):
             for number, count in enumerate(rows):
                 for label, targets in wanted.items():
@@ -135,7 +135,7 @@ class RecomputingRecording(LayerMapping[Any]):
     def memory_stored_bytes(self) -> int:
         """What samples, and inputs with the states of their calls, take."""
         samples: list[Tensor] = [self[label] for label in self.stored]
-        return sum(tensor.nbytes for tensor in samples) + self._calls.num_bytes
+        return sum(tensor.nbytes for tensor in samples) + self.calls.num_bytes
 
     @property
     def memory_saved_bytes(self) -> int:
@@ -143,7 +143,7 @@ class RecomputingRecording(LayerMapping[Any]):
 
         By their shapes at labelling.
         """
-        architecture, kept = self.architecture, set(self._calls.labels)
+        architecture, kept = self.architecture, set(self.calls.labels)
         missing = [
             label
             for label, layer in architecture.items()
@@ -151,11 +151,11 @@ class RecomputingRecording(LayerMapping[Any]):
             and label not in self.stored
             and not kept.isdisjoint([label, *enclosing_layers(architecture, label)])
         ]
-        return sum(labelled_bytes(architecture, missing).values()) * sum(self._calls.rows)
+        return sum(labelled_bytes(architecture, missing).values()) * sum(self.calls.rows)
 
     def _nearest(self, architecture: Architecture, target: DepthIdx) -> DepthIdx:
         around = enclosing_layers(architecture, target)
-        kept = set(self._calls.labels)
+        kept = set(self.calls.labels)
         nearest = next((label for label in (target, *around) if label in kept), None)
         if nearest is None:
             best = architecture[around[0] if around else target].name
@@ -167,7 +167,7 @@ class RecomputingRecording(LayerMapping[Any]):
         return nearest
 
     def _call(self, number: int, label: DepthIdx) -> Call:
-        kept = self._calls.call(number, label)
+        kept = self.calls.call(number, label)
         return Call(
             label, kept.inputs, lambda output: output_digest(output) == kept.output, kept.moment
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from scio_recorder.disk import SampleIds
+from scio_recorder.kept import Batches
 from scio_recorder.recording.frame import layer_frame, to_array
 from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
 from scio_recorder.recording.saving import save
@@ -60,6 +61,8 @@ class Recording(RecomputingRecording, Showing):
     inputs : LayerMapping
         After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
         every batch, as copies in host memory.
+    calls : Batches
+        What :meth:`recompute` runs again: inputs, and the states in which modules ran.
     relative_errors : LayerMapping
         Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
         everything, for each layer.
@@ -92,7 +95,7 @@ class Recording(RecomputingRecording, Showing):
         self.sample_ids: SampleIds = held.sample_ids
         self.complete = held.complete
         self.path = held.path
-        self._calls = held.calls
+        self.calls: Batches = held.calls
         inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
         self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
@@ -220,7 +223,7 @@ class Recording(RecomputingRecording, Showing):
         RecordingError
             The folder is not empty, or the disk fails.
         CollectError
-            Inputs were recorded, which can't be saved.
+            There are inputs of a type that can't be kept on disk.
 
         Examples
         --------

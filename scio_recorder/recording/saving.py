@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.disk import RunWriter, TensorSpec
+from scio_recorder.disk import KeptBatches, RunWriter, TensorSpec
 from scio_recorder.disk.ids import to_ids
-from scio_recorder.errors import CollectError
 from scio_recorder.recording.recipes import recipes_of
+from scio_recorder.stores.calls import CallsToDisk
 from scio_recorder.stores.disk import CHUNK_BYTES, header_of
 from scio_recorder.stores.state import pack
 
@@ -20,27 +21,41 @@ __all__ = ["save"]
 
 def save(recording: Readable, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings."""
-    if recording.inputs:
-        raise CollectError(
-            "a recording with inputs can't be saved: collect again without inputs=True"
-        )
     names = {str(recording.architecture[label].label): label for label in recording.stored}
     samples = {name: recording[label] for name, label in names.items()}
     layers = {
         name: TensorSpec(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in samples.items()
     }
-    sample_bytes = sum(spec.num_bytes for spec in layers.values())
-    step = max(1, CHUNK_BYTES // max(1, sample_bytes))
     header = header_of(recording.architecture, _settings(recording))
     state = pack(_state(recording))
     with RunWriter.create(path, layers=layers, header=header) as writer:
-        for start in range(0, max(1, recording.num_samples), step):
-            chunk = {name: tensor[start : start + step] for name, tensor in samples.items()}
-            is_last = start + step >= recording.num_samples
-            ids = to_ids(recording.sample_ids[start : start + step])
-            writer.append(chunk, ids, state=state if is_last else None)
+        sample_bytes = sum(spec.num_bytes for spec in layers.values())
+        for rows, kept in _chunks(recording, sample_bytes):
+            chunk = {name: tensor[rows.start : rows.stop] for name, tensor in samples.items()}
+            is_last = rows.stop == recording.num_samples
+            ids = to_ids(recording.sample_ids[rows.start : rows.stop])
+            writer.append(chunk, ids, state=state if is_last else None, kept=kept)
         if recording.complete:
             writer.finish()
+
+
+def _chunks(recording: Readable, sample_bytes: int) -> Iterator[tuple[range, KeptBatches | None]]:
+    """Yield the samples of each chunk, and what is kept of their batches, which stay whole."""
+    calls, num_samples = recording.calls, recording.num_samples
+    if not calls.labels:
+        step = max(1, CHUNK_BYTES // max(1, sample_bytes))
+        for start in range(0, max(1, num_samples), step):
+            yield range(start, min(start + step, num_samples)), None
+        return
+    kept = CallsToDisk(recording.architecture)
+    start = stop = 0
+    for number, rows in enumerate(calls.rows):
+        kept.add(rows, {label: calls.call(number, label) for label in calls.labels})
+        stop += rows
+        is_full = (stop - start) * sample_bytes + kept.num_bytes >= CHUNK_BYTES
+        if is_full or number == len(calls.rows) - 1:
+            yield range(start, stop), kept.take()
+            start = stop
 
 
 def _settings(recording: Readable) -> dict[str, Any]:
@@ -53,6 +68,7 @@ def _settings(recording: Readable) -> dict[str, Any]:
         # Unknown here: whatever is given on resuming differs from it.
         "dtype": recording.settings.get("dtype"),
         "every": recording.settings.get("every"),
+        "inputs": bool(recording.calls.labels),
         "weights": recording.settings.get("weights"),
     }
 

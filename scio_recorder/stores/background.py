@@ -25,7 +25,7 @@ from scio_recorder.disk import RunWriter
 from scio_recorder.errors import RecordingError
 
 if TYPE_CHECKING:
-    from scio_recorder.disk import JSON
+    from scio_recorder.disk import JSON, KeptBatches
     from scio_recorder.disk.ids import Ids
 
 __all__ = ["BackgroundWriter"]
@@ -52,11 +52,15 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def append(
-        self, chunk: dict[str, Tensor], ids: Ids, state: Mapping[str, Tensor | JSON]
+        self,
+        chunk: dict[str, Tensor],
+        ids: Ids,
+        state: Mapping[str, Tensor | JSON],
+        kept: KeptBatches | None = None,
     ) -> None:
         """Hand over one chunk, once the one before is durable; ``chunk`` is emptied when it is."""
         self.wait()
-        self._pending = self._thread.submit(self._append, chunk, ids, state)
+        self._pending = self._thread.submit(self._append, chunk, ids, state, kept)
 
     def check(self) -> None:
         """Raise if it is known by now that the last chunk could not be written."""
@@ -102,10 +106,14 @@ class BackgroundWriter:
         return self._writer
 
     def _append(
-        self, chunk: dict[str, Tensor], ids: Ids, state: Mapping[str, Tensor | JSON]
+        self,
+        chunk: dict[str, Tensor],
+        ids: Ids,
+        state: Mapping[str, Tensor | JSON],
+        kept: KeptBatches | None,
     ) -> None:
         try:
-            self._opened().append(chunk, ids, state=state)
+            self._opened().append(chunk, ids, state=state, kept=kept)
         finally:
             # Memory can't grow while anything refers to it.
             chunk.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,14 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.background import BackgroundWriter
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores.calls import CallsOnDisk, CallsToDisk
 from scio_recorder.stores.lazy import DiskTensor
 from scio_recorder.stores.memory import wait_for
 from scio_recorder.stores.state import pack, unpack
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.kept import KeptCall
 
 __all__ = ["CHUNK_BYTES", "Disk", "header_of", "held_by"]
 
@@ -107,6 +109,7 @@ class DiskWriter(StoreWriter):
         self._columns: dict[DepthIdx, _TurningColumn] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
+        self._kept = CallsToDisk(job.architecture)
         self._committed_at = time.monotonic()
         self._writer: BackgroundWriter | None = None
         self._found: State | None = None
@@ -141,15 +144,23 @@ class DiskWriter(StoreWriter):
         column = self._columns[label] = _TurningColumn(spec, first.shape[0], is_pinned)
         return column
 
-    def commit(self, ids: Ids, state: Callable[[], State]) -> None:
+    def commit(
+        self,
+        ids: Ids,
+        state: Callable[[], State],
+        calls: Mapping[DepthIdx, KeptCall] | None = None,
+    ) -> None:
         """Count a batch, and make what is buffered durable once there is enough of it."""
         if self._writer is not None:
             self._writer.check()
+        if calls:
+            self._kept.add(len(ids), calls)
         super().commit(ids, state)
         self._staged.append(ids)
         sample_bytes = sum(column.spec.num_bytes for column in self._columns.values())
+        num_bytes = self.start * sample_bytes + self._kept.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
-        if self.start * sample_bytes >= self._chunk_bytes or is_late:
+        if num_bytes >= self._chunk_bytes or is_late:
             self._flush(state)
 
     def finish(self, state: Callable[[], State]) -> Held:
@@ -191,7 +202,7 @@ class DiskWriter(StoreWriter):
         chunk = {
             self._name(label): column.turn(self.start) for label, column in self._columns.items()
         }
-        writer.append(chunk, _joined(self._staged), packed)
+        writer.append(chunk, _joined(self._staged), packed, self._kept.take())
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
@@ -253,7 +264,15 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     # Tensors made in inference mode could not be used outside it.
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
-    return Held(values, reader.sample_ids, reader.complete, reader.path, reader)
+    calls = CallsOnDisk(reader, _names_of_calls(reader, architecture))
+    return Held(values, reader.sample_ids, reader.complete, reader.path, reader, calls)
+
+
+def _names_of_calls(reader: RunReader, architecture: Architecture) -> dict[DepthIdx, str]:
+    layers = reader.header.get("layers")
+    if reader.header.get("inputs") is not True or not isinstance(layers, list):
+        return {}
+    return {architecture.resolve(name): str(name) for name in layers}
 
 
 def _joined(parts: Sequence[Ids]) -> Ids:

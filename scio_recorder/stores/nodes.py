@@ -1,0 +1,126 @@
+"""Structures of plain values and tensors as JSON and back; ``docs/disk-format.md`` specifies it.
+
+No class is named in what is written, and nothing but values of Python's and torch's own comes back,
+so that reading runs nobody's code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.disk import JSON
+from scio_recorder.disk.jsons import expect
+
+__all__ = ["Leaf", "UnkeepableError", "decode", "encode"]
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The place of a tensor in a structure, by its number."""
+
+    number: int
+
+
+class UnkeepableError(TypeError):
+    """A value of a type that can't be kept on disk."""
+
+
+def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
+    """Return a node.
+
+    Parameters
+    ----------
+    value : Any
+        Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors, leaves.
+    tensor : callable
+        Gives the number by which a tensor is referred to.
+
+    Raises
+    ------
+    UnkeepableError
+        There is something else in it; the message is the name of its type.
+
+    Examples
+    --------
+    >>> encode((1, [None, math.inf], {"x": torch.float32}, Leaf(0)), id)
+    {'tuple': [1, [None, {'float': 'inf'}], {'dict': [['x', {'dtype': 'float32'}]]}, {'leaf': 0}]}
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": tensor(value)}
+    if isinstance(value, Leaf):
+        return {"leaf": value.number}
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is dict:
+        return {"dict": [[encode(k, tensor), encode(v, tensor)] for k, v in value.items()]}
+    if kind in (list, tuple, torch.Size):
+        items = [encode(item, tensor) for item in value]
+        return items if kind is list else {"tuple" if kind is tuple else "size": items}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"device": str(value)}
+    raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def decode(node: Any, tensor: Callable[[int], Tensor], leaves: Any = ()) -> Any:
+    """Return what `encode` was given.
+
+    Parameters
+    ----------
+    node : JSON
+        What it returned.
+    tensor : callable
+        Gives the tensor of a number.
+    leaves : sequence
+        What takes the places of leaves.
+
+    Raises
+    ------
+    ValueError, TypeError, LookupError, RuntimeError
+        If it is no node.
+    """
+    if isinstance(node, list):
+        return [decode(item, tensor, leaves) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "dict":
+        pairs = [(decode(k, tensor, leaves), decode(v, tensor, leaves)) for k, v in value]
+        return dict(pairs)
+    if kind == "tuple":
+        return tuple([decode(item, tensor, leaves) for item in expect(value, list)])
+    if kind == "leaf":
+        return leaves[range(len(leaves))[expect(value, int)]]
+    if kind == "tensor":
+        return tensor(value)
+    return _PLAIN[kind](value)
+
+
+def _float(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{text!r} is no such number")
+    return float(text)
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "float": _float,
+    "dtype": lambda name: _DTYPES[name],
+    "device": torch.device,
+    "size": lambda sizes: torch.Size([expect(size, int) for size in sizes]),
+}
