@@ -73,9 +73,9 @@ class Collecting:
         max_batches : int, optional
             Stop after so many batches that were taken.
         to_inputs : callable, optional
-            ``batch -> `` a tensor, a tuple of positional or a dict of keyword inputs of the net.
+            ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net.
         sample_ids : callable, optional
-            ``batch -> `` integers or strings, one for each sample. By default samples are numbered
+            ``batch ->`` integers or strings, one for each sample. By default samples are numbered
             from 0 on, those of batches that are passed over included.
         dtype : torch.dtype, optional
             What floating-point activations are rounded to where they are kept.

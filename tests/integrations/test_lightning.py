@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.integrations.lightning import LayerStatsMonitor
 
-pytestmark = [
-    # Lightning's advice on workers and the like.
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-    # Lightning's use of torch's pytree.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
+# Lightning's advice on loops of validation and the like.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
 
 STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
 

@@ -1,0 +1,70 @@
+"""The documentation site: ``sphinx-build -W --keep-going -n docs docs/_build``."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+
+project = "scio-recorder"
+author = "The scio-recorder developers"
+copyright = f"2026, {author}"  # noqa: A001 - Sphinx's name
+release = version = tomllib.loads(
+    (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+)["project"]["version"]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "**.ipynb_checkpoints", "notebooks/_*"]
+
+# The tests execute notebooks and compare what they print with what is stored.
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_use_param = False  # types are prose: "(int, int) or str"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say it, with shapes and units
+autodoc_inherit_docstrings = True
+
+html_theme = "furo"
+html_title = "scio-recorder"
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {"footer_icons": []}
+html_math_renderer = "mathml"
+
+# What attributes are is prose as well, and torchinfo's documentation is no site.
+nitpick_ignore = [
+    ("py:class", "LayerMapping"),
+    ("py:class", "SampleIds"),
+    ("py:class", "TensorSpec"),
+    ("py:class", "torchinfo.ModelStatistics"),
+    ("py:func", "torchinfo.summary"),
+]
+
+
+def visit_math(display: str) -> Any:
+    """Return the writer of formulas in the browser's own language."""
+
+    def visit(writer: Any, node: nodes.Element) -> None:
+        writer.body.append(convert(node.astext(), display=display))
+        raise nodes.SkipNode
+
+    return visit
+
+
+def setup(app: Sphinx) -> None:
+    """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
+    app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))

@@ -1,0 +1,112 @@
+"""The documentation site: built without a warning, complete, and fetching nothing from others."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = (
+    "scio_recorder",
+    "scio_recorder.errors",
+    "scio_recorder.events",
+    "scio_recorder.integrations.lightning",
+    "scio_recorder.integrations.tensorboard",
+    "scio_recorder.postprocessors",
+    "scio_recorder.reductions",
+    "scio_recorder.stores",
+)
+# What a browser fetches to show a page; a link is only followed when clicked.
+FETCHED = {
+    "audio",
+    "embed",
+    "iframe",
+    "img",
+    "input",
+    "link",
+    "object",
+    "script",
+    "source",
+    "video",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    # A process of its own: Sphinx changes the interpreter that it runs in.
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
+    command += ["-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return folder / "html"
+
+
+def test_every_page_and_notebook_is_there(site: Path) -> None:
+    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    assert len(sources) > 15
+    for source in sources:
+        page = site / source.relative_to(ROOT / "docs").with_suffix(".html")
+        assert page.exists(), "not built"
+
+
+@pytest.fixture(scope="module")
+def reference(site: Path) -> set[str]:
+    with (site / "objects.inv").open("rb") as stream:
+        inventory = InventoryFile.load(stream, "", lambda base, path: path)
+    return {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_in_the_reference(module: str, reference: set[str]) -> None:
+    # The package itself hands on names that have their place in a module.
+    places = PUBLIC if module == "scio_recorder" else (module,)
+    missing = [
+        name
+        for name in importlib.import_module(module).__all__
+        if not any(f"{place}.{name}" in reference for place in places)
+    ]
+    assert not missing
+
+
+class _Fetched(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in FETCHED:
+            values = [
+                value or "" for name, value in attrs if name in ("src", "srcset", "href", "data")
+            ]
+            self.addresses += values
+
+
+def fetched(page: Path) -> Iterator[str]:
+    parser = _Fetched()
+    parser.feed(page.read_text(encoding="utf-8"))
+    yield from parser.addresses
+
+
+def test_nothing_is_fetched_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    addresses = {address for page in pages for address in fetched(page)}
+    assert any(address.endswith(".js") for address in addresses), "the parser sees scripts"
+    assert not [address for address in addresses if "//" in address.partition("?")[0]]
+    for sheet in site.rglob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        assert "url(http" not in text.replace('"', "").replace("'", "")
+        assert "@import" not in text
+
+
+def test_formulas_need_no_script(site: Path) -> None:
+    pages = [page.read_text(encoding="utf-8") for page in (site / "notebooks").glob("*.html")]
+    assert any("<math" in page for page in pages)
+    assert not any("MathJax" in page for page in pages)
