@@ -1,8 +1,8 @@
 """Make the pictures of the README: ``python docs/images/make.py`` in a clone of the repository.
 
-Needs scikit-learn and Debian's packages ``chromium`` and ``fonts-dejavu-core``. A small net is trained
-on handwritten digits, its layers are recorded over the test images, and what a user sees of it is
-drawn: the table that ``rich.print`` prints, and the report page.
+Needs scikit-learn and Debian's packages ``chromium`` and ``fonts-dejavu-core``. A small net is
+trained on handwritten digits, its layers are recorded over the test images, and what a user sees of
+it is drawn: the table that ``rich.print`` prints, and the report page.
 """
 
 from __future__ import annotations
