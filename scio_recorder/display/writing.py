@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,29 +35,20 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         It can't be written; what was there before is still there.
     """
     target = Path(path)
+    name = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise RecordingError(f"can't write {target}: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with open(name, "x", encoding="utf-8", newline="\n") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        # What mkstemp makes is for its owner alone; a page is like any other file.
-        os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        if isinstance(error, OSError) and not isinstance(error, RecordingError):
-            raise RecordingError(f"can't write {target}: {error.strerror}") from error
+    except RecordingError:
         raise
+    except OSError as error:
+        raise RecordingError(f"can't write {target}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            name.unlink()
     return target
-
-
-def _umask() -> int:
-    # It can only be read by setting it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

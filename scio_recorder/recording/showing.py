@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
 
 __all__ = ["Showing"]
+
+_MOST_HISTOGRAMS = 400
 
 
 class Showing(Outlined, LayerMapping[Any]):
@@ -57,7 +59,7 @@ class Showing(Outlined, LayerMapping[Any]):
         Raises
         ------
         ValueError
-            There is no such kind, or fewer than one bin.
+            There is no such kind, fewer than one bin, or more than 400 histograms.
         LayerNotFoundError
             One of the layers was not recorded.
 
@@ -73,7 +75,13 @@ class Showing(Outlined, LayerMapping[Any]):
         """
         if kind not in ("histograms", "depth"):
             raise ValueError(f'plot(kind={kind!r}): write "histograms" or "depth"')
-        return draw(kind, self._summaries(layers, bins))
+        labels = self._chosen(layers)
+        if kind == "histograms" and len(labels) > _MOST_HISTOGRAMS:
+            raise ValueError(
+                f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
+                'with layers=, write a report, or plot("depth")'
+            )
+        return draw(kind, self._summaries(labels, bins))
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
@@ -115,30 +123,33 @@ class Showing(Outlined, LayerMapping[Any]):
         ...     page.read_text(encoding="utf-8")[:15]
         '<!DOCTYPE html>'
         """
-        summaries = self._summaries(None, bins)
+        # Nothing is read before it is known that the file can be written.
+        return write_page(path, self._page(title, bins))
+
+    def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
         page = Page(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
             facts=facts_of(self._readable),
             outline=self._outline(),
-            layers=summaries,
+            layers=self._summaries(self._chosen(None), bins),
             notes=notes_of(self._readable),
         )
-        return write_page(path, page_html(page))
+        yield from page_html(page)
 
     @property
     def _readable(self) -> Readable:
         return cast("Readable", self)
 
-    def _summaries(self, layers: Iterable[DepthIdx | str] | None, bins: int) -> list[LayerSummary]:
-        """Return what is to be shown, in the order of the architecture."""
+    def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
+        """Return labels in the order of the architecture."""
+        wanted = set(self) if layers is None else {self._recorded(key) for key in layers}
+        return [label for label in self._architecture if label in wanted]
+
+    def _summaries(self, labels: Iterable[DepthIdx], bins: int) -> list[LayerSummary]:
         if bins < 1:
             raise ValueError(f"bins={bins}: a histogram has at least one bin")
-        recording = self._readable
-        wanted = set(self) if layers is None else {self._recorded(key) for key in layers}
-        return [
-            summarise(recording, label, bins) for label in self._architecture if label in wanted
-        ]
+        return [summarise(self._readable, label, bins) for label in labels]
 
     def _recorded(self, key: DepthIdx | str) -> DepthIdx:
         label = self._label(key)

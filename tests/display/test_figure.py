@@ -13,7 +13,7 @@ from torch import nn
 
 from scio_recorder import Recorder, Recording, reductions
 from scio_recorder.errors import LayerNotFoundError
-from tests.display.examples import hostile_recording, small_recording
+from tests.display.examples import hostile_recording, small_recording, wide_recording
 
 pytest.importorskip("matplotlib")
 
@@ -126,6 +126,14 @@ def test_wrong_arguments() -> None:
         small_recording().plot("violin")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bins=0"):
         small_recording().plot(bins=0)
+
+
+def test_too_many_histograms_for_a_figure() -> None:
+    recording = wide_recording(401)
+    assert len(recording) == 401
+    with pytest.raises(ValueError, match=r"401 histograms.*400.*layers="):
+        recording.plot()
+    assert len(recording.plot("depth").axes) == 1
 
 
 def test_names_are_not_formulas() -> None:

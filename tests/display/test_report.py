@@ -169,15 +169,19 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~mask
 
 
-def test_where_a_page_can_not_be_written(tmp_path: Path) -> None:
+def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = of(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="bins=0"):
+        recording.report(tmp_path / "page.html", bins=0)
+    # It must be said before hours of reading.
+    monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
     with pytest.raises(RecordingError, match=r"no_such_folder.*No such file"):
         recording.report(tmp_path / "no_such_folder" / "page.html")
+    with pytest.raises(RecordingError, match="Not a directory"):
+        recording.report(Path(__file__) / "page.html")
     with pytest.raises(RecordingError, match="directory"):
         recording.report(tmp_path)
     assert os.listdir(tmp_path) == []
-    with pytest.raises(ValueError, match="bins=0"):
-        recording.report(tmp_path / "page.html", bins=0)
 
 
 def test_command_line(
