@@ -45,14 +45,8 @@ html_copy_source = False
 html_theme_options = {"footer_icons": []}
 html_math_renderer = "mathml"
 
-# What attributes are is prose as well, and torchinfo's documentation is no site.
-nitpick_ignore = [
-    ("py:class", "LayerMapping"),
-    ("py:class", "SampleIds"),
-    ("py:class", "TensorSpec"),
-    ("py:class", "torchinfo.ModelStatistics"),
-    ("py:func", "torchinfo.summary"),
-]
+# What attributes are is prose as well, without dots; torchinfo is not documented here.
+nitpick_ignore_regex = [("py:class", r"\w+"), ("py:(class|func)", r"torchinfo\..*")]
 
 
 def visit_math(display: str) -> Any:
@@ -65,6 +59,15 @@ def visit_math(display: str) -> Any:
     return visit
 
 
+def skip_fields(
+    app: Sphinx, kind: str, name: str, member: Any, skip: bool, options: Any
+) -> bool | None:
+    """Leave out what Python says of a named tuple's fields, which is their number."""
+    text = str(getattr(member, "__doc__", ""))
+    return True if text.startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
+    app.connect("autodoc-skip-member", skip_fields)
     app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))
