@@ -11,6 +11,7 @@ The tree::
     ├── FlowError           (RuntimeError)  layers ran differently from the labelling
     ├── PostprocessorError  (ValueError)    post-processors that can't be applied
     ├── MutationError       (RuntimeError)  a record was overwritten in place
+    ├── ArgumentError       (ValueError)    an argument that can't be what was meant
     ├── CollectError        (ValueError)    a dataset that can't be collected
     ├── RecordingError      (OSError)       a recording on disk that can't be trusted
     └── RecomputeError      (LookupError)   an activation that can't be recomputed
@@ -22,6 +23,7 @@ this package in mind catches the right thing.
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "CollectError",
     "FlowError",
     "LabellingError",
@@ -75,6 +77,10 @@ class PostprocessorError(RecorderError, ValueError):
 
 class MutationError(RecorderError, RuntimeError):
     """A recorded tensor was overwritten in place, so the record no longer holds."""
+
+
+class ArgumentError(RecorderError, ValueError):
+    """An argument can't be what was meant; where a class above says more, that is raised."""
 
 
 class CollectError(RecorderError, ValueError):

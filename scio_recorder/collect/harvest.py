@@ -214,7 +214,7 @@ class ReducingLane(Lane):
     def _tail(self, kept: Tensor) -> Tensor:
         self._check_rows(kept)
         for reduction in self._all:
-            if getattr(reduction, "_by", self) is not None:
+            if reduction.reads_batch:
                 raise CollectError(
                     f"{reduction!r} of layer {self.layer} reads the batch, and the first "
                     f"{self.current.skip} of its {self.current.rows} samples are durable already: "

@@ -43,12 +43,10 @@ def from_recipes(recipes: Any, states: Any, where: str) -> Reductions:
 
 
 def _recipe(reduction: Reduction) -> dict[str, Any]:
-    construction = reduction.state_dict().get("construction")
-    if not _is_ours(type(reduction)) or not isinstance(construction, dict):
+    recipe = reduction.recipe
+    if not _is_ours(type(reduction)) or recipe is None:
         return {"kind": type(reduction).__name__, "custom": True}
-    recipe = {key: _plain(value) for key, value in construction.items()}
-    q = getattr(reduction, "_q", None)
-    return recipe if q is None else {**recipe, "q": _plain(q)}
+    return {key: _plain(value) for key, value in recipe.items()}
 
 
 def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import RecomputeError, SelectorTypeError
+from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
 from scio_recorder.kept import Batches, output_digest
+from scio_recorder.recompute import Recomputing
 from scio_recorder.records import Inputs, LayerMapping
 from scio_recorder.rerunning import Call, enclosing_layers, rerun, untouched
 from scio_recorder.selection import select
@@ -18,7 +19,6 @@ from scio_recorder.tree import Rebuild, flatten
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
-    from scio_recorder.recompute import Recomputing
 
 __all__ = ["BatchInputs", "RecomputingRecording"]
 
@@ -89,6 +89,8 @@ class RecomputingRecording(LayerMapping[Any]):
 
         Raises
         ------
+        ArgumentError
+            The first argument is no recorder.
         RecomputeError
             No inputs around a layer were recorded; the net is another one, its weights or anything
             else have changed, so that it returns something else now; or samples of different
@@ -110,9 +112,9 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
         True
         """
+        architecture = _same_architecture(self.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        architecture = _same_architecture(self.architecture, rnet)
         wanted: dict[DepthIdx, set[DepthIdx]] = {}
         for target in select(architecture, selectors):
             wanted.setdefault(self._nearest(architecture, target), set()).add(target)
@@ -217,6 +219,11 @@ class _Array:
 
 
 def _same_architecture(ours: Architecture, rnet: Recomputing) -> Architecture:
+    if not isinstance(rnet, Recomputing):
+        raise ArgumentError(
+            f"the first argument is {rnet!r}: give a recorder of the net, and layers behind it, as "
+            'in recompute(rnet, "layer3.*")'
+        )
     theirs = rnet.architecture
     if theirs.fingerprint != ours.fingerprint:
         raise RecomputeError(

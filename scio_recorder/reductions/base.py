@@ -65,6 +65,16 @@ class Reduction(abc.ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that a reduction of the same construction returned."""
 
+    @property
+    def reads_batch(self) -> bool:
+        """Whether `update` looks at the loader's batch; one of your own may."""
+        return True
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """Kind and arguments from which one like it can be made, as JSON; None if unknown."""
+        return None
+
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
         twin = copy.deepcopy(self)
@@ -247,6 +257,16 @@ class SampleReduction(Reduction):
             self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
             for member in state.get("classes", []):
                 self._member(member["label"]).load_state_dict(member["state"])
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether `update` looks at the loader's batch: with ``by``."""
+        return self._by is not None
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """Kind and arguments from which one like it can be made, but for functions."""
+        return self._identity()
 
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""

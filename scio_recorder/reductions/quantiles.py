@@ -84,6 +84,12 @@ class Quantiles(SampleReduction):
     def _options(self) -> dict[str, Any]:
         return {"feature_dim": self._feature_dim}
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Kind and arguments from which one like it can be made."""
+        # No part of the state: quantiles of any kind can be had from that.
+        return {**self._identity(), "q": self._q}
+
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"(q={self._q}, ", 1)
 

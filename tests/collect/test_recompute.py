@@ -19,6 +19,7 @@ from scio_recorder import (
     SelectorTypeError,
     open_recording,
 )
+from scio_recorder.errors import ArgumentError
 from scio_recorder.kept import MemoryBatches
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
@@ -292,6 +293,8 @@ def test_what_was_not_recorded_is_an_error() -> None:
         recording.recompute(rnet, "nothing")
     with pytest.raises(SelectorTypeError, match="no layers are named"):
         recording.recompute(rnet)
+    with pytest.raises(ArgumentError, match=r"recompute\(rnet, "):
+        recording.recompute("1.norm")  # type: ignore[arg-type]
     rnet.record("1")
     with pytest.raises(RecomputeError, match="no inputs of layer"):
         rnet.collect(batches(*SIZES)).recompute(rnet, "1.norm")
