@@ -1,8 +1,11 @@
-"""A whole dataset into one array a layer: time and memory, beside plain hooks.
+"""A whole dataset into one array a layer: time and memory, beside plain hooks and a peer.
 
 Run ``python benchmarks/harvest.py [--rounds 10]``. Every arm of a round runs in a process of its
 own, in random order, so that no arm finds memory that another one has touched. The net is 48 times
 Linear(256, 256) with ReLUs between, 95 layers, 200 batches of 32, one torch thread: 594 MiB.
+
+The peer is ActivationScope (``pip install activationscope --no-build-isolation``), whose hooks are
+in C++ and keep a list of batches for each layer. The arms with hooks are its way written out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module, metadata, util
 
 import torch
 from rich.console import Console
@@ -65,6 +69,14 @@ def hooked(keep: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return joined
 
 
+def peer(mode: str) -> list[Tensor]:
+    scope = import_module("activationscope")
+    options = {"storage": scope.StoragePolicy.CPU, "capture_mode": getattr(scope.CaptureMode, mode)}
+    with scope.ActivationScope(**options).track(NET) as tracker:
+        bare()
+        return [torch.cat(own) for own in tracker.activations.values()]
+
+
 def collected(**options: object) -> object:
     RNET.record(*(str(i) for i in range(len(NET))))
     batches = iter(DATA) if options.pop("generator", False) else DATA
@@ -78,10 +90,22 @@ ARMS: dict[str, Callable[[], object]] = {
     "bare forwards": bare,
     "hooks, clone, then cat": lambda: hooked(lambda output: output.detach().clone()),
     "hooks, detach, then cat": lambda: hooked(Tensor.detach),
+    "ActivationScope, snapshot, then cat": lambda: peer("SNAPSHOT"),
+    "ActivationScope, reference, then cat": lambda: peer("REFERENCE"),
     "collect": lambda: collected(store="host"),
     "collect, length unknown": lambda: collected(store="host", generator=True),
     "collect into a used Host": lambda: collected(store=HOST),
 }
+
+
+# One word for the peer, in the title and where it is looked for.
+PEER = "activationscope"
+
+
+def installed() -> list[str]:
+    """Return the arms that can run here."""
+    is_there = util.find_spec(PEER) is not None
+    return [name for name in ARMS if is_there or PEER not in name.lower()]
 
 
 def peak_bytes() -> int:
@@ -110,10 +134,11 @@ def main() -> None:
     if parsed.arm:
         run_one(parsed.arm)
         return
-    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    arms = installed()
+    times: dict[str, list[float]] = {name: [] for name in arms}
     memory: dict[str, float] = {}
     for _ in range(parsed.rounds):
-        for name in random.sample(list(ARMS), len(ARMS)):
+        for name in random.sample(arms, len(arms)):
             command = [sys.executable, __file__, "--arm", name]
             spent, peak = subprocess.check_output(command, text=True).split()
             times[name].append(float(spent))
@@ -141,6 +166,8 @@ def show(times: dict[str, list[float]], memory: dict[str, float], rounds: int) -
         ]
         table.add_row(name, *cells, f"{memory[name]:.2f}")
     Console(width=130).print(table)
+    absent = util.find_spec(PEER) is None
+    print(f"{PEER} {'is not installed' if absent else metadata.version(PEER)}")
 
 
 def ratio(own: list[float], peer: list[float]) -> tuple[str, str]:
