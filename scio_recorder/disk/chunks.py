@@ -1,21 +1,22 @@
-"""Chunk files: safetensors files, written from the tensors' own memory and read through a map."""
+"""Chunk files: safetensors files, written from tensors' own memory and read into that of others."""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
 
 from scio_recorder.disk import system
-from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum, new_checksum
+from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum
 from scio_recorder.disk.faults import accessing
-from scio_recorder.disk.folder import close_quietly, write_all
+from scio_recorder.disk.folder import close_quietly, read_at, write_all
 from scio_recorder.disk.tables import Table, TensorSpec, encode_header
 from scio_recorder.errors import RecordingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -28,11 +29,11 @@ __all__ = [
     "block_checksums",
     "dense",
     "expected_size",
+    "memory",
     "spec_of",
     "write_tensors",
 ]
 
-_PIECE_BYTES = 1 << 18
 # So many bytes at a time go to the disk while the next are copied to the system's cache.
 _BEHIND_BYTES = 8 << 20
 
@@ -102,8 +103,18 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return array.data
 
 
+def memory(num_bytes: int) -> Tensor:
+    """Return bytes to read into."""
+    # NumPy asks the system for large pages, which are made ready in a part of the time. An array of
+    # no bytes would have no stride, and no view of another dtype.
+    return torch.from_numpy(numpy.empty(max(1, num_bytes), numpy.uint8))[:num_bytes]
+
+
 class ChunkFile:
-    """A chunk file that is open for reading: mapped, its header checked, its data not yet.
+    """A chunk file that is open for reading: its header checked, its data not yet.
+
+    Data is read into the memory in which it is handed out, and checked there: what was checked is
+    what the caller gets, whatever happens to the file meanwhile.
 
     Raises
     ------
@@ -116,73 +127,78 @@ class ChunkFile:
         self._path = folder.path_of(entry.name)
         header, self._offsets = encode_header(table)
         self._table = table
-        self._size = entry.num_bytes
         with accessing(self._path):
-            descriptor = folder.open_regular(entry.name)
+            self._descriptor = folder.open_regular(entry.name)
+        # When the last reader lets go of it, which may be after a recording was closed.
+        self._finalizer = weakref.finalize(self, close_quietly, self._descriptor)
         try:
-            self._check_size(system.fstat(descriptor).st_size)
-            self._map = system.map_file(descriptor, self._size)
-        finally:
-            close_quietly(descriptor)
-        self._data = numpy.frombuffer(self._map, numpy.uint8)
-        if self._data[: len(header)].tobytes() != header:
-            raise RecordingError(f"{self._path} is damaged: its header is not the one written")
+            self._check(entry.num_bytes, header)
+        except BaseException:
+            self._finalizer()
+            raise
         self._blocks = dict(zip(table, entry.blocks, strict=True))
         self._verified = {
             name: bytearray(block_count(spec.num_bytes)) for name, spec in table.items()
         }
 
+    def _check(self, num_bytes: int, header: bytes) -> None:
+        with accessing(self._path):
+            size = system.fstat(self._descriptor).st_size
+            if size != num_bytes:
+                raise RecordingError(
+                    f"{self._path} is damaged: {size} bytes long, {num_bytes} were written"
+                )
+            if read_at(self._descriptor, 0, len(header)) != header:
+                raise RecordingError(f"{self._path} is damaged: its header is not the one written")
+
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
-        # Touching a page beyond the end of a file that was cut short kills the process.
-        self._check_size(self._map.size())
         stop = start + len(out)
         for block in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
-            for begin, piece in self._pieces(name, block):
-                low, high = max(start, begin), min(stop, begin + len(piece))
-                if low < high:
-                    out[low - start : high - start] = piece[low - begin : high - begin]
+            end = min(block + BLOCK_BYTES, self._table[name].num_bytes)
+            low, high = max(start, block), min(stop, end)
+            part = out[low - start : high - start]
+            if self._verified[name][block // BLOCK_BYTES]:
+                self._fill(part, name, low)
+            elif (low, high) == (block, end):
+                self._fill_verified(part, name, block)
+            else:
+                whole = numpy.empty(end - block, numpy.uint8)
+                self._fill_verified(whole, name, block)
+                part[:] = whole[low - block : high - block]
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""
         spec = self._table[name]
-        out = torch.empty(spec.num_bytes, dtype=torch.uint8)
-        self.copy_into(out.numpy(), name, 0)
-        return out.view(spec.dtype).view(spec.shape)
+        data = memory(spec.num_bytes)
+        self.copy_into(data.numpy(), name, 0)
+        return data.view(spec.dtype).view(spec.shape)
 
     def verify(self) -> None:
         """Check every block that has not been checked yet."""
-        self._check_size(self._map.size())
+        scratch = numpy.empty(BLOCK_BYTES, numpy.uint8)
         for name, spec in self._table.items():
-            for start in range(0, spec.num_bytes, BLOCK_BYTES):
-                for _ in self._pieces(name, start):
-                    pass
+            for index, known in enumerate(self._verified[name]):
+                start = index * BLOCK_BYTES
+                if not known:
+                    self._fill_verified(scratch[: spec.num_bytes - start], name, start)
 
-    def _pieces(self, name: str, start: int) -> Iterator[tuple[int, NDArray[numpy.uint8]]]:
-        """Yield the block at ``start`` in pieces, and raise after the last if it is damaged.
-
-        Hashed and copied piece by piece, data comes out of memory once and then out of the cache.
-        """
-        stop = min(start + BLOCK_BYTES, self._table[name].num_bytes)
-        offset = self._offsets[name]
+    def _fill_verified(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
+        self._fill(out, name, start)
         index = start // BLOCK_BYTES
-        if self._verified[name][index]:
-            yield start, self._data[offset + start : offset + stop]
-            return
-        digest = new_checksum()
-        for begin in range(start, stop, _PIECE_BYTES):
-            piece = self._data[offset + begin : offset + min(stop, begin + _PIECE_BYTES)]
-            digest.update(piece.data)
-            yield begin, piece
-        if digest.hexdigest() != self._blocks[name][index * DIGITS : (index + 1) * DIGITS]:
+        if checksum(out.data) != self._blocks[name][index * DIGITS : (index + 1) * DIGITS]:
+            first = self._offsets[name] + start
             raise RecordingError(
-                f"{self._path} is damaged: bytes {offset + start} to {offset + stop}, "
-                f"in {name!r}, do not match their checksum"
+                f"{self._path} is damaged: bytes {first} to {first + len(out)}, in {name!r}, do "
+                "not match their checksum"
             )
         self._verified[name][index] = True
 
-    def _check_size(self, size: int) -> None:
-        if size != self._size:
-            raise RecordingError(
-                f"{self._path} is damaged: {size} bytes long, {self._size} were written"
-            )
+    def _fill(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
+        view, offset = out.data, self._offsets[name] + start
+        with accessing(self._path):
+            while view:
+                count = system.pread_into(self._descriptor, view, offset)
+                if not count:
+                    raise RecordingError(f"{self._path} is damaged: it ends at byte {offset}")
+                view, offset = view[count:], offset + count

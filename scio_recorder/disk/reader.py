@@ -9,10 +9,9 @@ from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
-from scio_recorder.disk.chunks import ChunkFile, FileEntry
+from scio_recorder.disk.chunks import ChunkFile, FileEntry, memory
 from scio_recorder.disk.faults import accessing, parsing
 from scio_recorder.disk.folder import Folder
 from scio_recorder.disk.ids import SampleIds
@@ -85,7 +84,7 @@ class RunReader:
 
     Examples
     --------
-    >>> import tempfile
+    >>> import tempfile, torch
     >>> from scio_recorder.disk import RunWriter, TensorSpec
     >>> folder = tempfile.TemporaryDirectory()
     >>> layers = {"1-3": TensorSpec((2,), torch.float32)}
@@ -149,7 +148,7 @@ class RunReader:
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"samples {start} to {stop} of {self.num_samples} in {self.path}")
         row_bytes = spec.num_bytes
-        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        data = memory((stop - start) * row_bytes)
         out = data.numpy()
         for number, first, last in self._overlaps(start, stop) if row_bytes else ():
             begin = self._starts[number]

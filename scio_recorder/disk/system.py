@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 
 __all__ = [
@@ -18,10 +17,10 @@ __all__ = [
     "fsync",
     "ftruncate",
     "list_names",
-    "map_file",
     "mkdir",
     "open_file",
     "pread",
+    "pread_into",
     "rename",
     "stat",
     "unlink",
@@ -48,9 +47,9 @@ unlink = os.unlink
 write = os.write
 
 
-def map_file(descriptor: int, length: int) -> mmap.mmap:
-    """Map the first ``length`` bytes of an open file, for reading."""
-    return mmap.mmap(descriptor, length, access=mmap.ACCESS_READ)
+def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
+    """Fill ``out`` from ``offset`` on; return how many bytes were read, 0 at its end."""
+    return os.preadv(descriptor, [out], offset)
 
 
 def write_behind(descriptor: int, start: int, length: int) -> None:

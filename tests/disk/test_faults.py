@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a full disk still allows.
-HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "ftruncate", "list_names", "map_file", "pread"}
+HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "ftruncate", "list_names", "pread", "pread_into"}
 HARMLESS_WHEN_FULL |= {"stat", "unlink", "rename", "fsync"}
 
 
@@ -116,6 +116,8 @@ def test_calls_that_take_or_give_less_than_asked(tmp_path, most):
             return os.write(arguments[0], arguments[1][:most])
         if name == "pread":
             return os.pread(arguments[0], min(most, arguments[1]), arguments[2])
+        if name == "pread_into":
+            return os.preadv(arguments[0], [arguments[1][:most]], arguments[2])
         return go_on()
 
     with intercepted(act):
@@ -271,7 +273,7 @@ def test_a_reader_needs_no_more_than_reading(tmp_path):
     path = make_run(tmp_path / "run")
 
     def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
-        reading = {"open_file", "fstat", "stat", "pread", "map_file", "close", "list_names"}
+        reading = {"open_file", "fstat", "stat", "pread", "pread_into", "close", "list_names"}
         assert name in reading
         if name == "open_file":
             writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
