@@ -34,20 +34,20 @@ for (const root of document.querySelectorAll(".scio-net:not([data-ready])")) {
       branches.forEach((branch, i) => { branch.open = before[i]; });
       before = null;
     }
-    const nodes = rows.map((row) => (row.tagName === "SUMMARY" ? row.parentNode : row));
-    nodes.forEach((node) => { node.hidden = filtering; });
+    const items = rows.map((row) => row.closest("li"));
+    items.forEach((item) => { item.hidden = filtering; });
     count.textContent = "";
     if (!filtering) return;
     let found = 0;
     rows.forEach((row, i) => {
       if (!texts[i].includes(wanted) || (recorded && !row.classList.contains("sn-recorded"))) return;
       found += 1;
-      nodes[i].hidden = false;
-      let above = nodes[i].parentNode.closest("details");
+      items[i].hidden = false;
+      let above = items[i].parentNode.closest("li");
       while (above !== null && tree.contains(above)) {
         above.hidden = false;
-        above.open = true;
-        above = above.parentNode.closest("details");
+        above.firstElementChild.open = true;
+        above = above.parentNode.closest("li");
       }
     });
     count.textContent = found + " of " + rows.length;

@@ -46,25 +46,23 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
 
     Examples
     --------
-    >>> "".join(tree_html(Outline("no net", [])))
-    '<div class="scio-net"><div class="sn-title">no net</div><div class="sn-tree"></div></div>'
+    >>> print("".join(tree_html(Outline("no net", []))))
+    <div class="scio-net"><div class="sn-title">no net</div><ul class="sn-tree"></ul></div>
     """
     yield f'<div class="scio-net"><div class="sn-title">{text(shown.title)}</div>'
-    yield '<div class="sn-tree">'
+    yield '<ul class="sn-tree">'
     placed = list(nodes(shown))
-    is_open = _open_branches(placed)
     depth = 0
-    for node, opens in zip(placed, is_open, strict=True):
-        yield "</div></details>" * (depth - node.level)
-        depth = node.level
+    for node, opens in zip(placed, _open_branches(placed), strict=True):
+        yield "</ul></details></li>" * (depth - node.level)
+        depth = node.level + node.has_children
         if node.has_children:
-            depth += 1
-            yield f"<details{' open' * opens}><summary {_row(node, link)}</summary>"
-            yield '<div class="sn-children">'
+            yield f"<li><details{' open' * opens}><summary {_row(node, link)}</summary>"
+            yield '<ul class="sn-children">'
         else:
-            yield f"<div {_row(node, link)}</div>"
-    yield "</div></details>" * depth
-    yield "</div></div>"
+            yield f"<li><div {_row(node, link)}</div></li>"
+    yield "</ul></details></li>" * depth
+    yield "</ul></div>\n"
 
 
 def _open_branches(placed: list[Node]) -> list[bool]:
@@ -85,13 +83,15 @@ def _row(node: Node, link: Link | None) -> str:
     kinds = ["sn-row"]
     kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
     shape = shape_text(layer.output_shape) if layer.executed else "did not run"
+    params = f"{layer.num_params:,}" if layer.num_params else "-"
     mark = '<span role="img" aria-label="recorded">●</span>' if node.is_recorded else ""
+    # Spaces between the parts, for where a notebook strips styles.
     return (
-        f'class="{" ".join(kinds)}" title="{text(layer.name)}">'
-        f'<span class="sn-fold"></span><span class="sn-mark">{mark}</span>'
-        f'{_label(node, link)}<span class="sn-module">{_module(layer)}</span>'
-        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span>'
-        f'<span class="sn-params">{f"{layer.num_params:,}" if layer.num_params else "-"}</span>'
+        f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
+        f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
+        f'<span class="sn-module">{_module(layer)}</span> '
+        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
+        f'<span class="sn-params" title="parameters">{params}</span>'
     )
 
 

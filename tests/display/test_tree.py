@@ -91,9 +91,15 @@ def test_large_nets_start_folded_along_what_is_recorded() -> None:
     assert opened == ["0-1", "1-4", "1-18", "2-18"]
 
 
+def test_rows_can_be_read_where_styles_are_stripped() -> None:
+    plain = re.sub(r"<[^>]*>", "", small_recorder()._repr_html_())
+    assert "● 2-2 act ReLU (1, 4, 4, 4) -" in plain
+    assert "1-3 2 Linear (1, 8) 520" in plain
+
+
 def test_hostile_names_add_no_tags() -> None:
     html = hostile_recording()._repr_html_()
-    known = {"style", "script", "div", "span", "details", "summary", "bdi", "code"}
+    known = {"style", "script", "div", "span", "details", "summary", "bdi", "code", "ul", "li"}
     assert read(html).tags == known
     assert html.count("<script") == 1
     html.encode("utf-8")
