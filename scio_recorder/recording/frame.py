@@ -33,9 +33,11 @@ def layer_frame(recording: Readable) -> pd.DataFrame:
     import pandas as pd
 
     rows = [_row(recording, label) for label in recording]
-    columns = ["label", "name", "type", "samples", "shape", "dtype"]
-    columns += ["mean", "std", "min", "max", "nan"]
-    return pd.DataFrame(rows, columns=columns).set_index("label")
+    columns = ["label", "name", "type", "samples", "shape", "dtype", "bytes"]
+    columns += ["mean", "std", "min", "max", "zeros", "nan", "inf"]
+    frame = pd.DataFrame(rows, columns=columns).set_index("label")
+    # Whole numbers stay such where others are missing.
+    return frame.astype(dict.fromkeys(("bytes", "nan", "inf"), "Int64"))
 
 
 def _row(recording: Readable, label: Any) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def _row(recording: Readable, label: Any) -> dict[str, Any]:
         samples = recording[label]
         row["shape"] = tuple(samples.shape[1:])
         row["dtype"] = str(samples.dtype).removeprefix("torch.")
+        row["bytes"] = samples.nbytes
         row.update(_statistics(recording, label))
     return row
 
@@ -64,5 +67,7 @@ def _statistics(recording: Readable, label: Any) -> dict[str, float | None]:
         "std": found.std,
         "min": found.low,
         "max": found.high,
+        "zeros": found.zeros,
         "nan": found.nans,
+        "inf": found.infinities,
     }

@@ -140,13 +140,15 @@ class Recording(RecomputingRecording, Showing):
         return {label: to_array(self[label]) for label in self.stored}
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row a layer: name, type, samples, shape, dtype, mean, std, min, max, nan.
+        """Return one row a layer: what it is, how much is stored, and statistics of all values.
 
         Returns
         -------
         pandas.DataFrame
-            Indexed by label, ``"1-3"``. Statistics are over all values of a layer, in float64 and
-            without NaNs, whose number is in ``nan``; those of layers that were reduced are missing.
+            Indexed by label, ``"1-3"``. Columns: name, type, samples, shape and dtype of a sample,
+            bytes; mean, std, min and max in float64, without NaNs; zeros, the share of values that
+            are 0; nan and inf, how many are that. All but the first three are missing for layers
+            that were reduced.
 
         Examples
         --------

@@ -248,9 +248,20 @@ def test_frame_and_numpy():
     assert row["mean"] == pytest.approx(values.mean(), rel=1e-12)
     assert row["std"] == pytest.approx(values.std(ddof=1), rel=1e-12)
     assert (row["min"], row["max"], row["nan"]) == (values.min(), values.max(), 0)
+    assert (row["dtype"], row["bytes"], row["zeros"], row["inf"]) == ("float32", 41 * 24, 0, 0)
     assert np.isnan(frame.loc["1-3", "mean"])
     assert list(recording.to_numpy()) == [(1, 1)]
     assert recording.to_numpy()[1, 1].base is not None
+
+
+def test_frame_counts_zeros_nans_and_infinities():
+    rnet = Recorder(nn.Identity(), input_size=(1, 4))
+    rnet.record("0-1")
+    nan, inf = float("nan"), float("inf")
+    data = [torch.tensor([[0.0, nan, 2.0, -0.0]]), torch.tensor([[nan, nan, inf, 0.0]])]
+    row = rnet.collect(data).to_frame().loc["0-1"]
+    assert (row["zeros"], row["nan"], row["inf"]) == (3 / 8, 3, 1)
+    assert (row["mean"], row["min"], row["max"]) == (inf, 0, inf)
 
 
 @pytest.mark.parametrize("complete", [True, False])
