@@ -177,7 +177,8 @@ class _Collection:
                 if not 0 < skip == len(ids):
                     self._pass(writer, batch, inputs, ids, skip)
                 seen, kept = seen + len(ids), kept + len(ids)
-                advance(len(ids), len(ids) * self._sample_bytes())
+                added = len(ids) - skip
+                advance(added, added * self._sample_bytes())
         if is_empty:
             raise CollectError("batches is empty: it gave no batch to run the net on")
         if kept < num_durable:
