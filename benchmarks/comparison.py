@@ -1,0 +1,263 @@
+"""What recorders hand back, beside what the modules returned: right, wrong or refused.
+
+Run ``python benchmarks/comparison.py``. Every recorder is used as its documentation shows, without
+a copy of one's own. What is right comes from a bare network with one hook that clones at once.
+"Wrong" is a value that differs, handed back without a word; "refused" is an exception, by its name.
+The last row is time, one layer of 48 recorded, set up once where the interface allows it: the
+median of 50 passes, beside bare passes in turn. torchextractor, captum, nnsight and torchlens are
+in no extra: install those that you want to see.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+
+# Sets up, and returns what runs a pass and gives back what the module returned at its first call.
+Record = Callable[[nn.Module, "Case"], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    title: str
+    net: nn.Module
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # The pass whose record is asked for comes after one with these, where there are any.
+    first: tuple[Any, ...] | None = None
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.conv(x))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        y += x
+        return y
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).sin())
+
+
+class Assigned(nn.Module):
+    """Writes into the container that a module returned, as some of transformers' networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.part(x)
+        out["hidden"] = out["hidden"] * 2
+        return out["hidden"]
+
+
+class _Part(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x.sin()}
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return x if skip else self.layer(x)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2Model
+
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2Model(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, **ids)
+    )
+
+
+def cases() -> list[Case]:
+    x, ids = torch.randn(2, 4), torch.randint(64, (2, 8))
+    image = torch.randn(2, 3, 8, 8)
+    return [
+        Case("a layer before `ReLU(inplace=True)`", InPlace(), "conv", (image,)),
+        Case("a layer before a residual `+=`", Residual(), "block", (x,)),
+        Case("the first call of a module called twice", Twice(), "layer", (x,)),
+        Case("a dictionary that the net assigns into", Assigned(), "part", (x,)),
+        Case(
+            "a block of GPT-2 (transformers), keywords only", gpt2(), "h.0", (), {"input_ids": ids}
+        ),
+        Case("a tuple: GPT-2's attention", gpt2(), "h.1.attn", (), {"input_ids": ids}),
+        Case("a layer that this pass skipped", Skipping(), "layer", (x, True), {}, (x, False)),
+    ]
+
+
+def ours(net: nn.Module, case: Case) -> Callable[[], Any]:
+    example = case.kwargs or list(case.first or case.args)
+    rnet = Recorder(net, input_data=example, force_static_flow=case.first is None)
+    rnet.record(case.name)
+    label = rnet.recording[0]
+    if case.first:
+        rnet(*case.first)
+
+    def run() -> Any:
+        rnet(*case.args, **case.kwargs)
+        return rnet.activations[label]
+
+    return run
+
+
+def torchextractor(net: nn.Module, case: Case) -> Callable[[], Any]:
+    import torchextractor as peer
+
+    extractor = peer.Extractor(net, [case.name])
+    if case.first:
+        extractor(*case.first)
+    return lambda: extractor(*case.args, **case.kwargs)[1][case.name]
+
+
+def captum(net: nn.Module, case: Case) -> Callable[[], Any]:
+    from captum.attr import LayerActivation
+
+    peer = LayerActivation(net, net.get_submodule(case.name))
+    inputs = case.args or tuple(case.kwargs.values())
+    return lambda: peer.attribute(inputs[0], additional_forward_args=inputs[1:] or None)
+
+
+def nnsight(net: nn.Module, case: Case) -> Callable[[], Any]:
+    from nnsight import NNsight
+
+    peer = NNsight(net)
+
+    def run() -> Any:
+        with peer.trace(*case.args, **case.kwargs):
+            output = operator.attrgetter(case.name)(peer).output.save()
+        return output  # noqa: RET504 - nnsight reads the source of its block
+
+    return run
+
+
+def torchlens(net: nn.Module, case: Case) -> Callable[[], Any]:
+    import torchlens as peer
+
+    def run() -> Any:
+        trace = peer.trace(net, case.args or None, case.kwargs or None)
+        call = trace.modules[case.name].calls[0]
+        return call.outs if len(call.outs) > 1 else call.out
+
+    return run
+
+
+PEERS: dict[str, Record] = {
+    "scio-recorder": ours,
+    "torchextractor": torchextractor,
+    "captum": captum,
+    "nnsight": nnsight,
+    "torchlens": torchlens,
+}
+
+
+def expected(case: Case) -> list[Tensor]:
+    """Return the tensors that the module returned at its first call, cloned on the spot."""
+    net, kept = copy.deepcopy(case.net), []
+    module = net.get_submodule(case.name)
+    module.register_forward_hook(lambda *call: kept.append([t.clone() for t in found(call[2])]))
+    net(*case.args, **case.kwargs)
+    return kept[0] if kept else []
+
+
+def found(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return (
+        [t for item in items for t in found(item)] if isinstance(value, dict | list | tuple) else []
+    )
+
+
+def verdict(record: Record, case: Case) -> str:
+    net = copy.deepcopy(case.net).eval()
+    try:
+        got = found(record(net, case)())
+    except ImportError:
+        return "not installed"
+    except Exception as error:
+        # What did not run has no value: an error is the right answer.
+        return "right: error" if case.first else f"refused ({type(error).__name__})"
+    right = expected(case)
+    same = len(got) == len(right) and all(map(torch.equal, got, right))
+    return "right" if same else "**wrong**"
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    print("| what is asked for |", " | ".join(f"{name} {released(name)}" for name in PEERS), "|")
+    print("| --- |", " | ".join("---" for _ in PEERS), "|")
+    with torch.no_grad():
+        for case in cases():
+            case.net.eval()
+            row = [verdict(record, case) for record in PEERS.values()]
+            print(f"| {case.title} |", " | ".join(row), "|")
+        print("| time of a pass / bare |", " | ".join(map(slowdown, PEERS.values())), "|")
+
+
+def slowdown(record: Record) -> str:
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(48))).eval()
+    case = Case("", net, "20", (torch.randn(64, 256),))
+    try:
+        run = record(copy.deepcopy(net), case)
+        run()
+    except Exception:
+        return ""
+    ratios = []
+    for _ in range(50):
+        bare, seen = timed(lambda: net(*case.args)), timed(run)
+        ratios.append(seen / bare)
+    return f"{statistics.median(ratios):.2f}"
+
+
+def timed(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def released(name: str) -> str:
+    try:
+        return version(name)
+    except ImportError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    main()
