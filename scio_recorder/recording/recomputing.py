@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
 
 __all__ = ["BatchInputs", "RecomputingRecording"]
+
+
+# The layers that run again, and those inside them whose activations are asked for.
+Wanted: TypeAlias = "dict[DepthIdx, set[DepthIdx]]"
 
 
 class BatchInputs(Sequence[Inputs]):
@@ -112,26 +116,79 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
         True
         """
-        architecture = _same_architecture(self.architecture, rnet)
-        if not selectors:
-            raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        wanted: dict[DepthIdx, set[DepthIdx]] = {}
-        for target in select(architecture, selectors):
-            wanted.setdefault(self._nearest(architecture, target), set()).add(target)
+        architecture, wanted = self._wanted(rnet, selectors)
         arrays: dict[DepthIdx, _Array] = {}
         rows, start = self.calls.rows, 0
         with untouched(architecture, wanted):
             for number, count in enumerate(rows):
-                for label, targets in wanted.items():
-                    found = rerun(architecture, self._call(number, label), targets)
-                    for target, value in found.items():
-                        if target not in arrays:
-                            name = str(architecture[target])
-                            arrays[target] = _Array(name, value, count, sum(rows))
-                        arrays[target].put(value, start, count)
+                for target, value in self._batch(architecture, number, wanted).items():
+                    if target not in arrays:
+                        name = str(architecture[target])
+                        arrays[target] = _Array(name, value, count, sum(rows))
+                    arrays[target].put(value, start, count)
                 start += count
         values = {target: array.value for target, array in sorted(arrays.items())}
         return LayerMapping(self.architecture, values, "activation")
+
+    def recompute_batches(self, rnet: Recomputing, *selectors: Any) -> Iterator[LayerMapping[Any]]:
+        """Return what `recompute` does, one batch after the other.
+
+        For more than fits into memory, and for layers whose dimension 0 does not count samples or
+        whose samples differ in shape.
+
+        Parameters
+        ----------
+        rnet : Recorder
+            As for `recompute`.
+        *selectors
+            As for `recompute`.
+
+        Returns
+        -------
+        iterator of LayerMapping
+            For each batch what the layers returned, on the device where they did. Between batches
+            the net is as it was.
+
+        Raises
+        ------
+        ArgumentError, RecomputeError, LayerNotFoundError
+            As `recompute`; what concerns a batch when it is asked for.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
+        >>> rnet.record("0", inputs=True)
+        >>> recording = rnet.collect(torch.ones(6, 2).split(4))
+        >>> [len(found["0.0"]) for found in recording.recompute_batches(rnet, "0.0")]
+        [4, 2]
+        """
+        return self._batches(*self._wanted(rnet, selectors))
+
+    def _batches(self, architecture: Architecture, wanted: Wanted) -> Iterator[LayerMapping[Any]]:
+        for number in range(len(self.calls.rows)):
+            with untouched(architecture, wanted):
+                found = self._batch(architecture, number, wanted)
+            yield LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
+
+    def _wanted(self, rnet: Recomputing, selectors: Sequence[Any]) -> tuple[Architecture, Wanted]:
+        architecture = _same_architecture(self.architecture, rnet)
+        if not selectors:
+            raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
+        wanted: Wanted = {}
+        for target in select(architecture, selectors):
+            wanted.setdefault(self._nearest(architecture, target), set()).add(target)
+        return architecture, wanted
+
+    def _batch(
+        self, architecture: Architecture, number: int, wanted: Wanted
+    ) -> dict[DepthIdx, Any]:
+        found: dict[DepthIdx, Any] = {}
+        for label, targets in wanted.items():
+            found.update(rerun(architecture, self._call(number, label), targets))
+        return found
 
     @property
     def memory_stored_bytes(self) -> int:
@@ -202,7 +259,7 @@ class _Array:
         if len(leaves) != len(self._arrays):
             raise RecomputeError(
                 f"layer {self._name} returned {len(self._arrays)} tensors for one batch and "
-                f"{len(leaves)} for another: recompute the layers inside it"
+                f"{len(leaves)} for another: take it batch by batch from recompute_batches(...)"
             )
         for leaf, array in zip(leaves, self._arrays, strict=True):
             self._check(leaf, array, rows)
@@ -214,7 +271,7 @@ class _Array:
         raise RecomputeError(
             f"layer {self._name} returned {leaf.dtype} {tuple(leaf.shape)} for a batch of {rows} "
             f"samples, which does not fit with {like.dtype} {(rows, *like.shape[1:])} into one "
-            "array: recompute layers that return one row for each sample, of one shape"
+            "array: take it batch by batch from recompute_batches(...)"
         )
 
 

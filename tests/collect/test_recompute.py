@@ -305,8 +305,32 @@ def test_samples_of_different_shapes_are_an_error() -> None:
     rnet = recorder("0", net=net)
     data = [torch.randn(2, 3, 4), torch.randn(2, 5, 4)]
     recording = rnet.collect(data, store=None, reduce=Mean(), transform=lambda x, _: x.sum(1))
-    with pytest.raises(RecomputeError, match=r"\(2, 5, 4\) for a batch of 2.*\(2, 3, 4\)"):
+    with pytest.raises(
+        RecomputeError, match=r"\(2, 5, 4\) for a batch of 2.*\(2, 3, 4\).*recompute_batches"
+    ):
         recording.recompute(rnet, "0.0")
+    again = list(recording.recompute_batches(rnet, "0.0", "0.1"))
+    assert len(again) == 2
+    for found, batch in zip(again, data, strict=True):
+        assert torch.equal(found["0.0"], net[0][0](batch))
+        assert torch.equal(found["0.1"], net[0](batch))
+
+
+def test_between_batches_the_net_is_as_it_was(gather: Gather) -> None:
+    rnet = recorder("1", "2")
+    with Watch(rnet.net) as watch:
+        recording = gather(rnet, batches(*SIZES))
+    rnet.net.eval()
+    torch.manual_seed(0)
+    before = trace(rnet.net)
+    found = recording.recompute_batches(rnet, "1.drop", "2.norm")
+    for number, one in enumerate(found):
+        for name in ("1.drop", "2.norm"):
+            assert same_bits(one[name], watch.calls[name, number].value)
+        assert not differences(trace(rnet.net), before)
+    assert number == len(SIZES) - 1
+    with pytest.raises(RecomputeError, match="no inputs of layer"):
+        recording.recompute_batches(rnet, "0")
 
 
 def test_structures_are_put_together_leaf_by_leaf(gather: Gather) -> None:
