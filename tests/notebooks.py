@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", module="ipykernel")
 """
 
 # Sums in another order, on another processor, lead training to slightly other numbers.
-RELATIVE, ABSOLUTE = 0.1, 0.05
+RELATIVE, ABSOLUTE = 0.1, 0.1
 NUMBER = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?")
 
 
