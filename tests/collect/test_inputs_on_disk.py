@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
-from scio_recorder.disk import KeptBatches, RunReader, RunWriter
+from scio_recorder.disk import KeptBatches, RunReader, RunWriter, holds_recording
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk import header_of
 from scio_recorder.stores.nodes import decode, encode
 from tests.collect.nets import batches, recorder
+from tests.disk.runs import calls_of, intercepted
 from tests.nets.base import Net
 
 SIZES = (4, 3, 4, 2)
@@ -269,3 +271,30 @@ def test_states_of_generators_out_of_bounds_are_refused(tmp_path: Path) -> None:
             open_recording(tmp_path / str(number)).inputs["2"][0]
     hostile(tmp_path / "right", lambda value: value, random=lambda state: None)
     assert open_recording(tmp_path / "right").inputs["2"][0]
+
+
+def test_after_any_fault_samples_and_inputs_agree_and_can_be_resumed(tmp_path: Path) -> None:
+    rnet, data = recorder("2", inputs=True), batches(2, 1, 2)
+
+    def collect(path: Path) -> None:
+        rnet.collect(data, store=Disk(path, chunk_bytes=1), resume=True)
+
+    # Every fourth system call; the disk format's own tests take each.
+    for stop in range(0, len(calls_of(lambda: collect(tmp_path / "whole"))), 4):
+        path = tmp_path / str(stop)
+
+        def act(number: int, name: str, go_on: Any, arguments: Any, stop: int = stop) -> Any:
+            if number == stop:
+                raise OSError(5, "a fault")
+            return go_on()
+
+        with contextlib.suppress(OSError), intercepted(act):
+            collect(path)
+        if holds_recording(path):
+            found = open_recording(path, verify=True)
+            assert found.num_samples == sum(found.calls.rows)
+            if found.num_samples:
+                assert len(found.inputs["2"]) == len(found.calls.rows)
+        if not path.exists() or not list(path.iterdir()) or holds_recording(path):
+            collect(path)
+            assert_whole(path, rnet, data)
