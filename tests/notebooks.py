@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         metadata=notebook.metadata,
         cells=[
             nbformat.v4.new_code_cell(STRICT),  # type: ignore[no-untyped-call]
-            *(cell.copy() for cell in notebook.cells),
+            *deepcopy(notebook.cells),
         ],
     )
     client = NotebookClient(
