@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rich.filesize import decimal
+
 from scio_recorder.display.outline import call_text
 from scio_recorder.display.summary import LayerSummary, Units
 from scio_recorder.display.svg import number_text
@@ -28,8 +30,10 @@ _COLUMNS: tuple[tuple[str, bool | None], ...] = (
     ("Units", True),
     ("Dead", True),
     ("Saturated", True),
-    ("Kept", False),
+    ("Kept", True),
 )
+
+_FROM_THE_LEFT = {"Layer", "Kept"}
 
 
 def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -61,7 +65,7 @@ def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _heading(name: str, is_number: bool | None, is_first: bool) -> str:
     if is_number is None:
         return f'<th scope="col"><span>{name}</span></th>'
-    kind = ' class="number"' if is_number and not is_first else ""
+    kind = ' class="number"' if is_number and name not in _FROM_THE_LEFT else ""
     kind += ' data-sort="number"' if is_number else ""
     order = "ascending" if is_first else "none"
     return f'<th scope="col"{kind} aria-sort="{order}"><button type="button">{name}</button></th>'
@@ -83,9 +87,15 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
     yield _count(values.nans, is_alarm=True)
     yield _count(values.infinities, is_alarm=True)
     yield from _unit_cells(units)
-    kept = " ".join(filter(None, (summary.kept, summary.dtype, summary.shape)))
+    yield _kept(summary)
+
+
+def _kept(summary: LayerSummary) -> str:
+    size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
+    parts = (" ".join((summary.dtype, summary.shape)).strip(), size, summary.kept)
     notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
-    yield f'<td class="kept">{text(kept)}{notes}</td>'
+    key = "" if summary.num_bytes is None else summary.num_bytes
+    return f'<td class="kept" data-value="{key}">{text(", ".join(filter(None, parts)))}{notes}</td>'
 
 
 def _spark(place: int, summary: LayerSummary) -> str:

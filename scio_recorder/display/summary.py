@@ -82,6 +82,7 @@ class LayerSummary:
     kept: str
     shape: str = ""
     dtype: str = ""
+    num_bytes: int | None = None
     values: Values = Values()
     units: Units | None = None
     bars: Bars | None = None

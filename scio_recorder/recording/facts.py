@@ -12,7 +12,7 @@ __all__ = ["facts_of", "notes_of"]
 def facts_of(recording: Readable) -> list[tuple[str, str]]:
     """Return names and values for the head of a page."""
     stored = [recording[label] for label in recording.stored]
-    size = sum(samples.dtype.itemsize * samples.numel() for samples in stored)
+    size = sum(samples.nbytes for samples in stored)
     facts = [
         ("Samples", f"{recording.num_samples:,}"),
         ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),

@@ -12,7 +12,7 @@ from scio_recorder.display.figure import draw
 from scio_recorder.display.page import Page, page_html
 from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
@@ -58,7 +58,7 @@ class Showing(Outlined, LayerMapping[Any]):
 
         Raises
         ------
-        ValueError
+        ArgumentError
             There is no such kind, fewer than one bin, or more than 400 histograms.
         LayerNotFoundError
             One of the layers was not recorded.
@@ -74,10 +74,10 @@ class Showing(Outlined, LayerMapping[Any]):
         '0-1 ReLU'
         """
         if kind not in ("histograms", "depth"):
-            raise ValueError(f'plot(kind={kind!r}): write "histograms" or "depth"')
+            raise ArgumentError(f'plot(kind={kind!r}): write "histograms" or "depth"')
         labels = self._chosen(layers)
         if kind == "histograms" and len(labels) > _MOST_HISTOGRAMS:
-            raise ValueError(
+            raise ArgumentError(
                 f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
@@ -109,7 +109,7 @@ class Showing(Outlined, LayerMapping[Any]):
         ------
         RecordingError
             The file can't be written, or samples can't be read; no half page is left.
-        ValueError
+        ArgumentError
             Fewer than one bin.
 
         Examples
@@ -148,7 +148,7 @@ class Showing(Outlined, LayerMapping[Any]):
 
     def _summaries(self, labels: Iterable[DepthIdx], bins: int) -> list[LayerSummary]:
         if bins < 1:
-            raise ValueError(f"bins={bins}: a histogram has at least one bin")
+            raise ArgumentError(f"bins={bins}: a histogram has at least one bin")
         return [summarise(self._readable, label, bins) for label in labels]
 
     def _recorded(self, key: DepthIdx | str) -> DepthIdx:

@@ -48,6 +48,7 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary
         kept="",
         shape=str(tuple(samples.shape[1:])),
         dtype=str(samples.dtype).removeprefix("torch."),
+        num_bytes=samples.nbytes,
         values=survey.values,
         units=survey.units,
         bars=count_bars(recording.parts(label), span, bins) if span else None,

@@ -53,6 +53,10 @@ def test_columns_sort_by_number_with_what_is_missing_last(browser: Any, report: 
     assert browser.ask(ORDER)[0] == "1-3", "minus infinity comes first"
     header(browser, "Layer").click()
     assert browser.ask(ORDER) == given
+    header(browser, "Kept").click()
+    sizes = [frame.loc[label, "bytes"] for label in browser.ask(ORDER)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
 
 
 def test_headers_tell_the_order_and_work_by_keyboard(browser: Any, report: Path) -> None:

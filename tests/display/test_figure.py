@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scio_recorder import Recorder, Recording, reductions
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from tests.display.examples import hostile_recording, small_recording, wide_recording
 
 pytest.importorskip("matplotlib")
@@ -122,16 +122,16 @@ def test_layers_are_chosen_by_any_key() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match='"histograms" or "depth"'):
+    with pytest.raises(ArgumentError, match='"histograms" or "depth"'):
         small_recording().plot("violin")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="bins=0"):
+    with pytest.raises(ArgumentError, match="bins=0"):
         small_recording().plot(bins=0)
 
 
 def test_too_many_histograms_for_a_figure() -> None:
     recording = wide_recording(401)
     assert len(recording) == 401
-    with pytest.raises(ValueError, match=r"401 histograms.*400.*layers="):
+    with pytest.raises(ArgumentError, match=r"401 histograms.*400.*layers="):
         recording.plot()
     assert len(recording.plot("depth").axes) == 1
 

@@ -15,7 +15,7 @@ from torch import nn
 from scio_recorder import Recorder, Recording, open_recording, reductions
 from scio_recorder.cli import main
 from scio_recorder.display.writing import write_page
-from scio_recorder.errors import RecordingError
+from scio_recorder.errors import ArgumentError, RecordingError
 from tests.display.examples import hostile_recording, small_recording
 
 
@@ -161,7 +161,9 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         write_page(page, pieces())
     assert page.read_text() == "before"
     assert os.listdir(tmp_path) == ["page.html"]
-    write_page(page, ["after"])
+    with page.open() as held:
+        write_page(page, ["after"])
+        assert held.read() == "before", "whoever reads it goes on with what was there"
     assert page.read_text() == "after"
     assert os.listdir(tmp_path) == ["page.html"]
     mask = os.umask(0)
@@ -171,7 +173,7 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = of(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="bins=0"):
+    with pytest.raises(ArgumentError, match="bins=0"):
         recording.report(tmp_path / "page.html", bins=0)
     # It must be said before hours of reading.
     monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)

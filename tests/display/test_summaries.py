@@ -116,7 +116,7 @@ def test_far_values_do_not_flatten_the_rest() -> None:
 def test_dead_units_are_those_that_never_change() -> None:
     samples = torch.randn(10, 6, 2, 2)
     samples[:, 1], samples[:, 4], samples[:, 5] = 0.0, -0.0, 2.5
-    samples[:, 0] = math.nan
+    samples[:, 0], samples[:, 2] = math.nan, math.inf
     samples[:9, 3], samples[9, 3] = 0.0, 1e-30
     units = of(samples).units
     assert units is not None

@@ -78,6 +78,7 @@ def test_deep_rows_keep_room_for_their_names() -> None:
 def test_what_fits_is_not_shortened() -> None:
     assert "…" not in printed(small_recorder(), 64)
     assert "…" in printed(small_recorder(), 30)
+    assert printed(small_recorder(), 20).splitlines()[0] == "Recorder: Sequentia…"
 
 
 def test_names_are_not_markup_and_reach_no_terminal() -> None:
