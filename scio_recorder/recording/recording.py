@@ -115,6 +115,18 @@ class Recording(RecomputingRecording, Showing):
         return tuple(label for label in self._values if label not in self._reductions)
 
     @property
+    def store(self) -> str | None:
+        """Where the samples are, as ``collect`` was told or ``"auto"`` has chosen.
+
+        ``"device"``, ``"host"`` or ``"disk"``; on the CPU both of the first are host memory. None
+        where there are none.
+        """
+        if self.path is not None:
+            return "disk"
+        found = {self._values[label].device.type for label in self.stored}
+        return ("host" if found == {"cpu"} else "device") if found else None
+
+    @property
     def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
         """The reductions of the layers that have some, to merge them with others."""
         return LayerMapping(self.architecture, self._reductions, "reduction")

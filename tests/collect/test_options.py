@@ -254,6 +254,14 @@ def test_frame_and_numpy():
     assert recording.to_numpy()[1, 1].base is not None
 
 
+def test_a_recording_of_summaries_has_no_store():
+    rnet = recorder("0")
+    assert rnet.collect(batches(3), store=None, reduce=Mean()).store is None
+    rnet = Recorder(nn.Identity(), input_size=(1, 4), device="meta")
+    rnet.record("0-1")
+    assert rnet.collect([torch.ones(2, 4, device="meta")], store="device").store == "device"
+
+
 def test_frame_counts_zeros_nans_and_infinities():
     rnet = Recorder(nn.Identity(), input_size=(1, 4))
     rnet.record("0-1")

@@ -55,6 +55,7 @@ def test_stores_agree_with_single_passes(store, sizes, loader, tmp_path):
     assert recording.sample_ids == list(range(sum(SIZES[sizes])))
     assert recording.complete
     assert recording.architecture == rnet.architecture
+    assert recording.store == ("disk" if store in ("disk", "small chunks") else "host")
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
