@@ -17,7 +17,7 @@ def facts_of(recording: Readable) -> list[tuple[str, str]]:
         ("Samples", f"{recording.num_samples:,}"),
         ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),
         ("Kept as samples", f"{len(stored):,}, {decimal(size)}" if stored else "none"),
-        ("Architecture", recording.architecture.fingerprint[:12]),
+        ("Fingerprint of the net", recording.architecture.fingerprint[:12]),
     ]
     if recording.reductions:
         facts.append(("Kept as summaries", f"{len(recording.reductions):,}"))
