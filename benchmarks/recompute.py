@@ -1,4 +1,4 @@
-"""What recomputing costs beside a whole pass, and what saved tensors take when they shrink.
+"""What recomputing costs beside a whole pass or a whole dataset, and what it saves in memory.
 
 Run ``python benchmarks/recompute.py [--rounds 30]``. Arms are interleaved in random order in one
 process; the table shows the median of the ratios of each round, and their quartiles.
@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, Recording
+from scio_recorder.stores import Host
 
 Arm = Callable[[], object]
 BLOCKS = 12
@@ -38,7 +39,8 @@ def main() -> None:
     table = Table(title=f"recompute, one thread, {rounds} rounds, torch {torch.__version__}")
     for heading in ("what", "beside", "ratio", "quartiles"):
         table.add_column(heading)
-    for row in [*time_rows(rnet, x, rounds), *byte_rows(rnet, x)]:
+    rows = [*time_rows(rnet, x, rounds), *dataset_rows(rnet, max(3, rounds // 5))]
+    for row in [*rows, *byte_rows(rnet, x)]:
         table.add_row(*row)
     Console(width=120).print(table)
 
@@ -70,6 +72,39 @@ def time_rows(rnet: Recorder, x: Tensor, rounds: int) -> list[tuple[str, ...]]:
         for name in random.sample(list(arms), len(arms)):
             spent[name].append(timed(arms[name]))
     return [(name, "bare pass", *ratio(spent[name], spent["bare"])) for name in list(arms)[1:]]
+
+
+def dataset_rows(rnet: Recorder, rounds: int) -> list[tuple[str, ...]]:
+    """Compare a dataset of which every layer is kept with one of which only blocks are."""
+    loader = [torch.randn(8, 64, 128) for _ in range(16)]
+    blocks = [str(index) for index in range(BLOCKS)]
+    stores = {"all": Host(), "blocks": Host()}
+
+    def passes() -> None:
+        with torch.no_grad():
+            for batch in loader:
+                rnet.net(batch)
+
+    def collected(what: str) -> Recording:
+        rnet.record(*(["*.*"] if what == "all" else blocks), inputs=what == "blocks")
+        return rnet.collect(loader, store=stores[what], progress=False)
+
+    kept = collected("blocks")
+    arms: dict[str, Arm] = {
+        "bare": passes,
+        "collect 48 inner layers": lambda: collected("all"),
+        "collect 12 blocks with inputs": lambda: collected("blocks"),
+        "recompute 12 of 48 inner layers": lambda: kept.recompute(rnet, "*.2"),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name in random.sample(list(arms), len(arms)):
+            spent[name].append(timed(arms[name]))
+    rows = [(name, "bare passes", *ratio(spent[name], spent["bare"])) for name in list(arms)[1:]]
+    wanted = collected("all").memory_stored_bytes
+    inputs = kept.memory_stored_bytes / wanted
+    rows.append(("bytes of 12 blocks with inputs", "48 inner layers", f"{inputs:.2f}", ""))
+    return rows
 
 
 def bare(net: nn.Module, x: Tensor) -> None:
