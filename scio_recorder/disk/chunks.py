@@ -153,19 +153,20 @@ class ChunkFile:
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
-        stop = start + len(out)
-        for block in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
-            end = min(block + BLOCK_BYTES, self._table[name].num_bytes)
-            low, high = max(start, block), min(stop, end)
-            part = out[low - start : high - start]
-            if self._verified[name][block // BLOCK_BYTES]:
-                self._fill(part, name, low)
-            elif (low, high) == (block, end):
-                self._fill_verified(part, name, block)
-            else:
-                whole = numpy.empty(end - block, numpy.uint8)
-                self._fill_verified(whole, name, block)
-                part[:] = whole[low - block : high - block]
+        stop, length = start + len(out), self._table[name].num_bytes
+        with accessing(self._path):
+            for block in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
+                end = min(block + BLOCK_BYTES, length)
+                low, high = max(start, block), min(stop, end)
+                part = out[low - start : high - start]
+                if self._verified[name][block // BLOCK_BYTES]:
+                    self._fill(part, self._offsets[name] + low)
+                elif (low, high) == (block, end):
+                    self._fill_verified(part, name, block)
+                else:
+                    whole = numpy.empty(end - block, numpy.uint8)
+                    self._fill_verified(whole, name, block)
+                    part[:] = whole[low - block : high - block]
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""
@@ -177,28 +178,27 @@ class ChunkFile:
     def verify(self) -> None:
         """Check every block that has not been checked yet."""
         scratch = numpy.empty(BLOCK_BYTES, numpy.uint8)
-        for name, spec in self._table.items():
-            for index, known in enumerate(self._verified[name]):
-                start = index * BLOCK_BYTES
-                if not known:
-                    self._fill_verified(scratch[: spec.num_bytes - start], name, start)
+        with accessing(self._path):
+            for name, spec in self._table.items():
+                for index, known in enumerate(self._verified[name]):
+                    start = index * BLOCK_BYTES
+                    if not known:
+                        self._fill_verified(scratch[: spec.num_bytes - start], name, start)
 
     def _fill_verified(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
-        self._fill(out, name, start)
-        index = start // BLOCK_BYTES
+        first, index = self._offsets[name] + start, start // BLOCK_BYTES
+        self._fill(out, first)
         if checksum(out.data) != self._blocks[name][index * DIGITS : (index + 1) * DIGITS]:
-            first = self._offsets[name] + start
             raise RecordingError(
                 f"{self._path} is damaged: bytes {first} to {first + len(out)}, in {name!r}, do "
                 "not match their checksum"
             )
         self._verified[name][index] = True
 
-    def _fill(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
-        view, offset = out.data, self._offsets[name] + start
-        with accessing(self._path):
-            while view:
-                count = system.pread_into(self._descriptor, view, offset)
-                if not count:
-                    raise RecordingError(f"{self._path} is damaged: it ends at byte {offset}")
-                view, offset = view[count:], offset + count
+    def _fill(self, out: NDArray[numpy.uint8], offset: int) -> None:
+        view = out.data
+        while view:
+            count = system.pread_into(self._descriptor, view, offset)
+            if not count:
+                raise RecordingError(f"{self._path} is damaged: it ends at byte {offset}")
+            view, offset = view[count:], offset + count

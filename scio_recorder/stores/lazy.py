@@ -97,10 +97,11 @@ class DiskTensor(Tensor):
     def _item(self, index: Any) -> Any:
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if isinstance(first, slice):
-            start, stop, step = first.indices(len(self))
+            start, stop, step = first.indices(self._reader.num_samples)
             if step <= 0:
                 raise ValueError("step must be greater than zero")
-            found = self._read(start, max(start, stop))[::step]
+            found = self._read(start, max(start, stop))
+            found = found[::step] if step > 1 else found
             return found[(slice(None), *rest)] if rest else found
         if isinstance(first, int) and not isinstance(first, bool):
             position = range(len(self))[first]
