@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from sphinx.util.inventory import InventoryFile
 
 ROOT = Path(__file__).parents[1]
@@ -38,9 +37,16 @@ FETCHED = {
 }
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def test_the_site(tmp_path: Path) -> None:
+    """Build it once, since that takes seconds, and look at it from all sides."""
+    site = built(tmp_path)
+    every_page_is_there(site)
+    every_public_name_is_in_the_reference(site)
+    nothing_is_fetched_from_another_host(site)
+    formulas_need_no_script(site)
+
+
+def built(folder: Path) -> Path:
     # A process of its own: Sphinx changes the interpreter that it runs in.
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
     command += ["-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")]
@@ -49,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
-def test_every_page_and_notebook_is_there(site: Path) -> None:
+def every_page_is_there(site: Path) -> None:
     sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notebooks").glob("*.ipynb")]
     assert len(sources) > 15
     for source in sources:
@@ -57,23 +63,19 @@ def test_every_page_and_notebook_is_there(site: Path) -> None:
         assert page.exists(), "not built"
 
 
-@pytest.fixture(scope="module")
-def reference(site: Path) -> set[str]:
+def every_public_name_is_in_the_reference(site: Path) -> None:
     with (site / "objects.inv").open("rb") as stream:
         inventory = InventoryFile.load(stream, "", lambda base, path: path)
-    return {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_in_the_reference(module: str, reference: set[str]) -> None:
-    # The package itself hands on names that have their place in a module.
-    places = PUBLIC if module == "scio_recorder" else (module,)
-    missing = [
-        name
-        for name in importlib.import_module(module).__all__
-        if not any(f"{place}.{name}" in reference for place in places)
-    ]
-    assert not missing
+    reference = {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+    for module in PUBLIC:
+        # The package itself hands on names that have their place in a module.
+        places = PUBLIC if module == "scio_recorder" else (module,)
+        missing = [
+            name
+            for name in importlib.import_module(module).__all__
+            if not any(f"{place}.{name}" in reference for place in places)
+        ]
+        assert not missing, f"not in the reference, of {module}"
 
 
 class _Fetched(HTMLParser):
@@ -95,7 +97,7 @@ def fetched(page: Path) -> Iterator[str]:
     yield from parser.addresses
 
 
-def test_nothing_is_fetched_from_another_host(site: Path) -> None:
+def nothing_is_fetched_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     addresses = {address for page in pages for address in fetched(page)}
     assert any(address.endswith(".js") for address in addresses), "the parser sees scripts"
@@ -106,7 +108,7 @@ def test_nothing_is_fetched_from_another_host(site: Path) -> None:
         assert "@import" not in text
 
 
-def test_formulas_need_no_script(site: Path) -> None:
+def formulas_need_no_script(site: Path) -> None:
     pages = [page.read_text(encoding="utf-8") for page in (site / "notebooks").glob("*.html")]
     assert any("<math" in page for page in pages)
     assert not any("MathJax" in page for page in pages)

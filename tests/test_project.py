@@ -56,7 +56,13 @@ OPTIONAL = {
     "transformers",
 }
 
-PUBLIC = ("scio_recorder", "scio_recorder.postprocessors", "scio_recorder.errors")
+PUBLIC = (
+    "scio_recorder",
+    "scio_recorder.errors",
+    "scio_recorder.events",
+    "scio_recorder.integrations.tensorboard",
+    "scio_recorder.postprocessors",
+)
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 40

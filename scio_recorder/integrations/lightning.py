@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
 from scio_recorder.integrations.modules import choose_modules
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
@@ -54,6 +55,8 @@ class LayerStatsMonitor(Callback):
 
     Raises
     ------
+    ArgumentError
+        ``every_n_steps`` or ``statistics`` can't be what was meant.
     LayerNotFoundError
         When fitting starts: a selector matches no module.
 
@@ -82,7 +85,7 @@ class LayerStatsMonitor(Callback):
         gradients: bool = True,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: write a positive integer, or None")
+            raise ArgumentError(f"every_n_steps={every_n_steps}: write a positive integer, or None")
         self.selectors = selectors
         self.every_n_steps = every_n_steps
         self.statistics = check_names(statistics)

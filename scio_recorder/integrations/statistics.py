@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from scio_recorder.errors import ArgumentError
 from scio_recorder.tree import tensors
 
 __all__ = ["STATISTICS", "Portion", "check_names", "values_of"]
@@ -22,7 +23,9 @@ def check_names(statistics: Collection[str]) -> tuple[str, ...]:
     unknown = [name for name in names if name not in STATISTICS]
     if unknown or not names:
         given = unknown[0] if unknown else names
-        raise ValueError(f"statistics={given!r}: choose among {', '.join(map(repr, STATISTICS))}")
+        raise ArgumentError(
+            f"statistics={given!r}: choose among {', '.join(map(repr, STATISTICS))}"
+        )
     return names
 
 

@@ -60,6 +60,8 @@ def add_activations(
 
     Raises
     ------
+    ArgumentError
+        There is no such statistic.
     LayerNotFoundError
         There is nothing to write: no pass has run, or no layer has samples.
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError, SelectorTypeError
 from scio_recorder.integrations.lightning import LayerStatsMonitor
 
 # Lightning's advice on loops of validation and the like.
@@ -296,9 +296,9 @@ def test_slips_are_noticed_when_fitting_starts(
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="every_n_steps=0"):
+    with pytest.raises(ArgumentError, match="every_n_steps=0"):
         LayerStatsMonitor(every_n_steps=0)
-    with pytest.raises(ValueError, match=r"'median'.*'zeros'"):
+    with pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
         LayerStatsMonitor(statistics=["median"])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 from scio_recorder import Recorder
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.tensorboard import add_activations
 from scio_recorder.reductions import Mean
 
@@ -174,7 +174,7 @@ def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
 
 def test_statistics_that_do_not_exist(rnet: Recorder, tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
-    with writer, pytest.raises(ValueError, match=r"'median'.*'zeros'"):
+    with writer, pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
         add_activations(writer, rnet.activations, statistics=["median"])
     events = write(tmp_path, rnet.activations, statistics=())
     assert not events.Tags()["scalars"]
