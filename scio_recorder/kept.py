@@ -15,7 +15,7 @@ from torch import Tensor
 from scio_recorder.moment import Moment
 from scio_recorder.records import Inputs
 from scio_recorder.tensors import is_plain
-from scio_recorder.tree import Rebuild, tensors
+from scio_recorder.tree import Rebuild, flatten, tensors
 
 if TYPE_CHECKING:
     from scio_recorder.architecture import DepthIdx
@@ -171,6 +171,16 @@ class KeptCall:
         """The memory that this takes."""
         own = [leaf.dense if isinstance(leaf, KeptTensor) else leaf for leaf in self.leaves]
         return own + self.moment.tensors
+
+    # Functions can't be pickled; structures can, with empty tensors in the places of the leaves.
+
+    def __getstate__(self) -> dict[str, Any]:
+        structure = self.rebuild([torch.empty(0) for _ in self.leaves])
+        return {**self.__dict__, "rebuild": structure}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.rebuild = flatten(state["rebuild"])[1]
 
 
 @dataclass

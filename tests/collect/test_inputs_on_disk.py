@@ -196,6 +196,8 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a tensor by name": (("leaves", 0, 0), "batch-0"),
     "a tensor from the end": (("leaves", 0, 0), -1),
     "a giant shape": (("leaves", 0), [0, [1 << 62, 6], [0, 1]]),
+    "fewer rows": (("leaves", 0, 1), [2, 6]),
+    "more rows, side by side": (("leaves", 0), [0, [6, 6], [6, 1]]),
     "giant strides": (("leaves", 0, 2), [1 << 40, 1]),
     "strides that overlap": (("leaves", 0, 2), [1, 1]),
     "negative strides": (("leaves", 0, 2), [-6, 1]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +128,40 @@ def test_what_is_kept_may_be_changed_rounded_or_reduced(gather: Gather) -> None:
         found = recording.recompute(rnet, "1", "1.norm")
         assert same_bits(found["1"], truth(watch, "1"))
         assert same_bits(found["1.norm"], truth(watch, "1.norm"))
+
+
+def test_a_recording_may_be_pickled_and_copied(gather: Gather) -> None:
+    rnet = recorder("1")
+    with Watch(rnet.net) as watch:
+        recording = gather(rnet, batches(*SIZES))
+    for again in (pickle.loads(pickle.dumps(recording)), copy.deepcopy(recording)):
+        for (args, kwargs), (wanted, _) in zip(
+            again.inputs["1"], recording.inputs["1"], strict=True
+        ):
+            assert torch.equal(args[0], wanted[0])
+            assert kwargs == {}
+        assert same_bits(again.recompute(rnet, "1.drop")["1.drop"], truth(watch, "1.drop"))
+
+
+def test_inference_mode_is_the_one_of_then(gather: Gather) -> None:
+    rnet = recorder("1")
+    rnet.net.eval()
+    with Watch(rnet.net) as watch, torch.inference_mode():
+        recording = gather(rnet, batches(*SIZES))
+    assert not recording.inputs["1"][0].args[0].is_inference()
+    found = recording.recompute(rnet, "1.linear", "1.drop")
+    for name in ("1.linear", "1.drop"):
+        assert same_bits(found[name], truth(watch, name))
+        assert not found[name].is_inference()
+
+
+def test_a_recording_that_is_complete_is_given_back_with_inputs(tmp_path: Path) -> None:
+    rnet, store = recorder("1"), f"disk:{tmp_path / 'run'}"
+    rnet.net.eval()
+    with Watch(rnet.net) as watch:
+        rnet.collect(batches(*SIZES), store=store)
+    recording = rnet.collect(batches(*SIZES), store=store, resume=True)
+    assert same_bits(recording.recompute(rnet, "1.norm")["1.norm"], truth(watch, "1.norm"))
 
 
 def test_autocast_is_the_one_of_then(gather: Gather) -> None:
