@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import RecomputeError
+from scio_recorder.errors import ArgumentError, RecomputeError
 from scio_recorder.random_state import RandomState
 from scio_recorder.restoring import preserved_rng
 from scio_recorder.tree import flatten, tensors
@@ -35,7 +35,7 @@ class CheckpointConfig:
 
     Raises
     ------
-    ValueError
+    ArgumentError
         ``every`` is no integer from 1 on, or ``max_checkpoints`` none from 0 on.
 
     Examples
@@ -50,10 +50,12 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every={self.every!r}: write an integer from 1 on, such as every=4")
+            raise ArgumentError(
+                f"every={self.every!r}: write an integer from 1 on, such as every=4"
+            )
         limit = self.max_checkpoints
         if limit is not None and (not isinstance(limit, int) or limit < 0):
-            raise ValueError(
+            raise ArgumentError(
                 f"max_checkpoints={limit!r}: write an integer from 0 on, or None for no limit"
             )
 

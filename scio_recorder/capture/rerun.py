@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from scio_recorder.capture.gradients import Gradients
     from scio_recorder.capture.program import Program
 
-__all__ = ["Rerun", "Reruns", "is_rerun"]
+__all__ = ["Rerun", "Reruns", "is_rerun", "regions"]
 
 _ATTRIBUTE = "_scio_recorder_marks"
 _FRAME: type = getattr(checkpoint, "_CheckpointFrame", type(None))
@@ -55,7 +55,7 @@ def is_rerun() -> bool:
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-def _regions(until: CodeType | None) -> Iterator[tuple[Any, bool]]:
+def regions(until: CodeType | None) -> Iterator[tuple[Any, bool]]:
     """Yield the regions around the caller, innermost first, up to a function.
 
     With each, whether it is being run again rather than for the first time.
@@ -140,7 +140,7 @@ class Rerun:
 
     def note(self, position: int) -> None:
         """Mark the regions around an event of the first run."""
-        for region, _ in _regions(self._until):
+        for region, _ in regions(self._until):
             marks = _marks(region)
             mark = marks.get(self._owner)
             if mark is None or mark.rerun is not self:
@@ -192,7 +192,7 @@ class Reruns:
         if not self._alive:
             return None
         owner, inner = id(self), []
-        for region, runs_again in _regions(None):
+        for region, runs_again in regions(None):
             mark = getattr(region, _ATTRIBUTE, {}).get(owner) if runs_again else None
             if mark is None:
                 inner.append(region)

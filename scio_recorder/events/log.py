@@ -1,4 +1,4 @@
-"""Events, what is kept of them, and the tracker that keeps it."""
+"""The tracker that keeps a log of events, and `track`, which makes one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import difflib
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.hooks import observe
 from scio_recorder.capture.rerun import is_rerun
-from scio_recorder.errors import LayerNotFoundError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
+from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.events.regions import Regions
 from scio_recorder.supported import check_supported
-from scio_recorder.tree import map_tensors, tensors
+from scio_recorder.tree import map_tensors
 
 if TYPE_CHECKING:
     import pandas
@@ -28,64 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Stash", "Tracker", "track"]
 
 Pattern: TypeAlias = str | re.Pattern[str] | None
-
-
-@dataclass
-class Event:
-    """What happened, as ``stash`` sees it: nothing is copied yet.
-
-    Parameters
-    ----------
-    name : str
-        Qualified name of the module, ``""`` for the root.
-    type : type
-        The module's class.
-    grad : bool
-        False for a call of forward, True for the gradient of one.
-    value : Any
-        What the module returned, or the tuple of gradients with respect to that: one entry for
-        each of its tensors, None where no gradient came.
-    args : tuple
-        What forward received; empty where ``grad`` is True.
-    kwargs : dict
-        Likewise.
-    """
-
-    name: str
-    type: type[nn.Module]
-    grad: bool
-    value: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass
-class Stash:
-    """What is kept of an event.
-
-    Parameters
-    ----------
-    name : str
-        Qualified name of the module, ``""`` for the root.
-    type : type
-        The module's class.
-    grad : bool
-        False for a call of forward, True for the gradient of one.
-    value : Any
-        What the module returned, or the tuple of gradients, with every tensor replaced by what
-        ``stash_value`` made of it.
-    """
-
-    name: str
-    type: type[nn.Module]
-    grad: bool
-    value: Any
-
-    @property
-    def first_value(self) -> Any:
-        """The first tensor in the value; the first item of any kind where there is none."""
-        found = tensors(self.value)
-        return found[0] if found else _first_item(self.value)
 
 
 StashValue: TypeAlias = Callable[[Tensor], Any]
@@ -119,11 +62,15 @@ class Tracker:
         self.stashes: list[Any] = []
         self._stash = stash
         self._handles: list[RemovableHandle] = []
-        self._grads: dict[int, bool] = {}
+        self._regions = Regions(self._end_reruns)
+        # What ran inside regions, and the hooks that stay on that after the block.
+        self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._for_reruns: list[RemovableHandle] = []
         self._listeners = GradientListeners(self._take_gradient, self._note_lost)
         self._lost: set[str] = set()
         self._warned: set[str] = set()
-        weakref.finalize(self, _remove_all, self._handles).atexit = False
+        for handles in (self._handles, self._for_reruns):
+            weakref.finalize(self, _remove_all, handles).atexit = False
 
     def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
         """Log the calls of one module.
@@ -180,6 +127,10 @@ class Tracker:
     def unregister(self) -> None:
         """Log no more calls; the gradients of those that were logged are still waited for."""
         _remove_all(self._handles)
+        self._end_reruns()
+        if self._regions:
+            observed = [(module, name) for module, names in self._inside.items() for name in names]
+            self._for_reruns += [observe(m, self._take_rerun, name) for m, name in observed]
         self._warn_of_lost()
 
     def clear(self) -> None:
@@ -237,6 +188,7 @@ class Tracker:
         return f"Tracker(stashes={len(self)}, tracking={len(self._handles)})"
 
     def _register(self, module: nn.Module, name: str, grad: bool) -> None:
+        self._end_reruns()
         take = self._take_call_and_gradients if grad else self._take_call
         self._handles.append(observe(module, take, name))
 
@@ -254,8 +206,22 @@ class Tracker:
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         self._take_call(name, module, args, kwargs, output)
-        # Under reentrant checkpointing only the re-run has a graph.
-        self._listeners.listen(name, type(module), output)
+        if is_rerun():
+            self._take_rerun(name, module, args, kwargs, output)
+        elif torch.is_grad_enabled():
+            self._listeners.listen(name, type(module), output)
+        elif not torch.is_inference_mode_enabled() and self._regions.mark():
+            self._inside.setdefault(module, set()).add(name)
+
+    def _take_rerun(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        # Regions inside regions run twice in a backward pass, without a graph at first.
+        if torch.is_grad_enabled() and is_rerun() and self._regions.are_run_again():
+            self._listeners.listen(name, type(module), output)
+
+    def _end_reruns(self) -> None:
+        _remove_all(self._for_reruns)
 
     def _take_gradient(self, name: str, kind: type[nn.Module], value: Any) -> None:
         self.stashes.append(self._stash(Event(name, kind, True, value, (), {})))
@@ -308,7 +274,7 @@ def track(
 
     Raises
     ------
-    ValueError
+    ArgumentError
         Both ``stash_value`` and ``stash`` are given.
     LayerNotFoundError
         ``include`` matches no name.
@@ -331,7 +297,7 @@ def track(
     torch.Size([1, 3])
     """
     if stash is not None and stash_value is not None:
-        raise ValueError(
+        raise ArgumentError(
             "stash and stash_value are both given: stash makes all that is kept of an event, so "
             "apply the function to event.value in there"
         )
@@ -369,14 +335,6 @@ def _row(stash: Any, stat: Callable[[Tensor], Any], column: str) -> dict[str, An
     number = stat(first) if isinstance(first, Tensor) else None
     row[column] = number.item() if isinstance(number, Tensor) else number
     return row
-
-
-def _first_item(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, tuple | list) and value:
-        return _first_item(value[0])
-    return value
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:
