@@ -184,16 +184,27 @@ class Hooks:
 class _Observer:
     """A hook that calls a method as long as its object lives, and does nothing in a copy."""
 
-    __slots__ = ("_method", "_name")
+    __slots__ = ("_method", "_name", "_unseen")
 
-    def __init__(self, method: weakref.WeakMethod[Any] | None, name: str) -> None:
+    def __init__(
+        self,
+        method: weakref.WeakMethod[Any] | None,
+        name: str,
+        unseen: dict[str, bool] | None = None,
+    ) -> None:
         self._method = method
         self._name = name
+        self._unseen = unseen
 
     def __call__(self, *call: Any) -> None:
+        # What is traced once must not be taken for what happens in every call; dynamo follows
+        # writing to a dictionary without a graph break.
+        if torch.compiler.is_dynamo_compiling():
+            if self._unseen is not None:
+                self._unseen[self._name] = True
+            return
         method = None if self._method is None else self._method()
-        # What is traced once must not be taken for what happens in every call.
-        if method is not None and not torch.compiler.is_dynamo_compiling():
+        if method is not None:
             method(self._name, *call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Observer:
@@ -209,14 +220,21 @@ def follow(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) ->
 
 
 def observe(
-    module: nn.Module, method: Any, name: str, *, before: bool = False, always: bool = False
+    module: nn.Module,
+    method: Any,
+    name: str,
+    *,
+    before: bool = False,
+    always: bool = False,
+    unseen: dict[str, bool] | None = None,
 ) -> RemovableHandle:
     """Call ``method(name, module, args, kwargs, output)`` after each call of a module's forward.
 
     The hook goes behind all others and does not keep the method's object alive. With ``before``, it
     is called without an output ahead of the forward; with ``always``, after one that raised too.
+    In compiled code it writes the name to ``unseen`` instead.
     """
-    observer = _Observer(weakref.WeakMethod(method), name)
+    observer = _Observer(weakref.WeakMethod(method), name, unseen)
     if before:
         return module.register_forward_pre_hook(observer, with_kwargs=True)
     return module.register_forward_hook(observer, with_kwargs=True, always_call=always)

@@ -67,6 +67,7 @@ class Tracker:
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
         self._listeners = GradientListeners(self._take_gradient, self._note_lost)
+        self._compiled: dict[str, bool] = {}
         self._lost: set[str] = set()
         self._warned: set[str] = set()
         for handles in (self._handles, self._for_reruns):
@@ -132,6 +133,7 @@ class Tracker:
             observed = [(module, name) for module, names in self._inside.items() for name in names]
             self._for_reruns += [observe(m, self._take_rerun, name) for m, name in observed]
         self._warn_of_lost()
+        self._warn_of_compiled()
 
     def clear(self) -> None:
         """Forget what was logged."""
@@ -190,7 +192,7 @@ class Tracker:
     def _register(self, module: nn.Module, name: str, grad: bool) -> None:
         self._end_reruns()
         take = self._take_call_and_gradients if grad else self._take_call
-        self._handles.append(observe(module, take, name))
+        self._handles.append(observe(module, take, name, unseen=self._compiled))
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._warn_of_lost()
@@ -229,6 +231,16 @@ class Tracker:
 
     def _note_lost(self, name: str) -> None:
         self._lost.add(name)
+
+    def _warn_of_compiled(self) -> None:
+        names, self._compiled = list(self._compiled), {}
+        if names:
+            warnings.warn(
+                f"calls of {len(names)} modules, of which one is {names[0]!r}, are missing from "
+                "the log: they ran as compiled code, which can't be logged. Run the net itself, "
+                "and not what torch.compile() made of it, inside the block of track()",
+                stacklevel=3,
+            )
 
     def _warn_of_lost(self) -> None:
         for name in sorted(self._lost - self._warned):
@@ -284,7 +296,8 @@ def track(
     Warns
     -----
     UserWarning
-        A gradient can't be observed: the module returns a view that is changed in place later.
+        A gradient can't be observed: the module returns a view that is changed in place later. Or
+        a module was compiled inside the block.
 
     Examples
     --------

@@ -396,3 +396,18 @@ def test_transforms_are_refused() -> None:
             ):
                 run(torch.ones(3, 4))
     assert len(events) == 0
+
+
+def test_what_is_compiled_inside_the_block_runs_and_is_named_at_its_end() -> None:
+    net = block()
+    x = torch.ones(2, 4)
+    events = track(net)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), net[2](net[1](net[0](x))))
+    # The three calls by hand, and those of compiled code not.
+    assert order(events) == [("0", False), ("1", False), ("2", False)]
+    with pytest.warns(UserWarning, match=r"calls of 4 modules.*'0'.*compiled code"):
+        events.unregister()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        events.unregister()
