@@ -12,7 +12,7 @@ from scio_recorder.display.figure import draw
 from scio_recorder.display.page import Page, page_html
 from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
-from scio_recorder.errors import ArgumentError, LayerNotFoundError
+from scio_recorder.errors import ArgumentError
 from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
@@ -143,19 +143,13 @@ class Showing(Outlined, LayerMapping[Any]):
 
     def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
         """Return labels in the order of the architecture."""
-        wanted = set(self) if layers is None else {self._recorded(key) for key in layers}
+        wanted = set(self) if layers is None else {self._label(key) for key in layers}
         return [label for label in self._architecture if label in wanted]
 
     def _summaries(self, labels: Iterable[DepthIdx], bins: int) -> list[LayerSummary]:
         if bins < 1:
             raise ArgumentError(f"bins={bins}: a histogram has at least one bin")
         return [summarise(self._readable, label, bins) for label in labels]
-
-    def _recorded(self, key: DepthIdx | str) -> DepthIdx:
-        label = self._label(key)
-        if label not in self._values:
-            raise LayerNotFoundError(self._explain(label))
-        return label
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -21,8 +21,8 @@ from scio_recorder.reductions import Histogram
 
 __all__ = ["Survey", "count_bars", "unit_dimension"]
 
-# Values that are widened to float64 together.
-_BLOCK = 1 << 21
+# Values that are widened to float64 together: they stay in the cache.
+_BLOCK = 1 << 17
 # Bins reach no further from the mean than so many standard deviations.
 _REACH = 6.0
 
@@ -64,15 +64,20 @@ class Survey:
 
     def _take(self, block: Tensor) -> None:
         self._total += block.numel()
-        finite = block.isfinite()
-        size = int(finite.sum())
-        if size < block.numel():
-            self._nans += int(block.isnan().sum())
-            self._below += int(block.isneginf().sum())
-            self._above += int(block.isposinf().sum())
-        if not size:
+        if not block.numel():
             return
-        present = block.flatten() if size == block.numel() else block[finite]
+        present = block.flatten()
+        low, high = map(float, present.aminmax())
+        # Both are finite only where everything is.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self._nans += int(present.isnan().sum())
+            self._below += int(present.isneginf().sum())
+            self._above += int(present.isposinf().sum())
+            present = present[present.isfinite()]
+            if not present.numel():
+                return
+            low, high = map(float, present.aminmax())
+        size = present.numel()
         # Chan, Golub and LeVeque (1983): joins the sums of squares about two means.
         own = float(present.mean())
         delta, total = own - self._mean, self._count + size
@@ -80,8 +85,7 @@ class Survey:
         # Zero times an infinite square would be nan.
         self._squares += delta * delta * self._count * size / total if self._count else 0.0
         self._mean, self._count = self._mean + delta * size / total, total
-        low, high = present.aminmax()
-        self._low, self._high = min(self._low, float(low)), max(self._high, float(high))
+        self._low, self._high = min(self._low, low), max(self._high, high)
         self._zeros += size - int(present.count_nonzero())
 
     def _take_units(self, block: Tensor, dimension: int) -> None:
@@ -157,8 +161,9 @@ def count_bars(parts: Iterable[Tensor], span: tuple[float, float], bins: int) ->
     histogram = Histogram(bins, range=span)
     for part in parts:
         for block in _blocks(part):
-            flat = block.flatten()
-            histogram.update(flat[~flat.isnan()])
+            values = block.flatten()
+            missing = values.isnan()
+            histogram.update(values[~missing] if missing.any() else values)
     counts, _, below, above = histogram.compute()
     return Bars(tuple(counts.tolist()), *span, below, above)
 

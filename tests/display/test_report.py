@@ -54,6 +54,8 @@ def test_counts_of_the_warning(tmp_path: Path) -> None:
     html = text(of(samples), tmp_path)
     assert "3 NaN and 1 infinite values" in html
     assert "Look at this first" not in text(of(torch.zeros(4, 3)), tmp_path)
+    samples[1] = 0.0
+    assert ": 1 infinite value</li>" in text(of(samples), tmp_path)
 
 
 def of(samples: torch.Tensor, **options: object) -> Recording:
