@@ -188,7 +188,7 @@ PEERS: dict[str, Record] = {
 
 def expected(case: Case) -> list[Tensor]:
     """Return the tensors that the module returned at its first call, cloned on the spot."""
-    net, kept = copy.deepcopy(case.net), []
+    net, kept = copy.deepcopy(case.net).eval(), []
     module = net.get_submodule(case.name)
     module.register_forward_hook(lambda *call: kept.append([t.clone() for t in found(call[2])]))
     net(*case.args, **case.kwargs)
@@ -225,7 +225,6 @@ def main() -> None:
     print("| --- |", " | ".join("---" for _ in PEERS), "|")
     with torch.no_grad():
         for case in cases():
-            case.net.eval()
             row = [verdict(record, case) for record in PEERS.values()]
             print(f"| {case.title} |", " | ".join(row), "|")
         print("| time of a pass / bare |", " | ".join(map(slowdown, PEERS.values())), "|")
@@ -243,7 +242,7 @@ def slowdown(record: Record) -> str:
     for _ in range(50):
         bare, seen = timed(lambda: net(*case.args)), timed(run)
         ratios.append(seen / bare)
-    return f"{statistics.median(ratios):.2f}"
+    return f"{statistics.median(ratios):.1f}"
 
 
 def timed(function: Callable[[], Any]) -> float:
