@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
-from scio_recorder.disk import holds_recording
 from scio_recorder.reductions import Covariance, Fold, Mean, Moments
 from scio_recorder.stores import Disk
 from tests.collect.nets import assert_same, batches, expected, recorder
-
-NUM_KILLS = 500 if os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0" else 4
 
 
 def interrupted(rnet, data, path, after, **options):
@@ -183,68 +172,3 @@ def test_thinned_runs_resume(tmp_path):
     resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, every=2)
     assert_same(resumed, expected(rnet, data[::2]))
     assert resumed.sample_ids == [0, 1, 2, 3, 8, 9, 10, 15, 16]
-
-
-PROGRAM = """
-import sys, torch
-torch.set_num_threads(1)
-from tests.collect.test_resume import collect_for_long
-collect_for_long(sys.argv[1])
-"""
-ROOT = Path(__file__).parents[2]
-
-
-def long_job():
-    torch.manual_seed(0)
-    rnet = recorder("0", "2", "3")
-    return rnet, batches(*[16] * 60, 3), {"reduce": {"3": [Mean(), Covariance()]}}
-
-
-def collect_for_long(path, delay=0.01):
-    rnet, data, options = long_job()
-
-    def slowly():
-        for batch in data:
-            time.sleep(delay)
-            yield batch
-
-    return rnet.collect(slowly(), store=Disk(path, chunk_bytes=1000), resume=True, **options)
-
-
-def test_killed_at_random_instants(tmp_path):
-    dice = random.Random(0)
-    rnet, data, options = long_job()
-    clean = rnet.collect(data, **options)
-    for attempt in range(NUM_KILLS):
-        path, last = tmp_path / str(attempt), 0
-        for _ in range(2):
-            command = [sys.executable, "-c", PROGRAM, str(path)]
-            with subprocess.Popen(command, cwd=ROOT) as child:
-                # Counted from when it has begun to write, which imports delay.
-                while child.poll() is None and samples_of(path) <= last:
-                    time.sleep(0.01)
-                time.sleep(dice.uniform(0, 0.3))
-                child.send_signal(signal.SIGKILL)
-            found = open_recording(path)
-            assert found.num_samples >= last
-            last = found.num_samples
-            assert torch.equal(found["0"][:], clean["0"][:last])
-            assert found.sample_ids == list(range(last))
-        assert last > 0
-        resumed = collect_for_long(path, delay=0)
-        assert resumed.complete
-        assert resumed.sample_ids == list(range(963))
-        assert all(torch.equal(resumed[k][:], clean[k]) for k in clean.stored)
-        assert torch.equal(resumed["3"][0], clean["3"][0])
-        # A commit joins the rows seen so far, so that sums are taken in another order.
-        torch.testing.assert_close(resumed["3"][1], clean["3"][1])
-
-
-def samples_of(path):
-    if not holds_recording(path):
-        return 0
-    try:
-        return open_recording(path).num_samples
-    except RecordingError:
-        # A writer is between two steps; a reader that comes then may find them half done.
-        return 0
