@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+
+from rich.console import Console
+from rich.progress import track
 
 from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.display.figure import draw
@@ -146,10 +149,19 @@ class Showing(Outlined, LayerMapping[Any]):
         wanted = set(self) if layers is None else {self._label(key) for key in layers}
         return [label for label in self._architecture if label in wanted]
 
-    def _summaries(self, labels: Iterable[DepthIdx], bins: int) -> list[LayerSummary]:
+    def _summaries(self, labels: Sequence[DepthIdx], bins: int) -> list[LayerSummary]:
         if bins < 1:
             raise ArgumentError(f"bins={bins}: a histogram has at least one bin")
-        return [summarise(self._readable, label, bins) for label in labels]
+        console = Console(stderr=True)
+        # Reading takes minutes where a recording is large.
+        watched = track(
+            labels,
+            description="reading layers",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        return [summarise(self._readable, label, bins) for label in watched]
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

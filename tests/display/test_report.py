@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
@@ -186,6 +188,18 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RecordingError, match="directory"):
         recording.report(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_on_a_terminal_and_nowhere_else(
+    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=is_terminal, width=80)
+    monkeypatch.setattr("scio_recorder.recording.showing.Console", lambda stderr: console)
+    of(torch.ones(2, 2)).report(tmp_path / "page.html")
+    assert ("reading layers" in shown.getvalue()) == is_terminal
+    assert is_terminal or shown.getvalue() == ""
 
 
 def test_command_line(

@@ -259,3 +259,14 @@ def test_numbers_agree_with_to_frame() -> None:
         values.high,
         values.nans,
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_samples_on_a_gpu_are_looked_at_there() -> None:
+    samples = torch.randn(40, 3, 5).relu()
+    samples[0, 0, 0] = math.inf
+    there, here = of(samples.cuda(), store="device"), of(samples)
+    assert there.bars == here.bars
+    assert there.units == here.units
+    assert there.values.high == here.values.high
