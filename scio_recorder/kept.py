@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.moment import Moment
 from scio_recorder.records import Inputs
@@ -27,8 +27,9 @@ __all__ = [
     "KeptTensor",
     "MemoryBatches",
     "Pool",
+    "Weights",
     "content_key",
-    "output_digest",
+    "digest_of",
 ]
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
@@ -127,7 +128,8 @@ class Pool:
         """Return what gives the tensor back; one that is not plain is cloned as it is."""
         if not is_plain(tensor):
             detached = tensor.detach()
-            return detached.clone() if detached.device.type == "cpu" else detached.cpu()
+            is_here = detached.device.type in ("cpu", "meta")
+            return detached.clone() if is_here else detached.cpu()
         tensor = tensor.detach()
         index = [slice(0, 1) if step == 0 else slice(None) for step in tensor.stride()]
         small = tensor[tuple(index)]
@@ -148,13 +150,16 @@ class KeptCall:
         Gives ``(args, kwargs)``, with what takes the place of the leaves.
     moment : Moment
         The state in which the module ran.
+    weights : str
+        The digest of the module's parameters, see `digest_of`.
     output : str
-        The digest of what it returned, see `output_digest`.
+        The digest of what it returned.
     """
 
     leaves: Sequence[KeptTensor | Tensor]
     rebuild: Rebuild
     moment: Moment
+    weights: str
     output: str = ""
 
     @property
@@ -258,12 +263,38 @@ def content_key(tensor: Tensor) -> Hashable:
     return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(_memory(tensor))
 
 
-def output_digest(output: Any) -> str:
-    """Return a digest of every tensor in what a module returned: dtypes, shapes and bits.
+class Weights:
+    """Digests of modules' parameters, taken again only where these seem to have changed.
+
+    Examples
+    --------
+    >>> weights, linear = Weights(), torch.nn.Linear(1, 1)
+    >>> before = weights.digest(linear)
+    >>> with torch.no_grad():
+    ...     _ = linear.bias.add_(1)
+    >>> weights.digest(linear) == before
+    False
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, tuple[list[tuple[int, int]], str]] = {}
+
+    def digest(self, module: nn.Module) -> str:
+        """Return the digest of a module's parameters."""
+        parameters = list(module.parameters())
+        versions = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
+        known = self._known.get(module)
+        if known is None or known[0] != versions:
+            known = self._known[module] = versions, digest_of(parameters)
+        return known[1]
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of every tensor in a structure: dtypes, shapes and bits.
 
     Parameters
     ----------
-    output : Any
+    value : Any
         A tensor, or any nesting of containers.
 
     Returns
@@ -273,22 +304,23 @@ def output_digest(output: Any) -> str:
 
     Examples
     --------
-    >>> one, other = output_digest(torch.zeros(2)), output_digest(-torch.zeros(2))
-    >>> one == other, one == output_digest((torch.zeros(2), "anything"))
+    >>> one, other = digest_of(torch.zeros(2)), digest_of(-torch.zeros(2))
+    >>> one == other, one == digest_of((torch.zeros(2), "anything"))
     (False, True)
     """
     digest = xxhash.xxh3_128()
     with torch.no_grad():
-        for leaf in tensors(output):
-            dense = leaf.detach()
+        for leaf in tensors(value):
             digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-            for part in _parts(dense):
+            for part in _parts(leaf.detach()):
                 digest.update(_memory(part.cpu().resolve_conj().resolve_neg().contiguous()))
     return digest.hexdigest()
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """Return dense tensors that say all about one that may not be."""
+    if tensor.is_meta:
+        return []
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.is_quantized:

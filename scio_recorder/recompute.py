@@ -114,7 +114,8 @@ class Recomputing:
     def _recorded_call(self, label: DepthIdx) -> Call:
         moments, posts = self._capture.scene
         inputs, output = self.inputs[label], self.activations[label]
-        return Call(label, inputs, partial(_equal, output), moments[label], posts)
+        moment = moments[label]
+        return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)
 
 
 def _equal(recorded: Any, output: Any) -> bool:

@@ -49,6 +49,8 @@ class Call:
         Whether what it is given is just what the call returned then.
     moment : Moment
         The state at that call.
+    explain_change : callable
+        Says what of a module is known to have changed since, None for nothing.
     posts : mapping
         The post-processors of that pass, by label.
     """
@@ -57,6 +59,7 @@ class Call:
     inputs: Inputs
     is_output: Callable[[Any], bool]
     moment: Moment
+    explain_change: Callable[[nn.Module], str | None]
     posts: Mapping[DepthIdx, Postprocessor] = field(default_factory=dict)
 
 
@@ -117,7 +120,7 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
     module = layer.module
     if module is None:
         raise RecomputeError(f"layer {layer} has no module: this architecture was read from disk")
-    change = call.moment.explain_change(module)
+    change = call.explain_change(module)
     if change is not None:
         raise RecomputeError(f"layer {layer} can't be run again: {change}")
     again = _Again(architecture, call, targets)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from scio_recorder.disk import TensorSpec
 from scio_recorder.errors import CollectError
-from scio_recorder.kept import KeptCall, Pool, output_digest
+from scio_recorder.kept import KeptCall, Pool, Weights, digest_of
 from scio_recorder.moment import Moment
 from scio_recorder.random_state import RandomState
 from scio_recorder.records import Inputs
@@ -233,12 +233,13 @@ class Harvest:
         self._pool = Pool()
         self._calls: dict[DepthIdx, KeptCall] = {}
         self._random: RandomState | None = None
+        self._weights = Weights()
 
     def receive(self, label: DepthIdx, activation: Any) -> None:
         """Take what a layer returned."""
         call = self._calls.get(label)
         if call is not None:
-            call.output = output_digest(activation)
+            call.output = digest_of(activation)
         self._takers[label](activation)
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> KeptCall:
@@ -248,7 +249,8 @@ class Harvest:
         if self._random is not None:
             moment.random.share(self._random)
         self._random = moment.random
-        return KeptCall([self._pool.keep(leaf) for leaf in leaves], rebuild, moment)
+        kept = [self._pool.keep(leaf) for leaf in leaves]
+        return KeptCall(kept, rebuild, moment, self._weights.digest(module))
 
     def receive_inputs(self, label: DepthIdx, kept: KeptCall) -> None:
         """Take what `keep_inputs` returned for a layer."""

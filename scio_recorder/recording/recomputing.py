@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.kept import Batches, output_digest
+from scio_recorder.kept import Batches, KeptCall, Weights, digest_of
 from scio_recorder.recompute import Recomputing
 from scio_recorder.records import Inputs, LayerMapping
 from scio_recorder.rerunning import Call, enclosing_layers, rerun, untouched
@@ -118,10 +119,10 @@ class RecomputingRecording(LayerMapping[Any]):
         """
         architecture, wanted = self._wanted(rnet, selectors)
         arrays: dict[DepthIdx, _Array] = {}
-        rows, start = self.calls.rows, 0
+        rows, start, weights = self.calls.rows, 0, Weights()
         with untouched(architecture, wanted):
             for number, count in enumerate(rows):
-                for target, value in self._batch(architecture, number, wanted).items():
+                for target, value in self._batch(architecture, number, wanted, weights).items():
                     if target not in arrays:
                         name = str(architecture[target])
                         arrays[target] = _Array(name, value, count, sum(rows))
@@ -168,9 +169,10 @@ class RecomputingRecording(LayerMapping[Any]):
         return self._batches(*self._wanted(rnet, selectors))
 
     def _batches(self, architecture: Architecture, wanted: Wanted) -> Iterator[LayerMapping[Any]]:
+        weights = Weights()
         for number in range(len(self.calls.rows)):
             with untouched(architecture, wanted):
-                found = self._batch(architecture, number, wanted)
+                found = self._batch(architecture, number, wanted, weights)
             yield LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
 
     def _wanted(self, rnet: Recomputing, selectors: Sequence[Any]) -> tuple[Architecture, Wanted]:
@@ -183,11 +185,19 @@ class RecomputingRecording(LayerMapping[Any]):
         return architecture, wanted
 
     def _batch(
-        self, architecture: Architecture, number: int, wanted: Wanted
+        self, architecture: Architecture, number: int, wanted: Wanted, weights: Weights
     ) -> dict[DepthIdx, Any]:
         found: dict[DepthIdx, Any] = {}
         for label, targets in wanted.items():
-            found.update(rerun(architecture, self._call(number, label), targets))
+            kept = self.calls.call(number, label)
+            call = Call(
+                label,
+                kept.inputs,
+                partial(_has_digest, kept.output),
+                kept.moment,
+                partial(_explain_change, kept, weights),
+            )
+            found.update(rerun(architecture, call, targets))
         return found
 
     @property
@@ -224,12 +234,6 @@ class RecomputingRecording(LayerMapping[Any]):
                 "module that contains that one"
             )
         return nearest
-
-    def _call(self, number: int, label: DepthIdx) -> Call:
-        kept = self.calls.call(number, label)
-        return Call(
-            label, kept.inputs, lambda output: output_digest(output) == kept.output, kept.moment
-        )
 
 
 class _Array:
@@ -273,6 +277,18 @@ class _Array:
             f"samples, which does not fit with {like.dtype} {(rows, *like.shape[1:])} into one "
             "array: take it batch by batch from recompute_batches(...)"
         )
+
+
+def _has_digest(digest: str, output: Any) -> bool:
+    return digest_of(output) == digest
+
+
+def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str | None:
+    change = kept.moment.explain_change(module)
+    # What returns the same may have done something else inside.
+    if change is None and weights.digest(module) != kept.weights:
+        return "its weights have changed since they were collected with: load those of then"
+    return change
 
 
 def _same_architecture(ours: Architecture, rnet: Recomputing) -> Architecture:

@@ -88,6 +88,7 @@ class CallsToDisk:
             "leaves": leaves,
             "inputs": encode(structure, self._number),
             "moment": encode(call.moment.to_tree(), self._number),
+            "weights": call.weights,
             "output": call.output,
         }
 
@@ -163,7 +164,8 @@ def _decoded(value: Any, name: str, tensor: Callable[[int], Tensor]) -> KeptCall
             raise ValueError("inputs are no tuple and dict")
     except (AttributeError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-    return KeptCall(leaves, rebuild, moment, expect(call["output"], str))
+    digests = expect(call["weights"], str), expect(call["output"], str)
+    return KeptCall(leaves, rebuild, moment, *digests)
 
 
 def _no_tensor(number: int) -> Tensor:

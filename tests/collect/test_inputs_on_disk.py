@@ -217,6 +217,7 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
     ),
     "no moment": (("moment",), None),
     "an empty moment": (("moment",), {"dict": []}),
+    "no weights": (("weights",), None),
     "no digest": (("output",), 5),
 }
 

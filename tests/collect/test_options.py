@@ -258,8 +258,10 @@ def test_a_recording_of_summaries_has_no_store():
     rnet = recorder("0")
     assert rnet.collect(batches(3), store=None, reduce=Mean()).store is None
     rnet = Recorder(nn.Identity(), input_size=(1, 4), device="meta")
-    rnet.record("0-1")
-    assert rnet.collect([torch.ones(2, 4, device="meta")], store="device").store == "device"
+    rnet.record("0-1", inputs=True)
+    recording = rnet.collect([torch.ones(2, 4, device="meta")], store="device")
+    assert recording.store == "device"
+    assert recording.inputs["0-1"][0].args[0].is_meta
 
 
 def test_frame_counts_zeros_nans_and_infinities():

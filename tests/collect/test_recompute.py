@@ -310,6 +310,22 @@ def test_changed_weights_are_an_error() -> None:
     assert before
 
 
+def test_changed_weights_that_do_not_show_in_the_output_are_an_error(gather: Gather) -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    nn.init.constant_(net[0][0].bias, -1000.0)
+    rnet = recorder("0", net=net)
+    recording = gather(rnet, batches(*SIZES))
+    nn.init.constant_(net[0][0].bias, -2000.0)
+    for recompute in (
+        recording.recompute,
+        lambda *given: next(recording.recompute_batches(*given)),
+    ):
+        with pytest.raises(RecomputeError, match="weights have changed since they were collected"):
+            recompute(rnet, "0.0")
+    nn.init.constant_(net[0][0].bias, -1000.0)
+    assert recording.recompute(rnet, "0.0")["0.0"].max() < -900
+
+
 def test_another_architecture_is_an_error() -> None:
     rnet = recorder("1")
     recording = rnet.collect(batches(*SIZES))
