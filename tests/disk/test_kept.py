@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scio_recorder.disk import KeptBatches, RunReader, RunWriter
+from scio_recorder.disk.records import KeptRecord
 from scio_recorder.errors import CollectError, RecordingError
 from tests.disk.by_the_book import read_kept, read_run
 from tests.disk.runs import CHUNKS, HEADER, LAYERS, calls_of, intercepted, rows
@@ -171,3 +172,36 @@ def test_samples_and_what_is_kept_of_them_are_both_there_or_both_not(
                 check(reader, chunks)
                 outcomes.add(chunks)
     assert outcomes == {0, 1, 2, 3}
+
+
+def spoil_rows(value: Any) -> None:
+    value["batches"] = [2, 2]
+
+
+def spoil_sign(value: Any) -> None:
+    value["batches"] = [4, -1]
+
+
+def spoil_text(value: Any) -> None:
+    value["tensors"][-1][1]["dtype"] = "int8"
+
+
+def spoil_name(value: Any) -> None:
+    value["tensors"][-1][0] = "batch-9"
+
+
+def spoil_file(value: Any) -> None:
+    value["file"] = None
+
+
+@pytest.mark.parametrize("spoil", [spoil_rows, spoil_sign, spoil_text, spoil_name, spoil_file])
+def test_records_that_contradict_themselves_are_refused(
+    tmp_path: Path, spoil: Callable[[Any], None]
+) -> None:
+    write(tmp_path / "run", chunks=range(1))
+    with RunReader(tmp_path / "run") as reader:
+        value = reader.kept._places[0].record.to_json()
+    assert KeptRecord.from_json(value, 3).to_json() == value
+    spoil(value)
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        KeptRecord.from_json(value, 3)
