@@ -134,6 +134,9 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
 def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterator[None]:
     """Put back, at the end of the block, all that re-runs of these layers change.
 
+    Parameters are copied like everything else: a forward may write them behind the back of version
+    counters (``parameter.data``), and that a re-run has done so would be known too late.
+
     Parameters
     ----------
     architecture : Architecture

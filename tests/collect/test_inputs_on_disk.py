@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
@@ -19,6 +20,7 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk import header_of
 from scio_recorder.stores.nodes import decode, encode
 from tests.collect.nets import batches, recorder
+from tests.disk.by_the_book import read_kept
 from tests.disk.runs import calls_of, intercepted
 from tests.nets.base import Net
 
@@ -179,6 +181,79 @@ def test_one_batch_is_read_at_a_time(tmp_path: Path) -> None:
         recording.recompute(rnet, "2.first")
     with pytest.raises(RecordingError, match="damaged"):
         open_recording(tmp_path / "run", verify=True)
+
+
+def by_the_book(node: Any, leaves: list[Tensor], tensors: list[Tensor]) -> Any:
+    """Read a node as `docs/disk-format.md` says."""
+    if isinstance(node, list):
+        return [by_the_book(item, leaves, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "tuple":
+        return tuple(by_the_book(value, leaves, tensors))
+    if kind == "dict":
+        return {
+            by_the_book(key, leaves, tensors): by_the_book(item, leaves, tensors)
+            for key, item in value
+        }
+    plain = {"leaf": leaves.__getitem__, "tensor": tensors.__getitem__, "float": float}
+    plain |= {"dtype": lambda name: getattr(torch, name), "device": torch.device}
+    return {**plain, "size": torch.Size}[kind](value)
+
+
+def strided(tensor: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    memory = torch.empty(100, dtype=tensor.dtype)
+    narrow = [size if step else 1 for size, step in zip(shape, strides, strict=True)]
+    memory.as_strided(narrow, strides).copy_(tensor)
+    return memory.as_strided(shape, strides)
+
+
+def digest(*tensors: Tensor) -> str:
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_another_program_reads_the_inputs(tmp_path: Path) -> None:
+    extra = {"scale": float("-inf"), "kind": torch.bfloat16, "where": torch.device("cpu")}
+    extra |= {"sizes": torch.Size([2, 3]), "many": [None, True, 2**70, "é", {1: (0.5,)}]}
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.inner(x.t(), x[:, :1].expand(-1, 5), **extra)  # type: ignore[no-any-return]
+
+    inner = Net(lambda net, x, y, **extra: net.norm(x.t()), norm=nn.BatchNorm1d(4))
+    rnet = Recorder(Net(forward, inner=inner).train(), input_size=(2, 4), verbose=0)
+    rnet.record("inner", inputs=True)
+    data = batches(4, 3)
+    recording = rnet.collect(data, store=f"disk:{tmp_path / 'run'}")
+    mean = torch.zeros(4)
+    for number, (rows, value, tensors) in enumerate(read_kept(tmp_path / "run")):
+        assert rows == len(data[number])
+        call = value["1-1"]
+        leaves = [strided(tensors[at], *form) for at, *form in call["leaves"]]
+        args, kwargs = by_the_book(call["inputs"], leaves, tensors)
+        assert kwargs == extra
+        x = data[number]
+        for found, wanted in zip(args, (x.t(), x[:, :1].expand(-1, 5)), strict=True):
+            assert torch.equal(found, wanted)
+            assert found.stride() == wanted.stride()
+        assert tuple(map(len, call["leaves"])) == (3, 3)
+        assert call["output"] == digest(recording["inner"][4 * number : 4 * number + rows])
+        assert call["weights"] == digest(inner.norm.weight, inner.norm.bias)
+        moment = by_the_book(call["moment"], leaves, tensors)
+        assert (moment["grad"], moment["inference"], moment["training"]) == (
+            False,
+            False,
+            [True] * 2,
+        )
+        assert moment["homes"] == ["cpu"]
+        # Composed by hand, so equal to rounding only.
+        torch.testing.assert_close(moment["buffers"][0], mean)
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+        assert moment["random"]["cpu"].shape == torch.get_rng_state().shape
 
 
 def changed(call: Any, *path: Any, to: Any) -> Any:
