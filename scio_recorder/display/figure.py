@@ -53,6 +53,7 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
         figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
     elif kind == "depth":
         _depth(figure.subplots(), drawn)
+        figure.legend(loc="outside upper right", ncols=3, fontsize=8)
     else:
         _histograms(figure, drawn)
     _note(figure, [one for one in layers if one.layer.label not in has])
@@ -140,7 +141,6 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     axis.set_xlabel("layer, in the order of the architecture")
     axis.set_ylabel("value")
     axis.grid(axis="y", alpha=0.3)
-    axis.legend(fontsize=8)
 
 
 def _scale(axis: Axes, values: Sequence[Values]) -> None:
@@ -157,7 +157,8 @@ def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
         return
     names = ", ".join(str(one.layer.label) for one in left_out[:8])
     more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
-    figure.suptitle(f"Nothing to draw: {names}{more}", fontsize=8)
+    text = f"Nothing to draw: {names}{more}"
+    figure.suptitle(text, x=0.01, horizontalalignment="left", fontsize=8)
 
 
 def _title(summary: LayerSummary) -> str:

@@ -15,6 +15,8 @@ __all__ = ["table_lines"]
 
 # Below this width numbers are rounded and gaps are single.
 _NARROW = 64
+# A structure of outputs, mostly that of the net itself, must not push everything else apart.
+_WIDEST_SHAPE = 36
 _ASCII = str.maketrans("●│├└…", "*||`~")
 
 
@@ -123,7 +125,7 @@ def _fit(rows: Sequence[_Row], width: int, gap: int) -> _Widths:
     """Give each column what it needs, or share what there is between modules and shapes."""
     label = max(cell_len(row.label) for row in rows)
     module = max(cell_len(row.guides) + row.module.cell_len for row in rows)
-    shape = max(cell_len(row.shape) for row in rows)
+    shape = min(_WIDEST_SHAPE, max(cell_len(row.shape) for row in rows))
     params = max(cell_len(row.params) for row in rows)
     room = width - 2 - label - 3 * gap - params
     if room < 16:

@@ -116,6 +116,19 @@ def test_structures_of_outputs_stay_in_their_line() -> None:
     assert "((5, 1, 4), ((1, 1, 4), (1, 1, 4)))" in text
 
 
+class Many(nn.Module):
+    """Returns so many tensors that their shapes fill a line."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"hidden_state_{place}": x for place in range(20)}
+
+
+def test_structures_do_not_push_columns_apart() -> None:
+    lines = printed(Recorder(nn.Sequential(Many()), input_size=(1, 2)), 200).splitlines()
+    assert max(map(len, lines)) < 80
+    assert "{'hidden_state_0': (1, 2)" in lines[2]
+
+
 def test_architecture_and_recording_print_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
     recording = small_recording()
     of_recording = printed(recording, 80).splitlines()
