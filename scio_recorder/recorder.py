@@ -193,7 +193,8 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
             callable for all of them; one each, in the order in which the layers return; or a
             mapping from selectors to callables. Each takes what the layer returned, and returns
             what to go on with, or None. It is called after recording and not on a copy: one that
-            works in place changes the record too.
+            works in place changes the record too. Where no layer is recorded, one for all of them
+            acts on none.
         dont_record : bool, default False
             Record nothing, and still post-process.
 

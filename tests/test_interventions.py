@@ -264,3 +264,14 @@ def test_pass_that_raises_leaves_no_activations() -> None:
     with pytest.raises((ArithmeticError, PostprocessorError)):
         rnet(torch.randn(3, 4), activation_postproc=fail)
     assert len(rnet.activations) == 0
+
+
+@pytest.mark.parametrize("given", [{"1": torch.neg}, {"1": 5}, 5])
+def test_what_can_never_act_is_refused_also_where_nothing_is_recorded(given):
+    rnet, x = Recorder(three_layers(), input_size=(3, 4), verbose=0), torch.ones(3, 4)
+    with pytest.raises(PostprocessorError):
+        rnet(x, activation_postproc=given)
+    rnet.record("1")
+    rnet.remove()
+    with pytest.raises(PostprocessorError):
+        rnet(x, activation_postproc=given)

@@ -136,6 +136,9 @@ class Capture:
         program = self.program
         if self._is_removed or not program.recording or (given is None and not records_outputs):
             self._forget_latest()
+            if given is not None:
+                # There is no layer to act on, which is wrong where layers are named.
+                assign(program.architecture, (), given)
             return net(*args, **kwargs)
         _refuse_transforms()
         if is_rerun():
