@@ -91,7 +91,10 @@ class KeptTensor:
 
     def restored(self) -> Tensor:
         """Return the tensor in memory of its own."""
-        memory = torch.empty_strided(self.dense.shape, self.strides, dtype=self.dense.dtype)
+        dense = self.dense
+        memory = torch.empty_strided(
+            dense.shape, self.strides, dtype=dense.dtype, device=dense.device
+        )
         return memory.copy_(self.dense).as_strided(self.shape, self.strides)
 
 

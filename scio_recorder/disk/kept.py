@@ -105,6 +105,8 @@ class KeptReader:
         if self._places and sum(self.rows) != num_samples:
             raise ValueError("something is kept of some batches and not of others")
         self._open: tuple[int, ChunkFile] | None = None
+        # Of one batch many layers are read.
+        self._last: tuple[int, JSON] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +114,7 @@ class KeptReader:
         return sum(place.record.file.num_bytes for place in self._places)
 
     def read(self, number: int) -> tuple[JSON, Callable[[int], Tensor]]:
-        """Return the value of a batch, and what reads the tensors that it refers to.
+        """Return the value of a batch, not to be changed, and what reads tensors it refers to.
 
         Raises
         ------
@@ -130,13 +132,18 @@ class KeptReader:
             with parsing(path):
                 return file.read(str(expect(position, int)))
 
-        with parsing(path):
-            text = file.read(batch_name(number - self._starts[at]))
-            return parse(text.numpy().tobytes()), tensor
+        last = self._last
+        if last is None or last[0] != number:
+            with parsing(path):
+                text = file.read(batch_name(number - self._starts[at]))
+                last = self._last = number, parse(text.numpy().tobytes())
+        return last[1], tensor
 
     def _file(self, at: int) -> ChunkFile:
-        if self._open is None or self._open[0] != at:
+        # Other threads may replace it meanwhile.
+        found = self._open
+        if found is None or found[0] != at:
             shard, record = self._places[at]
             with accessing(f"{self._root.path}/{shard}"), self._root.subfolder(shard) as folder:
-                self._open = at, ChunkFile(folder, record.file, record.table)
-        return self._open[1]
+                found = self._open = at, ChunkFile(folder, record.file, record.table)
+        return found[1]

@@ -164,6 +164,17 @@ def test_a_recording_that_is_complete_is_given_back_with_inputs(tmp_path: Path) 
     assert same_bits(recording.recompute(rnet, "1.norm")["1.norm"], truth(watch, "1.norm"))
 
 
+def test_a_default_device_does_not_matter(gather: Gather) -> None:
+    rnet = recorder("1")
+    rnet.net.eval()
+    with Watch(rnet.net) as watch:
+        recording = gather(rnet, batches(*SIZES))
+    with torch.device("meta"):
+        found = recording.recompute(rnet, "1.linear")
+        assert not recording.inputs["1"][0].args[0].is_meta
+    assert same_bits(found["1.linear"], truth(watch, "1.linear"))
+
+
 def test_autocast_is_the_one_of_then(gather: Gather) -> None:
     rnet = recorder("1")
     with Watch(rnet.net) as watch, torch.autocast("cpu", torch.bfloat16):
