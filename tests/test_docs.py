@@ -67,13 +67,12 @@ def every_public_name_is_in_the_reference(site: Path) -> None:
     with (site / "objects.inv").open("rb") as stream:
         inventory = InventoryFile.load(stream, "", lambda base, path: path)
     reference = {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+    # A name that several modules hand on has its place in one of them.
     for module in PUBLIC:
-        # The package itself hands on names that have their place in a module.
-        places = PUBLIC if module == "scio_recorder" else (module,)
         missing = [
             name
             for name in importlib.import_module(module).__all__
-            if not any(f"{place}.{name}" in reference for place in places)
+            if not any(f"{place}.{name}" in reference for place in PUBLIC)
         ]
         assert not missing, f"not in the reference, of {module}"
 
