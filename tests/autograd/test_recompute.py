@@ -270,6 +270,30 @@ def test_large_buffers_are_watched_and_not_copied() -> None:
         rnet.recompute("0.act")
 
 
+@pytest.mark.parametrize("columns", [4, 1 << 17])
+def test_buffers_that_a_forward_replaces(columns: int) -> None:
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, columns))
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.act(x + self.seen[:, :4])
+            self.seen = self.seen + 1
+            return out
+
+    rnet = recorder(nn.Sequential(Memory()).eval())
+    rnet.record("0", inputs=True)
+    for _ in range(2):
+        with Watch(rnet.net) as watch:
+            rnet(torch.randn(3, 4))
+    seen = rnet.net[0].seen
+    assert same_bits(rnet.recompute("0.act")["0.act"], watch.calls["0.act", 0].value)
+    assert rnet.net[0].seen is seen
+    assert seen.eq(2).all()
+
+
 def test_what_was_not_recorded_is_an_error() -> None:
     rnet = recorder()
     rnet.record("0", inputs=True)
