@@ -28,6 +28,8 @@ class Moment:
         What its forward was about to receive.
     copy : callable, optional
         How buffers are copied; by default each is cloned.
+    places : list of (torch.nn.Module, str), optional
+        The buffers of the module, where they are known already.
 
     Attributes
     ----------
@@ -51,18 +53,20 @@ class Moment:
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Any, copy: Callable[[Tensor], Tensor] | None = None
+        self,
+        module: nn.Module,
+        inputs: Any,
+        copy: Callable[[Tensor], Tensor] | None = None,
+        *,
+        places: list[tuple[nn.Module, str]] | None = None,
     ) -> None:
         self.random = RandomState()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = _autocast_state()
-        modules = list(module.modules())
-        self._training = [inner.training for inner in modules]
+        self._training = [inner.training for inner in module.modules()]
         self._buffers = [
-            _copied(buffer, inner.training, copy or _clone)
-            for inner in modules
-            for _, buffer in inner.named_buffers(recurse=False)
+            _copied(inner, name, copy or _clone) for inner, name in places or _buffers(module)
         ]
         leaves = leaves_of(inputs)
         self.requires_grad = [leaf.requires_grad for leaf in leaves]
@@ -199,8 +203,9 @@ class LiveMoment(Moment):
     """
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
-        super().__init__(module, inputs)
-        named = [(inner, name, inner._buffers[name]) for inner, name in _buffers(module)]
+        places = _buffers(module)
+        super().__init__(module, inputs, places=places)
+        named = [(inner, name, inner._buffers[name]) for inner, name in places]
         self._then = [
             (inner, name, buffer, _version(buffer))
             for inner, name, buffer in named
@@ -261,13 +266,15 @@ def _put(module: nn.Module, name: str, copied: Tensor) -> None:
 
 
 def _homes(module: nn.Module) -> list[str]:
-    return sorted({str(parameter.device) for parameter in module.parameters()})
+    return sorted(map(str, {parameter.device for parameter in module.parameters()}))
 
 
-def _copied(buffer: Tensor, training: bool, copy: Callable[[Tensor], Tensor]) -> Tensor | None:
+def _copied(module: nn.Module, name: str, copy: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Copy what a pass may change; of large buffers out of training, the version has to do."""
+    buffer = module._buffers[name]
+    assert buffer is not None
     is_small = buffer.numel() * buffer.element_size() <= _SMALL_BYTES
-    return copy(buffer) if training or is_small else None
+    return copy(buffer) if module.training or is_small else None
 
 
 def _clone(buffer: Tensor) -> Tensor:
