@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from torch import nn
 
@@ -210,9 +211,28 @@ def _collect(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _inspect(parsed: argparse.Namespace, console: Console) -> None:
-    from scio_recorder.recording import open_recording
+    from scio_recorder.recording import layer_rows, open_recording
 
-    _show(open_recording(parsed.path), console)
+    recording = open_recording(parsed.path)
+    table = Table(title=_title(recording), box=None)
+    for heading in ("label", "name", "type", "shape", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in layer_rows(recording):
+        # Reduced layers have no samples to describe.
+        shape = list(row["shape"]) if "shape" in row else "reduced"
+        texts = [row["label"], row["name"], row["type"], str(shape), row.get("dtype", "")]
+        table.add_row(*map(escape, texts), *(_number(row.get(name)) for name in numbers))
+    # Figures that are cut off or broken in two would be of no use.
+    wide = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _verify(parsed: argparse.Namespace, console: Console) -> None:
@@ -238,9 +258,13 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(recording: Any, console: Console) -> None:
+def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
-    table = Table(title=f"{recording.path}: {recording.num_samples} samples, {state}", box=None)
+    return escape(f"{recording.path}: {recording.num_samples} samples, {state}")
+
+
+def _show(recording: Any, console: Console) -> None:
+    table = Table(title=_title(recording), box=None)
     for heading in ("label", "name", "type", "kept as"):
         table.add_column(heading, justify="left")
     for label in recording:

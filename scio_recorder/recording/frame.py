@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
     from scio_recorder.recording.readable import Readable
 
-__all__ = ["layer_frame", "to_array"]
+__all__ = ["FRAME_COLUMNS", "layer_frame", "layer_rows", "to_array"]
+
+FRAME_COLUMNS = (
+    *("label", "name", "type", "samples", "shape", "dtype", "bytes"),
+    *("mean", "std", "min", "max", "zeros", "nan", "inf"),
+)
 
 
 def to_array(samples: Tensor) -> NDArray[Any]:
@@ -32,12 +37,14 @@ def layer_frame(recording: Readable) -> pd.DataFrame:
     """Return one row a layer, with statistics over all values of those that are stored."""
     import pandas as pd
 
-    rows = [_row(recording, label) for label in recording]
-    columns = ["label", "name", "type", "samples", "shape", "dtype", "bytes"]
-    columns += ["mean", "std", "min", "max", "zeros", "nan", "inf"]
-    frame = pd.DataFrame(rows, columns=columns).set_index("label")
+    frame = pd.DataFrame(layer_rows(recording), columns=list(FRAME_COLUMNS)).set_index("label")
     # Whole numbers stay such where others are missing.
     return frame.astype(dict.fromkeys(("bytes", "nan", "inf"), "Int64"))
+
+
+def layer_rows(recording: Readable) -> list[dict[str, Any]]:
+    """Return the rows of the table without pandas; what is not known is absent or None."""
+    return [_row(recording, label) for label in recording]
 
 
 def _row(recording: Readable, label: Any) -> dict[str, Any]:

@@ -43,8 +43,15 @@ def test_collect_inspect_verify(capsys):
 
     assert main(["inspect", "run"]) == 0
     shown = capsys.readouterr().out
-    assert "1-3" in shown
-    assert "float32 [12, 3]" in shown
+    row = next(line for line in shown.splitlines() if line.strip().startswith("1-3"))
+    with torch.no_grad():
+        values = net(data).double()
+    figures = [
+        f"{value:.4g}" for value in (values.mean(), values.std(), values.min(), values.max())
+    ]
+    assert row.split()[:5] == ["1-3", "2", type(net[2]).__name__, "[3]", "float32"]
+    assert row.split()[5:10] == ["144", *figures]
+    assert row.split()[-2:] == ["0", "0"]
     assert main(["verify", "run"]) == 0
     assert "every checksum is right; complete" in capsys.readouterr().out
 
