@@ -197,11 +197,10 @@ class DiskWriter(StoreWriter):
         wait_for(self._devices)
         packed = pack(state())
         writer = self._writer = self._writer or self._created()
-        # What the columns turn to must not be written any more.
-        writer.wait()
         chunk = {
             self._name(label): column.turn(self.start) for label, column in self._columns.items()
         }
+        # Returns when what the columns have turned to is not being written any more.
         writer.append(chunk, _joined(self._staged), packed, self._kept.take())
         self.start = 0
         self._staged.clear()

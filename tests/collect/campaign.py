@@ -82,8 +82,13 @@ class Job:
         return count
 
 
-def in_child(work: Callable[[], object], meanwhile: Callable[[int], None]) -> tuple[int, int]:
-    """Run ``work`` in a fork; return how many samples it reported durable, and its exit status."""
+def in_child(
+    work: Callable[[], object], meanwhile: Callable[[int, int], bytes] = lambda child, pipe: b""
+) -> tuple[int, int]:
+    """Run ``work`` in a fork; return how many samples it reported durable, and its exit status.
+
+    ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -95,10 +100,10 @@ def in_child(work: Callable[[], object], meanwhile: Callable[[int], None]) -> tu
         finally:
             os._exit(status)
     os.close(writing)
-    meanwhile(child)
+    reports = meanwhile(child, reading)
     _, status = os.waitpid(child, 0)
     with open(reading, "rb") as stream:
-        reports = stream.read()
+        reports += stream.read()
     durable = struct.unpack("q", reports[-8:])[0] if reports else 0
     return durable, os.waitstatus_to_exitcode(status)
 
@@ -114,7 +119,7 @@ def report_to(descriptor: int) -> None:
 
 
 def finish(job: Job, path: Path) -> None:
-    _, status = in_child(lambda: job.collect(path), lambda child: None)
+    _, status = in_child(lambda: job.collect(path))
     assert status == 0
     job.check(path, is_complete=True)
     shutil.rmtree(path)
@@ -131,19 +136,26 @@ def at_random_instants(folder: Path, count: int) -> None:
         path, last = folder / str(attempt), 0
         for _ in range(2):
 
-            def kill(child: int) -> None:
-                time.sleep(dice.uniform(0, length))
+            def kill(child: int, reading: int, last: int = last) -> bytes:
+                # After a random number of commits, however slow the machine is just now, and then
+                # at a random instant of the next.
+                commits = range(dice.randint(0, 12 - last // 4))
+                reports = [os.read(reading, 8) for _ in commits]
+                time.sleep(dice.uniform(0, length / 12))
                 os.kill(child, signal.SIGKILL)
+                return b"".join(reports)
 
             durable, status = in_child(lambda path=path: job.collect(path), kill)
             assert status in (0, -signal.SIGKILL)
             found = job.check(path)
             assert found >= max(last, durable)
             last = found
-        counts.append(last)
+            counts.append(found)
         finish(job, path)
-    # Not all before they began, nor all after they had ended.
-    assert len(set(counts)) > count // 10, counts
+    # Neither all before they began nor all after they had ended.
+    assert len(set(counts)) > min(count, 10), counts
+    assert sum(0 < found < 51 for found in counts) > len(counts) // 4, counts
+    print(f"{2 * count} kills, after {sorted(set(counts))} durable samples")
 
 
 def at_every_call(folder: Path, count: int) -> None:
@@ -151,6 +163,7 @@ def at_every_call(folder: Path, count: int) -> None:
     job = Job(4, 4, 3)
     total = len(calls_of(lambda: job.collect(folder / "clean")))
     assert total > 100
+    print(f"{total} calls")
     for target in range(total):
         path = folder / str(target)
         _killed(job, path, target)
@@ -182,7 +195,7 @@ def _killed(job: Job, path: Path, target: int) -> int:
         with intercepted(act):
             job.collect(path)
 
-    durable, status = in_child(work, lambda child: None)
+    durable, status = in_child(work)
     assert status == 9
     try:
         found = job.check(path)

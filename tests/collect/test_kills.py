@@ -24,6 +24,7 @@ from scio_recorder.disk import RunReader, RunWriter, system
 from scio_recorder.reductions import Fold
 from scio_recorder.stores import Disk
 from scio_recorder.stores.background import BackgroundWriter
+from scio_recorder.stores.state import pack
 from tests.collect.campaign import Job
 from tests.collect.nets import assert_same, batches, expected, recorder
 from tests.disk.runs import calls_of
@@ -177,11 +178,12 @@ def test_an_exception_in_the_loop_leaves_whole_commits_and_no_thread(kind, monke
         raise kind
 
     monkeypatch.setattr(RunWriter, "append", late)
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         rnet.collect(loader(), store=Disk(tmp_path / "run", chunk_bytes=1))
     assert not alive()
     assert open_recording(tmp_path / "run", verify=True).num_samples == 4
-    # The lock is free.
+    # The lock is free, though the exception still refers to all that was under way.
+    assert caught.value is not None
     resumed = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1), resume=True)
     assert_same(resumed, expected(rnet, data))
 
@@ -237,6 +239,28 @@ def test_the_state_is_that_of_the_samples_committed_with_it(monkeypatch, tmp_pat
     assert torch.equal(states[0], sums[0])
     assert torch.equal(states[1], sums[0] + sums[1])
     assert torch.equal(states[2], sums[0] + sums[1] + sums[2])
+
+
+def test_a_failure_is_raised_at_every_later_call():
+    def fail() -> RunWriter:
+        raise RecordingError("the disk is gone")
+
+    writer = BackgroundWriter("folder", fail)
+    writer.append({}, range(0), {})
+    for call in (writer.wait, writer.wait, writer.finish, lambda: writer.append({}, range(1), {})):
+        with pytest.raises(RecordingError, match="gone"):
+            call()
+    writer.close()
+    assert not alive()
+
+
+def test_a_state_is_copied_when_it_is_packed():
+    state = {"sum": torch.ones(2), "parts": [torch.ones(1)]}
+    packed = pack(state)
+    state["sum"].zero_()
+    state["parts"][0].zero_()
+    assert packed["0"].tolist() == [1, 1]
+    assert packed["1"].tolist() == [1]
 
 
 def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
