@@ -253,12 +253,15 @@ def _usable_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise SelectorTypeError(
             f"device={device!r} can't be used here ({error}): write a device of this machine, "
             'such as "cpu"'
         ) from error
+    if found.type == "meta":
+        raise SelectorTypeError('device="meta" keeps no numbers: write one that does, as "cpu"')
+    return found
 
 
 def _usable_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -320,7 +320,8 @@ def track(
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    # What has no numbers can't be moved.
+    return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
 
 
 def _default_stash(stash_value: StashValue, event: Event) -> Stash:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from scio_recorder.tensors import StridedCopy
 from tests.autograd.graphs import Mark, marked_graphs
 from tests.harness import MODES, executed, hook_state, make_recorder, run_pass
 from tests.nets.base import Net
-from tests.oracle import differences, same_bits
+from tests.oracle import differences, freeze, same_bits, tensors
 from tests.zoo import CASES, Case
 
 DIFFERENTIABLE = [case for case in CASES if case.backward and case.train and case.static_flow]
@@ -61,6 +62,29 @@ def test_gradients_are_bit_for_bit_the_same(
         passed = run_pass(net, case, TRAINING, 5)
     assert hook_state(net) == before
     assert not differences(passed.gradients(net), wanted)
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=repr)
+def test_recording_is_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is known of a tensor here must not make it seem held by somebody else there.
+    monkeypatch.setattr(SavedTensors, "shrink", always_copy)
+    seen = []
+    for is_inside in (False, True):
+        net = case.fresh().train()
+        rnet = make_recorder(net, case, training=True)
+        rnet.record(*executed(rnet), gradients=True)
+        for _ in range(2):
+            block = rnet.saved_tensors(*executed(rnet)) if is_inside else nullcontext()
+            with block:
+                passed = run_pass(rnet, case, TRAINING, 5)
+            on_graph = {
+                label: [tensor.requires_grad for tensor in tensors(activation)]
+                for label, activation in rnet.activations.items()
+            }
+            passed.gradients(net)
+        seen.append((on_graph, freeze(dict(rnet.gradients))))
+    assert seen[0][0] == seen[1][0]
+    assert not differences(seen[1][1], seen[0][1])
 
 
 def test_only_chosen_layers_shrink_and_parameters_stay() -> None:
@@ -351,6 +375,7 @@ def test_many_steps_leave_nothing_behind() -> None:
         ({"dtype": torch.int8}, "floating-point"),
         ({"dtype": "bfloat16"}, "floating-point"),
         ({"device": "nowhere"}, "nowhere"),
+        ({"device": "meta"}, "keeps no numbers"),
         ({"device": "cuda:77"}, "cuda:77"),
     ],
 )

@@ -411,3 +411,28 @@ def test_what_is_compiled_inside_the_block_runs_and_is_named_at_its_end() -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         events.unregister()
+
+
+def test_tensors_without_numbers_stay_where_they_are() -> None:
+    net = block().to("meta")
+    with track(net) as events:
+        net(torch.ones(2, 4, device="meta")).sum().backward()
+    assert order(events) == [
+        *((name, False) for name in ("0", "1", "2", "")),
+        *((name, True) for name in ("", "2", "1", "0")),
+    ]
+    assert [event.first_value.device.type for event in events] == ["meta"] * 8
+    assert events[7].first_value.shape == (2, 6)
+
+
+def test_without_a_backward_pass_there_are_no_gradients_and_a_second_one_is_torchs_error() -> None:
+    net = block()
+    with track(net) as events:
+        loss = net(torch.ones(2, 4)).sum()
+        assert not any(event.grad for event in events)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    # The second one came as far as what needs the freed graph: the sum needs nothing.
+    assert order(events)[4:8] == [("", True), ("2", True), ("1", True), ("0", True)]
+    assert order(events)[8:] == [("", True), ("2", True)]
