@@ -6,7 +6,7 @@ import difflib
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -17,6 +17,7 @@ from scio_recorder.capture.hooks import observe
 from scio_recorder.capture.rerun import is_rerun
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
 from scio_recorder.events.event import Event, Stash
+from scio_recorder.events.frame import Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.events.regions import Regions
 from scio_recorder.supported import check_supported
@@ -140,23 +141,30 @@ class Tracker:
         self.stashes.clear()
 
     def to_frame(
-        self, stat: Callable[[Tensor], Any] = torch.std, stat_name: str | None = None
+        self,
+        stat: Statistic | Mapping[str, Statistic] = torch.std,
+        stat_name: str | None = None,
     ) -> pandas.DataFrame:
-        """Return the log as a table with one number for each event.
+        """Return the log as a table with one row for each event.
 
         Parameters
         ----------
-        stat : callable, default torch.std
+        stat : callable or mapping, default torch.std
             ``Tensor -> number``, given the first tensor of each value; integers and booleans as
-            float64.
+            float64. Or several, by the names of their columns.
         stat_name : str, optional
-            Name of its column; by default that of the function.
+            Name of the column of a single one; by default that of the function.
 
         Returns
         -------
         pandas.DataFrame
-            Columns ``name``, ``type`` (the full name of the class), ``grad`` and the statistic,
-            which is missing where an event has no tensor.
+            Columns ``name``, ``type`` (the full name of the class), ``grad`` and the statistics,
+            which are missing where an event has no tensor.
+
+        Raises
+        ------
+        ArgumentError
+            ``stat`` is no function, or what ``stash`` made has no name, type, grad and value.
 
         Examples
         --------
@@ -164,12 +172,10 @@ class Tracker:
         ...     _ = events  # nothing has run
         >>> list(events.to_frame(torch.mean).columns)
         ['name', 'type', 'grad', 'mean']
+        >>> list(events.to_frame({"mean": torch.mean, "largest": torch.max}).columns)
+        ['name', 'type', 'grad', 'mean', 'largest']
         """
-        import pandas
-
-        column = stat_name or str(getattr(stat, "__name__", "value"))
-        rows = [_row(stash, stat, column) for stash in self.stashes]
-        return pandas.DataFrame(rows, columns=None if rows else ["name", "type", "grad", column])
+        return event_frame(self.stashes, stat, stat_name)
 
     def __enter__(self) -> Self:
         return self
@@ -338,17 +344,6 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
             f"include={text!r}, a regular expression, is found in no module's name{hint}"
         )
     return [name for name in included if exclude is None or not re.search(exclude, name)]
-
-
-def _row(stash: Any, stat: Callable[[Tensor], Any], column: str) -> dict[str, Any]:
-    row = {name: item for name, item in vars(stash).items() if name != "value"}
-    row["type"] = f"{stash.type.__module__}.{stash.type.__qualname__}"
-    first = stash.first_value
-    if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
-        first = first.double()
-    number = stat(first) if isinstance(first, Tensor) else None
-    row[column] = number.item() if isinstance(number, Tensor) else number
-    return row
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Stash, Tracker, track
 from tests.harness import MODES, hook_state, prepare
 from tests.nets.base import Net
@@ -321,11 +322,42 @@ def test_frame_holds_one_number_an_event() -> None:
     assert list(frame["type"]) == ["torch.nn.modules.linear.Linear", f"{Net.__module__}.Net"]
     assert frame["std"][0] == events[0].value.std().item()
     assert frame["std"][1] == events[1].value.double().std().item()
+    several = events.to_frame({"mean": torch.mean, "largest": torch.max})
+    assert list(several.columns) == ["name", "type", "grad", "mean", "largest"]
+    assert several["mean"][0] == events[0].value.mean().item()
+    assert several["largest"][0] == events[0].value.max().item()
     named = events.to_frame(lambda tensor: tensor.abs().max(), stat_name="largest")
     assert named["largest"][0] == events[0].value.abs().max().item()
     events.clear()
     assert list(events.to_frame(torch.mean).columns) == ["name", "type", "grad", "mean"]
     assert len(events) == 0
+
+
+def test_what_has_no_tensor_or_no_deviation_is_missing_from_a_table() -> None:
+    net = Net(lambda net, x: (net.pick(x), net.sum(x))[1])
+    net.pick = Net(lambda net, x: None)
+    net.sum = Net(lambda net, x: x.sum())
+    with track(net) as events:
+        net(torch.ones(3))
+    frame = events.to_frame({"std": torch.std, "mean": torch.mean})
+    assert list(frame["std"].isna()) == [True, True, True]
+    assert list(frame["mean"].isna()) == [True, False, False]
+    assert frame["mean"][1] == 3
+
+
+def test_bad_statistics() -> None:
+    net = nn.ReLU()
+    with track(net) as events:
+        net(torch.ones(3))
+    for stat in (5, "std", {"std": 5}, {"grad": torch.std}, [torch.std]):
+        with pytest.raises(ArgumentError, match="give a function Tensor -> number"):
+            events.to_frame(stat)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="stat_name"):
+        events.to_frame({"a": torch.std}, stat_name="b")
+    with track(net, stash=lambda event: event.name) as events:
+        net(torch.ones(3))
+    with pytest.raises(ArgumentError, match="Stash"):
+        events.to_frame()
 
 
 def test_a_view_changed_later_is_named() -> None:
