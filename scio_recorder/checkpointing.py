@@ -49,12 +49,12 @@ class CheckpointConfig:
     mixed_precision: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, int) or self.every < 1:
+        if not _is_index(self.every) or self.every < 1:
             raise ArgumentError(
                 f"every={self.every!r}: write an integer from 1 on, such as every=4"
             )
         limit = self.max_checkpoints
-        if limit is not None and (not isinstance(limit, int) or limit < 0):
+        if limit is not None and not _is_index(limit):
             raise ArgumentError(
                 f"max_checkpoints={limit!r}: write an integer from 0 on, or None for no limit"
             )
@@ -143,9 +143,15 @@ class ActivationCheckpointer:
 
         Raises
         ------
+        ArgumentError
+            The index is no integer from 0 on.
         RecomputeError
             There are ``config.max_checkpoints`` already, and this layer is no boundary.
         """
+        if not _is_index(layer):
+            raise ArgumentError(
+                f"layer {layer!r}: write the index of a layer, an integer from 0 on"
+            )
         limit = self._config.max_checkpoints
         is_extra = layer not in self._kept and not self.is_checkpoint_layer(layer)
         if limit is not None and is_extra and len(self._kept) >= limit:
@@ -264,6 +270,12 @@ class ActivationCheckpointer:
                 x = forward_fn(x, layer)
         return x
 
+    def __copy__(self) -> ActivationCheckpointer:
+        copied = ActivationCheckpointer(self._config)
+        copied._kept = dict(self._kept)
+        copied._saved_bytes = self._saved_bytes
+        return copied
+
     def _shown(self) -> str:
         return f"those of layers {sorted(self._kept)}" if self._kept else "none"
 
@@ -290,6 +302,10 @@ def _copy(leaf: Tensor, shrinks: bool) -> Tensor:
 
 def _num_bytes(activation: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors(activation))
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_distinct(layers: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scio_recorder import ActivationCheckpointer, CheckpointConfig, RecomputeError
+from scio_recorder.errors import ArgumentError
 from tests.oracle import differences, freeze, generator_states, same_bits
 
 LAYERS = nn.ModuleList(
@@ -192,8 +194,26 @@ def test_what_can_not_be_recomputed_is_a_lookup_error() -> None:
             run(1, [0, 1, 1], forward)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1.5}, {"max_checkpoints": -1}])
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"every": True}, {"every": 1.5}, {"max_checkpoints": -1}]
+)
 def test_senseless_configurations_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         CheckpointConfig(**options)
     assert ActivationCheckpointer().config == CheckpointConfig(4, None, False)
+
+
+@pytest.mark.parametrize("layer", [True, -1, 2.0, "2", None])
+def test_what_is_no_index_is_refused(layer: Any) -> None:
+    with pytest.raises(ArgumentError, match="an integer from 0 on"):
+        ActivationCheckpointer().save(layer, torch.ones(2))
+
+
+def test_a_copy_keeps_its_own() -> None:
+    checkpointer = ActivationCheckpointer()
+    checkpointer.save(0, torch.ones(2))
+    copied = copy.copy(checkpointer)
+    copied.save(1, torch.zeros(2))
+    assert checkpointer.num_checkpoints == 1
+    assert copied.num_checkpoints == 2
+    assert same_bits(copied.get(0), torch.ones(2))
