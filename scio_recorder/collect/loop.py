@@ -138,7 +138,15 @@ class _Collection:
         def settings() -> dict[str, Any]:
             inputs = self._capture.program.options.inputs
             return settings_of(
-                self._net, self._recording, self._reductions, self._dtype, request.every, inputs
+                self._net,
+                self._recording,
+                self._reductions,
+                self._dtype,
+                request.every,
+                inputs,
+                transforms=self._transforms,
+                has_to_inputs=request.to_inputs is not None,
+                has_sample_ids=request.sample_ids is not None,
             )
 
         return Job(

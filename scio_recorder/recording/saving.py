@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["save"]
 
+_SETTINGS = (
+    "dtype",
+    "every",
+    "transforms",
+    "to_inputs",
+    "sample_ids",
+    "mode",
+    "autocast",
+    "weights",
+)
+
 
 def save(recording: Readable, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings."""
@@ -66,10 +77,9 @@ def _settings(recording: Readable) -> dict[str, Any]:
             for label, given in recording.reductions.items()
         },
         # Unknown here: whatever is given on resuming differs from it.
-        "dtype": recording.settings.get("dtype"),
-        "every": recording.settings.get("every"),
+        **dict.fromkeys(_SETTINGS),
+        **{key: recording.settings[key] for key in _SETTINGS if key in recording.settings},
         "inputs": bool(recording.calls.labels),
-        "weights": recording.settings.get("weights"),
     }
 
 

@@ -77,11 +77,28 @@ class Histogram(SampleReduction):
                 f"Histogram(range={range}): give two finite numbers (low, high), low < high."
             )
         self._bins = bins
-        self._range = range
+        self._range = None if range is None else (float(range[0]), float(range[1]))
         super().__init__(by=by)
 
     def _options(self) -> dict[str, Any]:
         return {"bins": self._bins}
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Kind and arguments from which one like it can be made."""
+        # No part of what must agree on merging, where only the ranges themselves count.
+        given = {} if self._range is None else {"range": list(self._range)}
+        return {**self._identity(), **given}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        super()._set_state(state)
+        found = self._low, self._high
+        if self._range is not None and None not in found and found != self._range:
+            self.reset()
+            raise CollectError(
+                f"A histogram over {found} can't be loaded into {self!r} over {self._range}; give "
+                "the range of then."
+            )
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         return ()  # values of any shape are counted alike

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from scio_recorder.disk import RunReader, RunWriter, SampleIds, TensorSpec, holds_recording
 from scio_recorder.disk.ids import Ids, to_ids
-from scio_recorder.disk.jsons import differences, dump, parse
+from scio_recorder.disk.jsons import dump, parse
 from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.agreement import disagreements
 from scio_recorder.stores.background import BackgroundWriter
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
@@ -244,12 +245,11 @@ class DiskWriter(StoreWriter):
                 f"{self._path} was recorded from another architecture: its fingerprint is {theirs} "
                 f"and this net's is {ours}; choose another folder"
             )
-        found = differences(stored, parse(dump(self._settings)))
+        found = disagreements(stored, parse(dump(self._settings)))
         if found:
             raise RecordingError(
                 f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
-                "with the same layers, reductions, dtype, every and weights, or choose another "
-                "folder"
+                "with all as it was then, or choose another folder"
             )
 
 

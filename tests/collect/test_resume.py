@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
-from scio_recorder.reductions import Covariance, Fold, Mean, Moments
+from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from tests.collect.nets import assert_same, batches, expected, recorder
 
@@ -31,9 +31,8 @@ def test_resumed_from_every_state(after, tmp_path):
     store = Disk(path, chunk_bytes=100)
     for attempt in range(2):
         seen = []
-        recording = rnet.collect(
-            data, store=store, resume=True, to_inputs=lambda x, seen=seen: seen.append(x) or x
-        )
+        loader = (seen.append(x) or x for x in data)
+        recording = rnet.collect(loader, store=store, resume=True)
         assert_same(recording, expected(rnet, data))
         assert recording.sample_ids == list(range(15))
         assert recording.complete
@@ -99,9 +98,27 @@ def other_weights(rnet):
         rnet.net[0].bias[0] += 1
 
 
+def training(rnet):
+    rnet.net.train()
+
+
+def partly_training(rnet):
+    rnet.net[2].act.train()
+
+
+def doubled(activation, batch):
+    return activation * 2
+
+
 @pytest.mark.parametrize(
     ("change", "options", "match"),
     [
+        (training, {}, "the net was in eval mode and is in train mode"),
+        (partly_training, {}, "is in eval mode, but for '2.act'"),
+        (lambda rnet: None, {"transform": {"3": doubled}}, "transform were none and are 1-4"),
+        (lambda rnet: None, {"to_inputs": lambda batch: batch}, "to_inputs"),
+        (lambda rnet: None, {"sample_ids": lambda batch: range(len(batch))}, "sample_ids"),
+        (lambda rnet: rnet.record("0", "3", inputs=True), {}, "inputs"),
         (lambda rnet: rnet.record("0", "2"), {}, "layers"),
         (lambda rnet: rnet.record("0"), {}, "layers"),
         (lambda rnet: None, {"dtype": torch.float16}, "dtype"),
@@ -125,11 +142,55 @@ def test_what_differs_is_refused(change, options, match, complete, tmp_path):
     assert all(torch.equal(one, after[k][:]) for one, k in zip(before, ("0", "3"), strict=True))
 
 
+def test_other_layers_with_a_transform_and_another_autocast_are_refused(tmp_path):
+    rnet, data = recorder("0", "3"), batches(4, 4, 3)
+    options = {"store": f"disk:{tmp_path}/run", "resume": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        interrupted(rnet, data, tmp_path / "run", 1, transform={"0": doubled})
+        with pytest.raises(RecordingError, match="transform were 1-1 and are 1-4"):
+            rnet.collect(data, transform={"3": doubled}, **options)
+    with pytest.raises(RecordingError, match="autocast was bfloat16 on cpu and is off"):
+        rnet.collect(data, transform={"0": doubled}, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        resumed = rnet.collect(data, transform={"0": doubled}, **options)
+        clean = rnet.collect(data, transform={"0": doubled})
+    assert torch.equal(resumed["0"][:], clean["0"])
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 1), (-4, 4)), ((0, 1), None), (None, (0, 1))])
+def test_a_histogram_over_another_range_is_refused(first, second, tmp_path):
+    rnet, data = recorder("0"), batches(4, 4, 3)
+    options = {"store": f"disk:{tmp_path}/run", "resume": True}
+    interrupted(rnet, data, tmp_path / "run", 1, reduce=Histogram(4, range=first))
+    with pytest.raises(RecordingError, match=r"range"):
+        rnet.collect(data, reduce=Histogram(4, range=second), **options)
+    resumed = rnet.collect(data, reduce=Histogram(4, range=first), **options)["0"]
+    clean = rnet.collect(data, reduce=Histogram(4, range=first))["0"]
+    assert torch.equal(resumed.counts, clean.counts)
+    assert torch.equal(resumed.edges, clean.edges)
+
+
+def test_statistics_that_every_pass_changes_do_not_forbid_to_resume(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()).train()
+    rnet, data = Recorder(net, input_size=(2, 4), mode="train"), batches(4, 4, 3)
+    rnet.record("*")
+    wanted = expected(rnet, data)
+    interrupted(rnet, data, tmp_path / "run", 2)
+    resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True)
+    assert_same(resumed, wanted)
+    net.eval()
+    # Here they decide what is returned.
+    interrupted(rnet, data, tmp_path / "other", 2)
+    net[1].running_mean += 1
+    with pytest.raises(RecordingError, match="weights"):
+        rnet.collect(data, store=f"disk:{tmp_path}/other", resume=True)
+
+
 def test_samples_of_another_shape_are_refused(tmp_path):
     rnet, data = recorder("0"), batches(4, 4)
-    interrupted(rnet, data, tmp_path / "run", 1)
+    interrupted(rnet, data, tmp_path / "run", 1, transform=doubled)
     transform = lambda activation, batch: activation[:, :1]  # noqa: E731
-    with pytest.raises(RecordingError, match="transform"):
+    with pytest.raises(RecordingError, match="same data and transform"):
         rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, transform=transform)
 
 

@@ -160,3 +160,14 @@ def test_last_takes_any_shape_and_merges_as_the_later_one() -> None:
     two.update(torch.zeros(4))
     one.merge(two)
     assert torch.equal(one.compute(), torch.zeros(4))
+
+
+def test_a_state_over_another_range_is_not_loaded() -> None:
+    state = Histogram(2, range=(0.0, 1.0))
+    state.update(torch.tensor([0.1, 0.9]))
+    other = Histogram(2, range=(0.0, 2.0))
+    with pytest.raises(CollectError, match="range of then"):
+        other.load_state_dict(state.state_dict())
+    open_range = Histogram(2)
+    open_range.load_state_dict(state.state_dict())
+    assert open_range.compute().edges.tolist() == [0.0, 0.5, 1.0]
