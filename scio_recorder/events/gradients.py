@@ -12,7 +12,8 @@ come at all. Of nodes made by one thread, the one with the highest number runs f
 whose gradient comes first asks the engine which of the others will be computed, and holds their
 nodes for this. It holds only nodes with lower numbers, which can't lead back to it: a cycle through
 the graph would never be freed. What can't be foreseen (leaves, several devices) is waited for until
-the end of the backward pass.
+the end of the backward pass. Modules inside it are differentiated in the meantime, and come after
+it all the same: its place in the log is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from scio_recorder.events.places import Place
 from scio_recorder.tensors import version_counter
 from scio_recorder.tree import tensors
 
@@ -34,14 +36,17 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientListeners"]
 
-Take = Callable[[str, type[nn.Module], tuple[Tensor | None, ...]], None]
+Take = Callable[[str, type[nn.Module], tuple[Tensor | None, ...], Place | None], None]
 
 
 class GradientListeners:
     """The listeners of one tracker. The graph that holds them holds the tracker weakly."""
 
-    def __init__(self, take: Take, lose: Callable[[str], None]) -> None:
+    def __init__(
+        self, take: Take, keep_place: Callable[[], Place], lose: Callable[[str], None]
+    ) -> None:
         self._take = weakref.WeakMethod(take)
+        self._keep_place = weakref.WeakMethod(keep_place)
         self._lose = weakref.WeakMethod(lose)
         # Hooks on leaves stay as long as these do, which may be parameters.
         self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
@@ -52,7 +57,7 @@ class GradientListeners:
         leaves, places = _leaves_and_places(output)
         if not any(leaf.requires_grad for leaf in leaves):
             return
-        call = _Call(name, kind, leaves, places, self._take, self._lose)
+        call = _Call(name, kind, leaves, places, self._take, self._keep_place, self._lose)
         nodes = {index: leaf.grad_fn for index, leaf in enumerate(leaves) if leaf.requires_grad}
         for index, node in nodes.items():
             self._listener(leaves[index], node).add(_Entry(call, index, nodes))
@@ -148,10 +153,11 @@ class _Entry:
 class _Pending:
     """The gradients of one call in one backward pass, as far as they have come."""
 
-    __slots__ = ("__weakref__", "_call", "_gradients", "_missing")
+    __slots__ = ("__weakref__", "_call", "_gradients", "_missing", "_place")
 
     def __init__(self, call: _Call, missing: set[int]) -> None:
         self._call = call
+        self._place = call.kept_place()
         self._missing = missing
         self._gradients: dict[int, Tensor | None] | None = {}
 
@@ -166,7 +172,7 @@ class _Pending:
     def close(self) -> None:
         if self._gradients is not None:
             gradients, self._gradients = self._gradients, None
-            self._call.emit(gradients)
+            self._call.emit(gradients, self._place)
 
 
 class _Call:
@@ -174,6 +180,7 @@ class _Call:
 
     __slots__ = (
         "_is_logged",
+        "_keep_place",
         "_kind",
         "_lose",
         "_take",
@@ -191,6 +198,7 @@ class _Call:
         leaves: list[Tensor],
         places: list[int | None],
         take: weakref.WeakMethod[Any],
+        keep_place: weakref.WeakMethod[Any],
         lose: weakref.WeakMethod[Any],
     ) -> None:
         self.name = name
@@ -199,12 +207,18 @@ class _Call:
         self.is_spread = len({leaf.device for leaf in leaves}) > 1
         self.pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
         self._take = take
+        self._keep_place = keep_place
         self._lose = lose
         self._is_logged = False
         views = [leaf for leaf in leaves if leaf.grad_fn is not None and leaf._is_view()]
         self._views = [(counter, counter._version) for counter in map(version_counter, views)]
 
-    def emit(self, gradients: dict[int, Tensor | None]) -> None:
+    def kept_place(self) -> Place | None:
+        """Keep a place in the log for an event that is not whole yet."""
+        keep_place = self._keep_place()
+        return None if keep_place is None else keep_place()
+
+    def emit(self, gradients: dict[int, Tensor | None], place: Place | None = None) -> None:
         """Log the gradients of this call in one backward pass."""
         self._is_logged = True
         take = self._take()
@@ -212,7 +226,7 @@ class _Call:
             return
         self._check_views()
         value = tuple(None if at is None else gradients.get(at) for at in self.places)
-        take(self.name, self._kind, value)
+        take(self.name, self._kind, value, place)
 
     def _check_views(self) -> None:
         lose = self._lose()

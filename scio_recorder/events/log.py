@@ -19,6 +19,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.frame import Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.events.places import Place, Places
 from scio_recorder.events.regions import Regions
 from scio_recorder.supported import check_supported
 from scio_recorder.tree import map_tensors
@@ -67,7 +68,8 @@ class Tracker:
         # What ran inside regions, and the hooks that stay on that after the block.
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
-        self._listeners = GradientListeners(self._take_gradient, self._note_lost)
+        self._places = Places()
+        self._listeners = GradientListeners(self._take_gradient, self._keep_place, self._note_lost)
         self._compiled: dict[str, bool] = {}
         self._lost: set[str] = set()
         self._warned: set[str] = set()
@@ -139,6 +141,7 @@ class Tracker:
     def clear(self) -> None:
         """Forget what was logged."""
         self.stashes.clear()
+        self._places.clear()
 
     def to_frame(
         self,
@@ -231,8 +234,15 @@ class Tracker:
     def _end_reruns(self) -> None:
         _remove_all(self._for_reruns)
 
-    def _take_gradient(self, name: str, kind: type[nn.Module], value: Any) -> None:
-        self.stashes.append(self._stash(Event(name, kind, True, value, (), {})))
+    def _keep_place(self) -> Place:
+        return self._places.keep(len(self.stashes))
+
+    def _take_gradient(
+        self, name: str, kind: type[nn.Module], value: Any, place: Place | None
+    ) -> None:
+        stash = self._stash(Event(name, kind, True, value, (), {}))
+        position = len(self.stashes) if place is None else self._places.take(place)
+        self.stashes.insert(position, stash)
         self._warn_of_lost()
 
     def _note_lost(self, name: str) -> None:

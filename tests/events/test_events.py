@@ -333,6 +333,55 @@ def test_frame_holds_one_number_an_event() -> None:
     assert len(events) == 0
 
 
+def pair(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return net.a(x), net.b(x)
+
+
+def through_pair(net: Any, x: Tensor) -> Any:
+    first, second = net.pair(x)
+    return net.last(first) if net.is_single else (second, net.last(first), first)
+
+
+def pairs(is_single: bool) -> Net:
+    inner = Net(pair, a=block(), b=nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+    inner.a[1] = nn.Tanh()  # torch's hooks for modules refuse in-place operations
+    net = Net(through_pair, pair=Net(lambda net, x: net.same(x), same=inner), last=nn.Linear(3, 3))
+    net.is_single = is_single
+    return net
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+@pytest.mark.parametrize("times", [1, 2])
+def test_gradients_of_several_tensors_come_in_the_order_of_torchs_own_hooks(
+    is_single: bool, times: int
+) -> None:
+    def run() -> None:
+        for _ in range(times):
+            out = net(torch.ones(1, 4, requires_grad=True))
+            sum(leaf.square().sum() for leaf in ([out] if is_single else out)).backward()
+
+    net = pairs(is_single)
+    with track(net) as events:
+        run()
+    wanted: list[str] = []
+    for name, module in net.named_modules():
+        module.register_full_backward_pre_hook(lambda *_, name=name: wanted.append(name))
+    run()
+    if is_single:
+        # They are called for what no gradient reaches as well.
+        wanted = [name for name in wanted if not name.startswith("pair.same.b")]
+    assert [event.name for event in events if event.grad] == wanted
+
+
+def test_a_log_that_is_cleared_while_gradients_come_begins_anew() -> None:
+    net = pairs(is_single=False)
+    with track(net) as events:
+        out = net(torch.ones(1, 4))
+        net.pair.same.b[1].weight.register_hook(lambda gradient: events.clear())
+        sum(leaf.sum() for leaf in out).backward()
+    assert [event.name for event in events][:3] == ["", "pair", "pair.same"]
+
+
 def test_what_has_no_tensor_or_no_deviation_is_missing_from_a_table() -> None:
     net = Net(lambda net, x: (net.pick(x), net.sum(x))[1])
     net.pick = Net(lambda net, x: None)
