@@ -63,7 +63,11 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
 def _can_draw(kind: str, summary: LayerSummary) -> bool:
     if kind == "histograms":
         return summary.bars is not None
-    return summary.values.mean is not None and math.isfinite(summary.values.mean)
+    return math.isfinite(_or_nan(_finite(summary).mean))
+
+
+def _finite(summary: LayerSummary) -> Values:
+    return summary.finite or summary.values
 
 
 def _size(kind: str, count: int) -> tuple[float, float]:
@@ -120,7 +124,7 @@ def _shares(top: float) -> list[float]:
 
 def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     places = range(len(layers))
-    values = [one.values for one in layers]
+    values = [_finite(one) for one in layers]
     mean = [_or_nan(one.mean) for one in values]
     std = [_or_nan(one.std) for one in values]
     low = [center - spread for center, spread in zip(mean, std, strict=True)]

@@ -103,20 +103,25 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 def _warnings(page: Page) -> Iterator[str]:
     found = [f"<li>{text(note)}</li>" for note in page.notes]
-    found += [_warning(one) for one in page.layers if one.values.nans or one.values.infinities]
+    found += [_warning(one) for one in page.layers if _troubles(one)]
     if found:
         yield '<section class="warning" aria-labelledby="h-warnings">'
         yield f'<h2 id="h-warnings">Look at this first</h2><ul>{"".join(found)}</ul></section>\n'
 
 
 def _warning(summary: LayerSummary) -> str:
-    values, layer = summary.values, summary.layer
+    layer = summary.layer
+    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>"
+    link = f'<a href="{_address(layer)}">{text(str(layer.label))} {name}</a>'
+    return f"<li>{link}: {text('; '.join(_troubles(summary)))}</li>"
+
+
+def _troubles(summary: LayerSummary) -> list[str]:
+    values = summary.values
     kinds = (("NaN", values.nans), ("infinite", values.infinities))
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
-    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>"
     plural = "" if (values.nans or 0) + (values.infinities or 0) == 1 else "s"
-    link = f'<a href="{_address(layer)}">{text(str(layer.label))} {name}</a>'
-    return f"<li>{link}: {counts} value{plural}</li>"
+    return [f"{counts} value{plural}"] * bool(counts) + list(summary.warnings)
 
 
 def _search_box(page: Page) -> Iterator[str]:
@@ -179,15 +184,16 @@ def _definitions() -> str:
         "float64 and without NaNs. std is the unbiased standard deviation (n - 1).",
         "Zeros": "The share of values that are exactly zero.",
         "Unit": "A channel or feature. It lies along dimension 1 of [samples, ...], and along the "
-        "last one where a sample is [positions, features] (unless the type ends in 1d) and behind "
-        "Linear, LayerNorm, RMSNorm and Embedding. The column Units says which it was.",
+        "last one where a sample is [positions, features] and behind Linear, LayerNorm, RMSNorm "
+        "and Embedding, unless the type ends in 1d, 2d or 3d. The column Units says which it was.",
         "Dead": "A unit that had one and the same finite value for all samples and positions, zero "
         "or another. It needs two samples at least.",
         "Saturated": f"A unit of which at least {SATURATION_SHARE:.0%} of the values lie within "
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. What lies outside is counted below it.",
+        "further than 6 standard deviations from the mean. What lies outside is counted below it. "
+        "Bins of integers hold equally many each, and begin half before the first.",
     }
     listed = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in words.items())
     return (

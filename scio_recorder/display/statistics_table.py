@@ -81,8 +81,11 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
     yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call}</td>'
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
     yield f"<td>{_spark(place, summary)}</td>"
-    for number in (values.mean, values.std, values.low, values.high):
-        yield _number(number, number_text(number))
+    yield _statistic(values.mean)
+    # The spread of a single value is nan, and rightly so.
+    yield _statistic(values.std, is_alarm=not _is_finite(values.mean))
+    yield _statistic(values.low)
+    yield _statistic(values.high)
     yield _number(values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}")
     yield _count(values.nans, is_alarm=True)
     yield _count(values.infinities, is_alarm=True)
@@ -117,6 +120,15 @@ def _unit_cells(units: Units | None) -> Iterator[str]:
     kinds = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
     yield _number(units.dead, _alarm(kinds) if kinds else "0")
     yield _count(units.saturated, is_alarm=True)
+
+
+def _statistic(value: float | None, is_alarm: bool = True) -> str:
+    shown = number_text(value)
+    return _number(value, _alarm(shown) if is_alarm and not _is_finite(value) else shown)
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
 
 
 def _count(count: int | None, is_alarm: bool = False) -> str:

@@ -84,6 +84,10 @@ class LayerSummary:
     dtype: str = ""
     num_bytes: int | None = None
     values: Values = Values()
+    finite: Values | None = None
+    """Statistics of the finite values alone, where there are others."""
     units: Units | None = None
     bars: Bars | None = None
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    """What is wrong with results of reductions."""

@@ -13,8 +13,9 @@ from scio_recorder.architecture import DepthIdx
 from scio_recorder.display.summary import Bars, LayerSummary, Values
 from scio_recorder.errors import RecorderError
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.survey import Survey, bounds_of, count_bars, unit_dimension
-from scio_recorder.reductions import HistogramResult, MomentsResult, Reduction
+from scio_recorder.recording.survey import Survey, bounds_of, count_bars, unit_dimension, whole_bins
+from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
+from scio_recorder.tree import tensors
 
 __all__ = ["summarise"]
 
@@ -33,6 +34,8 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary
     for part in recording.parts(label):
         survey.update(part)
     span = survey.span
+    if span and not (samples.is_floating_point() or samples.dtype.is_complex):
+        span, bins = whole_bins(span, bins)
     notes = []
     if samples.dtype.is_complex:
         notes.append("complex: numbers are those of magnitudes")
@@ -50,6 +53,7 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary
         dtype=str(samples.dtype).removeprefix("torch."),
         num_bytes=samples.nbytes,
         values=survey.values,
+        finite=survey.finite if survey.values.infinities else None,
         units=survey.units,
         bars=count_bars(recording.parts(label), span, bins) if span else None,
         notes=notes,
@@ -61,13 +65,16 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
     reductions: list[Reduction] = given if isinstance(given, list) else [given]
     found: dict[str, Any] = {}
     notes: list[str] = []
+    warnings: list[str] = []
     for reduction in reductions:
         kind = type(reduction).__name__
         try:
-            shown = _shown(kind, reduction.compute())
+            result = reduction.compute()
         except RecorderError as error:
             notes.append(f"{kind}: {error}")
             continue
+        shown = _shown(kind, result)
+        warnings += _troubles(kind, result)
         if not shown:
             notes.append(f"{kind} is not drawn")
         found = {**shown, **found}
@@ -78,7 +85,20 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         values=Values(**found),
         bars=bars,
         notes=notes,
+        warnings=warnings,
     )
+
+
+def _troubles(kind: str, result: Any) -> list[str]:
+    """Say how many numbers of a result are not finite."""
+    # The variance of one sample is nan, and rightly so.
+    looked_at = result.mean if isinstance(result, MomentsResult | CovarianceResult) else result
+    numbers = [one for one in tensors(looked_at) if one.is_floating_point() or one.is_complex()]
+    nans = sum(int(one.isnan().sum()) for one in numbers)
+    infinities = sum(int(one.isinf().sum()) for one in numbers)
+    total = sum(one.numel() for one in numbers)
+    kinds = ((nans, "NaN"), (infinities, "infinite"))
+    return [f"{kind}: {count:,} of {total:,} numbers {word}" for count, word in kinds if count]
 
 
 def _shown(kind: str, result: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,12 +20,16 @@ from scio_recorder.display.summary import (
 from scio_recorder.layer import Layer
 from scio_recorder.reductions import Histogram
 
-__all__ = ["Survey", "count_bars", "unit_dimension"]
+__all__ = ["Survey", "count_bars", "unit_dimension", "whole_bins"]
 
 # Values that are widened to float64 together: they stay in the cache.
 _BLOCK = 1 << 17
 # Bins reach no further from the mean than so many standard deviations.
 _REACH = 6.0
+# Squares of values beyond the first are taken in units of the second, or they would overflow.
+_LARGE, _LARGE_UNIT = 2.0**400, 2.0**600
+# Up to here float64 has every integer and every half between two of them.
+_EXACT = 2.0**52
 
 
 class Survey:
@@ -48,7 +53,9 @@ class Survey:
         self._bounds = bounds
         self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
         self._samples = 0
+        # In units: the mean, and the sum of squares about it.
         self._mean = self._squares = 0.0
+        self._unit = 1.0
         self._low, self._high = math.inf, -math.inf
         self._unit_low: Tensor | None = None
         self._unit_high: Tensor | None = None
@@ -77,16 +84,24 @@ class Survey:
             if not present.numel():
                 return
             low, high = map(float, present.aminmax())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        self._zeros += present.numel() - int(present.count_nonzero())
+        self._join(present)
+
+    def _join(self, present: Tensor) -> None:
+        """Join moments as Chan, Golub and LeVeque (1983) do."""
+        if self._unit == 1.0 and max(-self._low, self._high) > _LARGE:
+            self._unit = _LARGE_UNIT
+            self._mean /= _LARGE_UNIT
+            self._squares = self._squares / _LARGE_UNIT / _LARGE_UNIT
+        if self._unit != 1.0:
+            present = present / self._unit
         size = present.numel()
-        # Chan, Golub and LeVeque (1983): joins the sums of squares about two means.
         own = float(present.mean())
         delta, total = own - self._mean, self._count + size
         self._squares += float((present - own).square_().sum())
-        # Zero times an infinite square would be nan.
-        self._squares += delta * delta * self._count * size / total if self._count else 0.0
+        self._squares += delta * delta * self._count * size / total
         self._mean, self._count = self._mean + delta * size / total, total
-        self._low, self._high = min(self._low, low), max(self._high, high)
-        self._zeros += size - int(present.count_nonzero())
 
     def _take_units(self, block: Tensor, dimension: int) -> None:
         others = tuple(dim for dim in range(block.ndim) if dim != dimension or not dimension)
@@ -106,22 +121,28 @@ class Survey:
         """Statistics of all values but NaNs."""
         if self._count + self._below + self._above == 0:
             return Values(nans=self._nans, infinities=0)
-        mean, std = self._mean, self._std
-        low, high = self._low, self._high
+        found = self.finite
         if self._below or self._above:
-            mean = (math.inf if self._above else 0.0) - (math.inf if self._below else 0.0)
-            std = math.nan
-            low = -math.inf if self._below else min(low, math.inf)
-            high = math.inf if self._above else high
-        return Values(
-            mean=mean,
-            std=std,
-            low=low,
-            high=high,
+            found = replace(
+                found,
+                mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
+                std=math.nan,
+                low=-math.inf if self._below else self._low,
+                high=math.inf if self._above else self._high,
+            )
+        return replace(
+            found,
             zeros=self._zeros / self._total,
             nans=self._nans,
             infinities=self._below + self._above,
         )
+
+    @property
+    def finite(self) -> Values:
+        """Mean, spread and extremes of the finite values alone."""
+        if not self._count:
+            return Values()
+        return Values(self._mean * self._unit, self._std, self._low, self._high)
 
     @property
     def units(self) -> Units | None:
@@ -143,9 +164,9 @@ class Survey:
         """The range that bins should cover; None where there is no finite value."""
         if not self._count:
             return None
-        std = self._std
+        mean, std = self._mean * self._unit, self._std
         reach = _REACH * std if math.isfinite(std) else math.inf
-        low, high = max(self._low, self._mean - reach), min(self._high, self._mean + reach)
+        low, high = max(self._low, mean - reach), min(self._high, mean + reach)
         if not low < high:
             half = max(0.5, abs(low) * 2**-20)
             return low - half, high + half
@@ -153,7 +174,9 @@ class Survey:
 
     @property
     def _std(self) -> float:
-        return math.sqrt(self._squares / (self._count - 1)) if self._count > 1 else math.nan
+        if self._count < 2:
+            return math.nan
+        return math.sqrt(self._squares / (self._count - 1)) * self._unit
 
 
 def count_bars(parts: Iterable[Tensor], span: tuple[float, float], bins: int) -> Bars:
@@ -168,17 +191,38 @@ def count_bars(parts: Iterable[Tensor], span: tuple[float, float], bins: int) ->
     return Bars(tuple(counts.tolist()), *span, below, above)
 
 
+def whole_bins(span: tuple[float, float], bins: int) -> tuple[tuple[float, float], int]:
+    """Return a range and a number of bins in which all bins hold equally many integers.
+
+    Edges lie half between integers. Others would leave bins empty or doubly filled by themselves.
+
+    Examples
+    --------
+    >>> whole_bins((0.0, 9.0), 4)
+    ((-0.5, 11.5), 4)
+    >>> whole_bins((0.0, 1.0), 50)
+    ((-0.5, 1.5), 2)
+    """
+    low, high = math.ceil(span[0]), math.floor(span[1])
+    if max(-low, high) >= _EXACT:
+        return span, bins
+    width = -(-(high - low + 1) // bins)
+    count = -(-(high - low + 1) // width)
+    return (low - 0.5, low - 0.5 + width * count), count
+
+
 def unit_dimension(layer: Layer, ndim: int) -> int:
     """Return along which dimension of [samples, ...] the units of a layer lie.
 
     Channels come first in images and behind one-dimensional convolutions, features last in
     sequences and wherever a module works on the last dimension. 0: there is one value a sample.
     """
+    # LayerNorm2d of many vision models takes [samples, channels, height, width].
+    if layer.type_name.endswith(("1d", "2d", "3d")):
+        return min(1, ndim - 1)
     if layer.type_name.startswith(("Linear", "LayerNorm", "RMSNorm", "Embedding")):
         return ndim - 1
-    if ndim == 3 and not layer.type_name.endswith("1d"):
-        return 2
-    return min(1, ndim - 1)
+    return 2 if ndim == 3 else min(1, ndim - 1)
 
 
 def bounds_of(layer: Layer) -> tuple[float | None, float | None] | None:

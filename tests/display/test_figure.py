@@ -98,6 +98,17 @@ def test_what_can_not_be_drawn_is_named() -> None:
     assert nothing.texts[0].get_text() == "There is nothing to draw."
 
 
+def test_an_infinite_value_leaves_the_rest_to_be_drawn() -> None:
+    samples = torch.randn(20, 4)
+    samples[3, 1], samples[4, 2] = math.inf, -math.inf
+    figure = of({"a": samples}).plot("depth")
+    finite = samples[samples.isfinite()].double().numpy()
+    mean, low, high = (line.get_ydata()[0] for line in figure.axes[0].lines[:3])
+    assert mean == pytest.approx(finite.mean())
+    assert (low, high) == (finite.min(), finite.max())
+    assert figure.get_suptitle() == ""
+
+
 def test_reduced_layers_are_drawn_from_what_they_know() -> None:
     samples = torch.randn(30, 4)
     counted = of({"a": samples}, reduce=reductions.Histogram(6, range=(-1.0, 1.0)))

@@ -105,6 +105,21 @@ def test_only_reductions(tmp_path: Path) -> None:
     assert "Kept as summaries" in html
 
 
+def test_results_of_reductions_that_are_not_numbers_stand_first(tmp_path: Path) -> None:
+    samples = torch.ones(4, 3)
+    samples[1, 1] = float("nan")
+    html = text(of(samples, reduce=[reductions.Mean(), reductions.Moments()]), tmp_path)
+    warning = html[html.index('class="warning"') : html.index('id="statistics"')]
+    assert 'href="#layer-0-1"' in warning
+    assert "Mean: 1 of 3 numbers NaN; Moments: 1 of 3 numbers NaN" in warning
+    assert html.count('<span class="alarm">nan</span>') == 2
+    # The spread of a single value is not known, which is no cause for alarm.
+    single = text(of(torch.ones(1, 1)), tmp_path)
+    assert ">nan<" in single
+    assert 'class="alarm"' not in single
+    assert "Look at this first" not in single
+
+
 def test_what_was_interrupted_says_so(tmp_path: Path) -> None:
     rnet = Recorder(nn.Identity(), input_size=(1, 2))
     rnet.record("0-1")

@@ -44,8 +44,12 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         torch.randn(10, 4, dtype=torch.complex64),
         torch.full((10, 2), 0.1),
         torch.tensor([[1e-150, 1e150], [3e150, -1e150]], dtype=torch.float64),
+        torch.tensor([[1.0, 2.0], [1e300, -7e299], [4e299, 1e160]], dtype=torch.float64),
     ],
-    ids=["floats", "0-d", "zeros", "bfloat16", "integers", "booleans", "complex", "equal", "wide"],
+    ids=[
+        *("floats", "0-d", "zeros", "bfloat16", "integers", "booleans", "complex", "equal"),
+        *("wide", "huge"),
+    ],
 )
 def test_statistics_and_bars(samples: Tensor) -> None:
     found = of(samples)
@@ -59,7 +63,8 @@ def test_statistics_and_bars(samples: Tensor) -> None:
     assert values.zeros == (whole == 0).mean()
     assert (values.nans, values.infinities) == (0, 0)
     assert bars is not None
-    counts, _ = np.histogram(whole, bins=7, range=(bars.low, bars.high))
+    bins = 2 if samples.dtype == torch.bool else 7
+    counts, _ = np.histogram(whole, bins=bins, range=(bars.low, bars.high))
     assert bars.counts == tuple(counts)
     assert sum(bars.counts) + bars.below + bars.above == whole.size
 
@@ -78,6 +83,12 @@ def test_values_that_are_not_finite_are_counted_apart() -> None:
     assert (found.bars.below, found.bars.above) == (0, 1)
     assert (found.bars.low, found.bars.high) == (finite.min(), finite.max())
     samples[4, 2] = -math.inf
+    drawn = of(samples).finite
+    finite = samples[samples.isfinite()].double().numpy()
+    assert drawn is not None
+    assert drawn.mean == pytest.approx(finite.mean())
+    assert drawn.std == pytest.approx(finite.std(ddof=1))
+    assert (drawn.low, drawn.high) == (finite.min(), finite.max())
     both = of(samples).values
     assert math.isnan(both.mean or 0)
     assert (both.low, both.high) == (-math.inf, math.inf)
@@ -128,8 +139,27 @@ def test_one_sample_says_nothing_of_dead_units() -> None:
     assert of(torch.zeros(2, 3)).units is not None
 
 
+def test_bins_of_integers_hold_equally_many_each() -> None:
+    # A value for each of 60: bins of equal width that is no whole number would comb.
+    samples = torch.arange(60).view(20, 3)
+    bars = of(samples).bars
+    assert bars is not None
+    assert (bars.low, bars.high) == (-0.5, 62.5)
+    assert bars.counts == (9, 9, 9, 9, 9, 9, 6)
+    few = of(samples % 3 + 5).bars
+    assert few is not None
+    assert (few.low, few.high, few.counts) == (4.5, 7.5, (20, 20, 20))
+    far = of(samples + 2**60).bars
+    assert far is not None
+    assert sum(far.counts) == 60
+
+
 class LayerNorm(nn.Identity):
     """Of a type that works on the last dimension."""
+
+
+class LayerNorm2d(nn.Identity):
+    """Of a type of vision models that works on dimension 1."""
 
 
 class BatchNorm1d(nn.Identity):
@@ -145,6 +175,7 @@ class BatchNorm1d(nn.Identity):
         ((5, 3, 4), BatchNorm1d(), 3, 1),
         ((5, 3, 4, 2), nn.Identity(), 3, 1),
         ((5, 3, 4, 2), LayerNorm(), 2, 3),
+        ((5, 3, 4, 2), LayerNorm2d(), 3, 1),
         ((5, 3, 4, 2, 2), nn.Identity(), 3, 1),
     ],
 )
@@ -238,6 +269,29 @@ def test_a_reduction_that_saw_nothing_says_so() -> None:
     (note,) = summarise(recording, (0, 1), 5).notes
     assert note.startswith("Mean: ")
     assert "no samples" in note
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        *(reductions.Mean(), reductions.Moments(), reductions.Max(), reductions.Last()),
+        *(reductions.Covariance(), reductions.Mean(by=lambda batch: [7] * len(batch))),
+        reductions.Fold(lambda total, activation: activation[-1:].double()),
+    ],
+    ids=["mean", "moments", "max", "last", "covariance", "by", "fold"],
+)
+def test_results_that_are_not_finite_are_told(
+    reduction: reductions.Reduction, value: float
+) -> None:
+    samples = torch.randn(9, 2)
+    samples[-3:, 1] = value
+    found = of(samples, reduce=reduction)
+    kind = "NaN" if math.isnan(value) else "infinite"
+    (warning,) = found.warnings
+    assert warning.startswith(f"{type(reduction).__name__}: ")
+    assert warning.endswith(f" numbers {kind}")
+    assert of(samples[:, :1], reduce=reduction.fresh()).warnings == []
 
 
 def test_one_sample_of_moments_has_a_spread_over_positions() -> None:
