@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 
 from scio_recorder.disk import TensorSpec
@@ -15,6 +16,7 @@ from scio_recorder.moment import Moment
 from scio_recorder.random_state import RandomState
 from scio_recorder.records import Inputs
 from scio_recorder.reductions import Reduction
+from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.tree import flatten
 
 if TYPE_CHECKING:
@@ -135,10 +137,11 @@ class StoringLane(Lane):
             self._check(kept)
         if current.skip:
             kept = kept[current.skip :]
-        column = self._column
-        if column is None:
-            column = self._open(kept)
-        column.put(kept, current.start)
+        try:
+            column = self._column or self._open(kept)
+            column.put(kept, current.start)
+        except NoRoomError as error:
+            raise CollectError(self._no_room(error)) from error
         if self.rounds:
             self._measure(kept, column.array.narrow(0, current.start, kept.shape[0]))
 
@@ -177,6 +180,13 @@ class StoringLane(Lane):
         self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
         self._column = self._writer.column(self.layer.label, spec, kept)
         return self._column
+
+    def _no_room(self, error: NoRoomError) -> str:
+        return (
+            f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be had in "
+            'one piece; write store="disk:PATH", record fewer layers, or reduce them (reduce=, '
+            "every=, dtype=, transform=)"
+        )
 
     def _measure(self, exact: Tensor, kept: Tensor) -> None:
         exact = exact.double()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from scio_recorder.disk import TensorSpec
-from scio_recorder.disk.ids import Ids
-from scio_recorder.kept import KeptCall
-from scio_recorder.stores.base import Job, State, Store
+from scio_recorder.stores.base import Job, Store
 from scio_recorder.stores.buffers import Buffer, Column, DeviceBuffer, HostBuffer
 from scio_recorder.stores.memory import MemoryWriter
 from scio_recorder.stores.plan import Plan, choose, labelled_bytes, make_plan
@@ -25,8 +23,8 @@ __all__ = ["Auto"]
 class Auto(Store):
     """Keeps everything on the GPU where half of what is free there is enough, else in host memory.
 
-    Where host memory is not enough either, it raises `CollectError` with the plan after the first
-    batch. A loader of unknown length goes to host memory, unchecked.
+    Where host memory is not enough either, it raises `CollectError` with the plan in the first
+    batch, before it takes that memory. A loader of unknown length goes to host memory, unchecked.
     """
 
     def open(self, job: Job) -> AutoWriter:
@@ -35,44 +33,40 @@ class Auto(Store):
 
 
 class AutoWriter(MemoryWriter):
-    """Chooses the device when the first layer returns, and checks once all have."""
+    """Chooses the device when the first layer returns, and checks with each."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, self._buffer)
         self._job = job
-        self._on_device: bool | None = None
-        self._rows = 0
+        self._on_device = False
+        self._guess: Plan | None = None
+        # What all samples of the layers take that have returned.
+        self._known: dict[DepthIdx, int] = {}
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
-        """Make room for a layer."""
-        self._rows = first.shape[0]
-        if self._on_device is None:
-            self._on_device = self._fits_on(first.device)
+        """Make room for a layer, once it is known that there is some."""
+        if self._num_batches is not None:
+            num_samples = first.shape[0] * self._num_batches
+            if self._guess is None:
+                self._guess = self._labelled(num_samples, first.device)
+                self._on_device = "device" in self._guess.stores
+            self._known[label] = num_samples * spec.num_bytes
+            if not self._on_device:
+                self._check(self._guess)
         return super().column(label, spec, first)
 
-    def commit(
-        self,
-        ids: Ids,
-        state: Callable[[], State],
-        calls: Mapping[DepthIdx, KeptCall] | None = None,
-    ) -> None:
-        """Check, after the first batch, that all of them will fit."""
-        if self._num_batches is not None and self.start == 0 and self._columns:
-            sizes = {label: column.spec.num_bytes for label, column in self._columns.items()}
-            plan = self._plan(sizes, torch.device("cpu"))
-            if not self._on_device:
-                choose(plan)
-        super().commit(ids, state, calls)
+    def _labelled(self, num_samples: int, device: torch.device) -> Plan:
+        architecture, stored = self._job.architecture, self._job.stored
+        return make_plan(architecture, labelled_bytes(architecture, stored), num_samples, device)
 
-    def _fits_on(self, device: torch.device) -> bool:
-        if device.type != "cuda" or self._num_batches is None:
-            return False
-        sizes = labelled_bytes(self._job.architecture, self._job.stored)
-        return "device" in self._plan(sizes, device).stores
-
-    def _plan(self, sizes: dict[DepthIdx, int], device: torch.device) -> Plan:
-        num_samples = self._rows * (self._num_batches or 0)
-        return make_plan(self._job.architecture, sizes, num_samples, device)
+    def _check(self, guess: Plan) -> None:
+        """Raise where already the layers that were seen don't fit."""
+        # The device was passed over already.
+        free = {store: free for store, free in guess.free_bytes.items() if store != "device"}
+        if "host" not in replace(guess, num_bytes=self._known, free_bytes=free).stores:
+            # Of the other layers no more is known than their shapes at labelling.
+            num_bytes = {**guess.num_bytes, **self._known}
+            choose(replace(guess, num_bytes=num_bytes, free_bytes=free))
 
     def _buffer(self, label: DepthIdx, device: torch.device, num_bytes: int) -> Buffer:
         if self._on_device and device.type != "cpu":

@@ -20,12 +20,20 @@ from torch import Tensor
 if TYPE_CHECKING:
     from scio_recorder.disk import TensorSpec
 
-__all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer"]
+__all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
 _POPULATE_BYTES = 1 << 20
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+
+
+class NoRoomError(MemoryError):
+    """So many bytes can't be had; whoever knows what they are for says so."""
+
+    def __init__(self, num_bytes: int, reason: object) -> None:
+        super().__init__(f"{num_bytes} bytes: {reason}")
+        self.num_bytes = num_bytes
 
 
 class Buffer(Protocol):
@@ -115,7 +123,7 @@ class HostBuffer:
         self._unregister()
         try:
             old.resize(num_bytes)
-        except (OSError, SystemError, ValueError):
+        except (OSError, OverflowError, SystemError, ValueError):
             self._memory = _map(num_bytes)
             self._memory[: len(old)] = old[:]
 
@@ -135,8 +143,11 @@ class HostBuffer:
 
 
 def _map(num_bytes: int) -> _Memory:
-    # Shared memory, the default where there are no flags, can't grow beyond its first size.
-    return _Memory(-1, num_bytes, flags=_PRIVATE) if _PRIVATE else _Memory(-1, num_bytes)
+    try:
+        # Shared memory, the default where there are no flags, can't grow beyond its first size.
+        return _Memory(-1, num_bytes, flags=_PRIVATE) if _PRIVATE else _Memory(-1, num_bytes)
+    except (OSError, OverflowError, MemoryError) as error:
+        raise NoRoomError(num_bytes, error) from error
 
 
 class DeviceBuffer:
@@ -149,7 +160,10 @@ class DeviceBuffer:
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there."""
         if num_bytes > self._raw.numel():
-            larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            try:
+                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except (RuntimeError, OverflowError, TypeError) as error:
+                raise NoRoomError(num_bytes, error) from error
             larger[: self._raw.numel()].copy_(self._raw)
             self._raw = larger
         return self._raw

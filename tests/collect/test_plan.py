@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder
+from scio_recorder.stores import buffers
 from scio_recorder.stores import plan as planning
 from tests.collect.nets import Pair, assert_same, batches, expected, recorder
 
@@ -41,6 +42,56 @@ def test_auto_raises_with_the_plan_where_there_is_no_room(monkeypatch):
     assert rnet.collect(data, transform=lambda t, batch: t[:, :1])["0"].shape == (12, 1)
     assert_same(rnet.collect(data, store="host"), expected(rnet, data))
     assert_same(rnet.collect(iter(data)), expected(rnet, data))
+
+
+class Claiming:
+    """A loader that claims a length and gives one batch."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(batches(20))
+
+
+@pytest.mark.parametrize("length", [10**13, 10**16, 10**18])
+def test_more_than_any_machine_has(length):
+    rnet = recorder("0", "3")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect(Claiming(length), store="auto")
+    # The layer that comes later is in the plan too.
+    for part in (f"{20 * length} samples", "1-1", "1-4", "not enough", "disk:PATH"):
+        assert part in str(caught.value)
+    for store in ("host", "device"):
+        with pytest.raises(CollectError, match=r"no room for layer 1-1.*B can't.*disk:PATH"):
+            rnet.collect(Claiming(length), store=store)
+
+
+class Bounded(buffers._Memory):
+    """Memory that can't become more than it was at first."""
+
+    made = 0
+
+    def __new__(cls, *arguments, **keywords):
+        cls.made += 1
+        if cls.made > 2:
+            raise OSError(12, "Cannot allocate memory")
+        return super().__new__(cls, *arguments, **keywords)
+
+    def resize(self, size):
+        if size > len(self):
+            raise OSError(12, "Cannot allocate memory")
+        super().resize(size)
+
+
+def test_memory_that_ends_while_a_recording_grows(monkeypatch):
+    rnet = recorder("0", "3")
+    monkeypatch.setattr(buffers, "_Memory", Bounded)
+    with pytest.raises(CollectError, match="no room for layer 1-1"):
+        rnet.collect(iter(batches(*[4] * 20)), store="host")
 
 
 def test_snapshots_do_not_follow_the_net():
