@@ -242,7 +242,8 @@ class Pass:
     def learned(self) -> Plan | None:
         """Return a better plan where this pass found how outputs can be kept."""
         options = self.program.options
-        if (self._is_bare and not self.inputs) or options.copy == "always" or options.offload:
+        keeps_nothing = (self._is_bare or self.sink is not None) and not self.inputs
+        if keeps_nothing or options.copy == "always" or options.offload:
             return None
         kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))

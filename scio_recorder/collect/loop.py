@@ -102,7 +102,7 @@ class _Collection:
         self._store = as_store(request.store)
         self._stored = tuple(label for label in self._recording if label not in self._reductions)
         self._check_store()
-        # Whether a batch that failed may have left something in reductions or measured errors.
+        # Whether a batch that failed may have left something in reductions.
         self._is_tainted = False
 
     def run(self) -> Recording:
@@ -169,7 +169,7 @@ class _Collection:
     @torch.no_grad()
     def _run(self, writer: StoreWriter) -> None:
         durable, seen, kept = writer.sample_ids, 0, 0
-        num_durable, is_empty = len(durable), True
+        num_durable, sample_bytes, is_empty = len(durable), 0, True
         with progress_bar(self._request.progress, self._feed.num_batches) as advance:
             for batch, is_taken in self._feed:
                 is_empty = False
@@ -186,7 +186,9 @@ class _Collection:
                     self._pass(writer, batch, inputs, ids, skip)
                 seen, kept = seen + len(ids), kept + len(ids)
                 added = len(ids) - skip
-                advance(added, added * self._sample_bytes())
+                # All layers have run by then, and no two passes differ in this.
+                sample_bytes = sample_bytes or self._sample_bytes()
+                advance(added, added * sample_bytes)
         if is_empty:
             raise CollectError("batches is empty: it gave no batch to run the net on")
         if kept < num_durable:
@@ -209,9 +211,11 @@ class _Collection:
     def _pass(self, writer: StoreWriter, batch: Any, inputs: Any, ids: Ids, skip: int) -> None:
         harvest = self._harvest
         harvest.begin(batch, len(ids), skip, writer.start)
-        is_stateless = not self._reductions and self._dtype is None
-        self._is_tainted = not is_stateless
-        self._capture.run(self._net, inputs.args, inputs.kwargs, sink=harvest)
+        try:
+            self._capture.run(self._net, inputs.args, inputs.kwargs, sink=harvest)
+        except BaseException:
+            self._is_tainted = harvest.current.is_reduced
+            raise
         calls = harvest.end()
         self._is_tainted = True
         try:
