@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,17 +18,29 @@ from rich.measure import Measurement
 from rich.table import Table
 from torch import nn
 
-from scio_recorder.errors import RecorderError
+from scio_recorder.cli_arguments import (
+    UsageError,
+    call,
+    dtype_of,
+    kind_of,
+    load,
+    positive,
+    said,
+    size,
+    whole,
+)
+from scio_recorder.errors import RecorderError, RecordingError
 
 __all__ = ["main"]
 
+FAILED = 1
 # What argparse itself exits with for wrong use.
 WRONG_USE = 2
 INTERRUPTED = 130
 
 
-class UsageError(Exception):
-    """An argument that can't be followed; its text is all that the user sees."""
+class FailureError(Exception):
+    """What was asked for was understood and failed; its text is all that the user sees."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0, or 2 for wrong use, with one line on standard error.
+        The exit code: 0; 1 for what failed and 2 for wrong use, with one line on standard error;
+        130 after Ctrl-C.
 
     Examples
     --------
@@ -50,14 +64,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit: 2
     """
     parsed = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines of a table are worth less than the rest of it, where they can't be encoded.
+        sys.stdout.reconfigure(errors="replace")
     try:
         parsed.run(parsed, Console())
-    except (UsageError, RecorderError) as error:
-        print(f"scio-recorder: error: {error}", file=sys.stderr)
-        return WRONG_USE
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except (UsageError, FailureError, RecorderError, OSError) as error:
+        if parsed.traceback:
+            traceback.print_exc()
+        print(f"scio-recorder: error: {error}", file=sys.stderr)
+        _drop_output()
+        is_failure = isinstance(error, FailureError | OSError)
+        return FAILED if is_failure else WRONG_USE
     return 0
+
+
+def _drop_output() -> None:
+    """Let Python not try in vain, at its exit, to write what did not go out."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_on_disk(commands, "verify", "read all of a recording and compare its checksums", _verify)
     _add_report(commands)
     _add_demo(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--traceback", action="store_true", help="show where an error comes from"
+        )
     return parser
 
 
@@ -92,7 +126,7 @@ def _add_net(command: Any) -> None:
     given = command.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--input-size",
-        type=_size,
+        type=size,
         action="append",
         metavar="N,C,...",
         help="shape of an input, batch first, such as 1,3,32,32; once for each input",
@@ -104,7 +138,7 @@ def _add_net(command: Any) -> None:
     )
     command.add_argument(
         "--dtype",
-        type=_dtype,
+        type=dtype_of,
         action="append",
         help="dtype of the inputs of --input-size, such as int64; once for all or once for each",
     )
@@ -137,9 +171,9 @@ def _add_collect(commands: Any) -> None:
         help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
     )
     collect.add_argument("--out", required=True, metavar="PATH", help="the folder to write")
-    collect.add_argument("--every", type=_positive, default=1, help="take every n-th batch (1)")
-    collect.add_argument("--max-batches", type=_positive, help="stop after so many batches taken")
-    collect.add_argument("--keep-dtype", type=_dtype, help="what is kept, such as bfloat16")
+    collect.add_argument("--every", type=positive, default=1, help="take every n-th batch (1)")
+    collect.add_argument("--max-batches", type=positive, help="stop after so many batches taken")
+    collect.add_argument("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
     collect.add_argument("--resume", action="store_true", help="go on with what is there")
     collect.add_argument("--train", action="store_true", help="leave the net in training mode")
     collect.set_defaults(run=_collect)
@@ -171,8 +205,8 @@ def _add_demo(commands: Any) -> None:
         description="Train a small net on the digits 0 to 6, record what happens inside it, and "
         "compare scores that should notice the digits 7 to 9. Needs scikit-learn and no network.",
     )
-    demo.add_argument("--seed", type=_whole, default=0, help="decides everything random (0)")
-    demo.add_argument("--epochs", type=_positive, default=15, help="length of the training (15)")
+    demo.add_argument("--seed", type=whole, default=0, help="decides everything random (0)")
+    demo.add_argument("--epochs", type=positive, default=15, help="length of the training (15)")
     demo.set_defaults(run=_demo)
 
 
@@ -186,10 +220,10 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
 
     if parsed.input_data is not None and parsed.dtype:
         raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
-    net = _load(parsed.net)
-    net = _call(parsed.net, net) if not isinstance(net, nn.Module) else net
+    net = load(parsed.net)
+    net = call(parsed.net, net) if not isinstance(net, nn.Module) else net
     if not isinstance(net, nn.Module):
-        raise UsageError(f"{parsed.net} gives a {type(net).__name__}, not a torch.nn.Module")
+        raise UsageError(f"{parsed.net} gives {kind_of(net)}, not a torch.nn.Module")
     if is_eval:
         net.eval()
     return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
@@ -198,22 +232,43 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
 def _collect(parsed: argparse.Namespace, console: Console) -> None:
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
-    data = _load(parsed.data)
-    recording = rnet.collect(
-        _call(parsed.data, data) if callable(data) else data,
-        store=f"disk:{parsed.out}",
-        every=parsed.every,
-        max_batches=parsed.max_batches,
-        dtype=parsed.keep_dtype,
-        resume=parsed.resume,
-    )
+    data = load(parsed.data)
+    batches = call(parsed.data, data) if callable(data) else data
+    try:
+        recording = rnet.collect(
+            batches,
+            store=f"disk:{parsed.out}",
+            every=parsed.every,
+            max_batches=parsed.max_batches,
+            dtype=parsed.keep_dtype,
+            resume=parsed.resume,
+        )
+    except RecordingError as error:
+        # Either the disk failed, or the folder is another recording's.
+        is_failure = isinstance(error.__cause__, OSError)
+        raise (FailureError if is_failure else UsageError)(str(error)) from error
+    except RecorderError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise FailureError(f"{said(error)}{_way_on(parsed.out)}") from error
     _show(recording, console)
+
+
+def _way_on(path: str) -> str:
+    """Say how to go on with what is on disk, if anything is."""
+    from scio_recorder.recording import open_recording
+
+    try:
+        samples = open_recording(path).num_samples
+    except RecorderError:
+        samples = 0
+    return f"; {samples:,} samples are safe, --resume goes on behind them" if samples else ""
 
 
 def _inspect(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.recording import layer_rows, open_recording
 
-    recording = open_recording(parsed.path)
+    recording = open_recording(_there(parsed.path))
     table = Table(title=_title(recording), box=None)
     for heading in ("label", "name", "type", "shape", "dtype"):
         table.add_column(heading, no_wrap=True)
@@ -238,11 +293,11 @@ def _number(value: float | None) -> str:
 def _verify(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.disk import RunReader
 
-    with RunReader(parsed.path) as reader:
+    with RunReader(_there(parsed.path)) as reader:
         reports = reader.verify()
         damaged = [report.problem for report in reports if report.problem is not None]
         if damaged:
-            raise UsageError("; ".join(damaged))
+            raise FailureError("; ".join(damaged))
         num_bytes = sum(report.num_bytes for report in reports)
         state = "complete" if reader.complete else "interrupted: collect with resume to go on"
         text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
@@ -254,8 +309,14 @@ def _report(parsed: argparse.Namespace, console: Console) -> None:
 
     # Beside the folder, which holds nothing but the recording.
     output = parsed.output or f"{os.path.normpath(parsed.path)}.html"
-    page = open_recording(parsed.path).report(output, title=parsed.title)
+    page = open_recording(_there(parsed.path)).report(output, title=parsed.title)
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _there(path: str) -> str:
+    if not os.path.exists(path):
+        raise UsageError(f"{path!r}: there is no such folder")
+    return path
 
 
 def _title(recording: Any) -> str:
@@ -290,69 +351,9 @@ def _demo(parsed: argparse.Namespace, console: Console) -> None:
 
 def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.input_data is not None:
-        data = _load(parsed.input_data)
-        return {"input_data": _call(parsed.input_data, data) if callable(data) else data}
+        data = load(parsed.input_data)
+        return {"input_data": call(parsed.input_data, data) if callable(data) else data}
     sizes, dtypes = parsed.input_size, parsed.dtype or [torch.float32]
     if len(dtypes) not in (1, len(sizes)):
         raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")
     return {"input_size": sizes, "dtypes": dtypes * (len(sizes) // len(dtypes))}
-
-
-def _load(target: str) -> Any:
-    """Import what ``MODULE:NAME`` says."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
-    # A console script does not look in the current folder by itself.
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        raise UsageError(f"can't load {target}: {_said(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    return found
-
-
-def _call(target: str, function: Any) -> Any:
-    if not callable(function):
-        raise UsageError(f"{target} is a {type(function).__name__}, which can't be called")
-    try:
-        return function()
-    except Exception as error:
-        raise UsageError(f"{target}, called without arguments, failed: {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _size(text: str) -> tuple[int, ...]:
-    try:
-        size = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        size = ()
-    if not size or min(size) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it like 1,3,32,32")
-    return size
-
-
-def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
-    return dtype
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ keywords = {"words": pair[0], "features": pair[1]}
 make_pair = lambda: pair
 number = 3
 def broken(): raise RuntimeError("no weights here")
+def leaving(): raise SystemExit(4)
 def wants(argument): return Small()
 """
 
@@ -56,7 +58,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cli_nets.py").write_text(NETS)
     (tmp_path / "cli_broken.py").write_text("import no_such_module_anywhere")
     monkeypatch.chdir(tmp_path)
-    for name in ("cli_nets", "cli_broken"):
+    (tmp_path / "cli_leaving.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
+    for name in ("cli_nets", "cli_broken", "cli_leaving", "cli_interrupted"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -125,7 +129,9 @@ def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
         (["no_such_module_at_all:net"], ["ModuleNotFoundError", "no_such_module_at_all"]),
         (["cli_broken:net"], ["cli_broken:net", "no_such_module_anywhere"]),
         (["cli_nets:missing"], ["AttributeError", "missing"]),
-        (["cli_nets:number"], ["int", "can't be called"]),
+        (["cli_nets:number"], ["is an int", "can't be called"]),
+        (["cli_leaving:net"], ["can't load cli_leaving:net", "it called sys.exit(3)"]),
+        (["cli_nets:leaving"], ["cli_nets:leaving", "it called sys.exit(4)"]),
         (["cli_nets:broken"], ["failed", "RuntimeError: no weights here"]),
         (["cli_nets:wants"], ["without arguments", "argument"]),
         (["builtins:dict"], ["dict", "torch.nn.Module"]),
@@ -203,6 +209,35 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("scio_recorder.demo.run_demo", interrupt)
     assert main(["demo"]) == 130
+    assert main(["summary", "cli_interrupted:net", "--input-size", "2"]) == 130
+
+
+@pytest.mark.parametrize(("encoding", "corner"), [("ascii", "?"), ("cp1252", "?"), ("utf-8", "├")])
+def test_signs_that_the_output_can_not_take(
+    encoding: str, corner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_out, encoding=encoding))
+    assert main(["summary", "cli_nets:net", "--input-size", "2,3"]) == 0
+    text = bytes_out.getvalue().decode(encoding)
+    (row,) = (line for line in text.splitlines() if "Linear (0): 1-1" in line)
+    assert row.startswith(corner)
+
+
+def test_an_output_that_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["summary", "cli_nets:net", "--input-size", "2,3"]) == 1
+        # What could not be written is not tried again at the end.
+        full.flush()
+    said = capsys.readouterr().err
+    assert said.startswith("scio-recorder: error: ")
+    assert "No space left" in said
+    assert said.count("\n") == 1
 
 
 def test_as_a_program() -> None:

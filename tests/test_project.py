@@ -27,6 +27,7 @@ PACKAGE = ROOT / "scio_recorder"
 HOUSE = (
     "__main__",
     "cli",
+    "cli_arguments",
     "demo",
     "__init__",
     "recorder",

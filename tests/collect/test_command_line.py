@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import pytest
@@ -19,6 +21,11 @@ net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
 data = [torch.full((3, 4), float(i)) for i in range(4)]
 def loader():
     return iter(data)
+def failing():
+    yield from data[:2]
+    raise OSError("the share is gone")
+def empty_handed():
+    yield 1 / 0
 """
 COMMAND = ["collect", "collect_nets:net", "--input-size", "1,4", "--data", "collect_nets:loader"]
 
@@ -76,11 +83,66 @@ def test_damage_is_told(tmp_path, capsys):
     content = bytearray(chunk.read_bytes())
     content[-1] ^= 1
     chunk.write_bytes(content)
-    assert main(["verify", "run"]) == 2
+    assert main(["verify", "run"]) == 1
     assert chunk.name in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_nothing_there(command, capsys):
-    assert main([command, "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+def test_a_journal_that_is_cut_off_is_damage(tmp_path, capsys):
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
+    for chunk in (tmp_path / "run").glob("*/chunk-*"):
+        chunk.write_bytes(b"")
+    capsys.readouterr()
+    for command in ("inspect", "verify", "report"):
+        assert main([command, "run"]) == 1
+        assert is_one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "report"])
+@pytest.mark.parametrize("path", ["nowhere", ""])
+def test_nothing_there(command, path, capsys):
+    assert main([command, path]) == 2
+    said = capsys.readouterr().err
+    assert repr(path) in said
+    assert is_one_line(said)
+
+
+def is_one_line(said):
+    return said.startswith("scio-recorder: error: ") and said.count("\n") == 1
+
+
+def with_data(name):
+    return [*COMMAND[:-1], f"collect_nets:{name}", "--layers", "0", "--out", "run"]
+
+
+def test_a_loader_that_raises_midway(capsys):
+    assert main(with_data("failing")) == 1
+    said = capsys.readouterr().err
+    assert is_one_line(said)
+    assert "OSError: the share is gone; 6 samples are safe, --resume goes on behind them" in said
+    assert main([*with_data("loader"), "--resume"]) == 0
+    assert open_recording("run").num_samples == 12
+
+
+def test_a_loader_that_raises_at_once_leaves_nothing_to_go_on_with(capsys):
+    assert main(with_data("empty_handed")) == 1
+    said = capsys.readouterr().err
+    assert is_one_line(said)
+    assert said.endswith("error: ZeroDivisionError: division by zero\n")
+
+
+def test_where_an_error_comes_from_is_shown_when_asked(capsys):
+    assert main([*with_data("failing"), "--traceback"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in failing" in said
+    assert said.endswith("--resume goes on behind them\n")
+
+
+def test_a_disk_that_fails_is_no_wrong_use(capsys, monkeypatch):
+    monkeypatch.setattr("scio_recorder.disk.system.fsync", fail)
+    assert main(with_data("loader")) == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+def fail(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

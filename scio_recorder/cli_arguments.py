@@ -1,0 +1,93 @@
+"""What the arguments of the command line name: objects in modules, shapes, dtypes, numbers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["UsageError", "call", "kind_of", "load", "positive", "said", "size", "whole"]
+__all__ += ["dtype_of"]
+
+
+class UsageError(Exception):
+    """An argument that can't be followed; its text is all that the user sees."""
+
+
+def load(target: str) -> Any:
+    """Import what ``MODULE:NAME`` says."""
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
+    # A console script does not look in the current folder by itself.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"can't load {target}: {said(error)}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return found
+
+
+def call(target: str, function: Any) -> Any:
+    """Return what a function makes without arguments."""
+    if not callable(function):
+        raise UsageError(f"{target} is {kind_of(function)}, which can't be called")
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{target}, called without arguments, failed: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """Return an error in one line."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def kind_of(thing: Any) -> str:
+    """Return the type of a thing with its article."""
+    name = type(thing).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def size(text: str) -> tuple[int, ...]:
+    """Read a shape."""
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it like 1,3,32,32")
+    return shape
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """Read a dtype."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
+    return dtype
+
+
+def whole(text: str) -> int:
+    """Read a number from 0 on."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Read a number from 1 on."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
