@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ __all__ = ["Harvest", "Lane", "ReducingLane", "StoringLane"]
 class Current:
     """The batch that is under way."""
 
-    __slots__ = ("batch", "rows", "skip", "start")
+    __slots__ = ("batch", "is_reduced", "rows", "skip", "start")
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -39,6 +40,8 @@ class Current:
         self.skip = 0
         # The row of the store where its samples begin.
         self.start = 0
+        # Whether a reduction may have seen a part of it.
+        self.is_reduced = False
 
 
 class Lane:
@@ -122,6 +125,8 @@ class StoringLane(Lane):
         self.rounds = False
         # Sums of squares, in float64: of what rounding took away, and of all.
         self.lost, self.total = 0.0, 0.0
+        # Those of the batch that is under way, which may fail.
+        self._measured = 0.0, 0.0
 
     def take(self, activation: Any) -> None:
         """Copy an activation into the store."""
@@ -143,7 +148,14 @@ class StoringLane(Lane):
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
         if self.rounds:
-            self._measure(kept, column.array.narrow(0, current.start, kept.shape[0]))
+            self._measured = _rounding(kept, column.array.narrow(0, current.start, kept.shape[0]))
+
+    def settle(self) -> None:
+        """Count the batch, which has ended well."""
+        lost, total = self._measured
+        self.lost += lost
+        self.total += total
+        self._measured = 0.0, 0.0
 
     @property
     def relative_error(self) -> float | None:
@@ -188,12 +200,6 @@ class StoringLane(Lane):
             "every=, dtype=, transform=)"
         )
 
-    def _measure(self, exact: Tensor, kept: Tensor) -> None:
-        exact = exact.double()
-        rounded = exact.to(kept.dtype) if exact.device != kept.device else kept
-        self.lost += float((exact - rounded.double()).square().sum())
-        self.total += float(exact.square().sum())
-
 
 class ReducingLane(Lane):
     """Keeps a running summary, or several."""
@@ -214,6 +220,7 @@ class ReducingLane(Lane):
         kept = self._transformed(activation)
         if self.current.skip:
             kept = self._tail(kept)
+        self.current.is_reduced = True
         for reduction in self._all:
             try:
                 reduction.update(kept, self.current.batch)
@@ -240,6 +247,7 @@ class Harvest:
         self.lanes = lanes
         self.current = current
         self._takers = {label: lane.take for label, lane in lanes.items()}
+        self._storing = [lane for lane in lanes.values() if isinstance(lane, StoringLane)]
         self._pool = Pool()
         self._calls: dict[DepthIdx, KeptCall] = {}
         self._random: RandomState | None = None
@@ -270,11 +278,14 @@ class Harvest:
         """Start a batch."""
         current = self.current
         current.batch, current.rows, current.skip, current.start = batch, rows, skip, start
+        current.is_reduced = False
         self._calls = {}
 
     def end(self) -> dict[DepthIdx, KeptCall]:
         """Return the calls of a batch that ended well, to be kept with its samples."""
         self.current.batch = None
+        for lane in self._storing:
+            lane.settle()
         calls, self._calls = self._calls, {}
         return dict(sorted(calls.items()))
 
@@ -285,3 +296,22 @@ def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     except RuntimeError:
         # The smallest floating-point dtypes take no part in promotion.
         return wide == narrow
+
+
+def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
+    """Return the sums of squares of what rounding took away, and of all, over finite values.
+
+    What became infinite was taken away whole.
+    """
+    exact = exact.double()
+    rounded = (exact.to(kept.dtype) if exact.device != kept.device else kept).double()
+    lost, total = _squares(exact - rounded), _squares(exact)
+    if math.isfinite(lost) and math.isfinite(total):
+        return lost, total
+    exact = torch.where(exact.isfinite(), exact, 0.0)
+    rounded = torch.where(rounded.isfinite(), rounded, 0.0)
+    return _squares(exact - rounded), _squares(exact)
+
+
+def _squares(values: Tensor) -> float:
+    return float(values.square().sum())

@@ -65,7 +65,8 @@ class Recording(RecomputingRecording, Showing):
         What :meth:`recompute` runs again: inputs, and the states in which modules ran.
     relative_errors : LayerMapping
         Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
-        everything, for each layer.
+        everything, for each layer, over all finite values; one that became infinite was taken away
+        whole.
 
     Examples
     --------

@@ -176,6 +176,27 @@ def test_nothing_of_a_failed_batch_counts(chunk_bytes, reduce, tmp_path):
         assert resumed["layer"][1].count == 12
 
 
+@pytest.mark.parametrize("reduce", [None, {"0-1": Mean()}])
+def test_a_batch_that_fails_leaves_nothing_in_measured_errors(reduce, tmp_path):
+    net = FailsLate()
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("layer", "0-1")
+    options = {"dtype": torch.bfloat16, "reduce": reduce}
+    data, store = batches(3, 3, 3, 3), Disk(tmp_path / "run")
+    net.passes, net.fail_at = 0, 3
+    with pytest.raises(RuntimeError, match="boom"):
+        rnet.collect(data, store=store, **options)
+    # The reduced layer is the net itself, which had not returned.
+    assert open_recording(tmp_path / "run").num_samples == 6
+    net.fail_at = 0
+    resumed = rnet.collect(data, store=store, resume=True, **options)
+    clean = rnet.collect(data, **options)
+    assert resumed.relative_errors == clean.relative_errors
+    assert 0 < clean.relative_errors["layer"] < 0.01
+    assert torch.equal(resumed["layer"][:], clean["layer"])
+    assert torch.equal(resumed["0-1"][:], clean["0-1"])
+
+
 def test_a_flow_that_changes_midway():
     class Skips(nn.Module):
         def __init__(self):

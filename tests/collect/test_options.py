@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 
 import numpy as np
@@ -216,6 +217,22 @@ def test_rounding_is_measured(tmp_path):
         assert recording.to_numpy()[1, 1].dtype == np.float32
     assert open_recording(tmp_path / "run").relative_errors == recording.relative_errors
     assert len(rnet.collect(data, dtype=torch.float64).relative_errors) == 0
+
+
+def test_rounding_is_measured_over_what_is_finite(tmp_path):
+    rnet = Recorder(nn.Identity(), input_size=(1, 4))
+    rnet.record("0-1")
+    values = torch.tensor([[1.1, 2.3, math.nan, 3.0], [math.inf, -math.inf, 0.7, 1e-3]])
+    finite = values[values.isfinite()].double()
+    lost = (finite - finite.half().double()).norm() / finite.norm()
+    recording = rnet.collect([values, values], dtype=torch.float16, store=f"disk:{tmp_path}/run")
+    assert recording.relative_errors["0-1"] == pytest.approx(lost.item(), rel=1e-12)
+    # What became infinite is lost whole.
+    large = torch.tensor([[3e5, 4e5, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    recording = rnet.collect([large], dtype=torch.float16)
+    wanted = (25e10 / (25e10 + 5)) ** 0.5
+    assert recording.relative_errors["0-1"] == pytest.approx(wanted, rel=1e-12)
+    assert recording["0-1"].isinf().sum() == 2
 
 
 def test_only_floating_point_is_rounded():
