@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.labels import By, Label, group_by_label, in_order, labels_of
+from scio_recorder.reductions.labels import (
+    By,
+    Label,
+    checked_by,
+    group_by_label,
+    in_order,
+    labels_of,
+)
 from scio_recorder.reductions.numerics import working_dtype
 
 __all__ = ["Reduction", "SampleReduction", "undisturbed"]
@@ -114,7 +121,7 @@ class SampleReduction(Reduction):
     _members: dict[Label, Self]
 
     def __init__(self, *, by: By | None = None) -> None:
-        self._by = by
+        self._by = checked_by(by)
         self.reset()
 
     # What a subclass writes.

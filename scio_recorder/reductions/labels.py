@@ -7,10 +7,20 @@ from typing import Any, TypeAlias
 
 from scio_recorder.errors import CollectError
 
-__all__ = ["By", "Label", "group_by_label", "in_order", "labels_of"]
+__all__ = ["By", "Label", "checked_by", "group_by_label", "in_order", "labels_of"]
 
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
+
+
+def checked_by(by: By | None) -> By | None:
+    """Return what was given for ``by=``, if it can be called."""
+    if by is not None and not callable(by):
+        raise CollectError(
+            f"by= is a {type(by).__name__}: give a function of the batch that returns one label "
+            "for each sample, such as by=lambda batch: batch[1]."
+        )
+    return by
 
 
 def labels_of(by: By, batch: object, count: int) -> list[Label]:

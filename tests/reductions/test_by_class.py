@@ -179,3 +179,9 @@ def test_labels_that_do_not_fit(make: type[Mean], labels: Any, parts: list[str])
 def test_labels_need_the_batch() -> None:
     with pytest.raises(CollectError, match=r"update\(activation, batch\)"):
         Mean(by=by).update(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("make", [Mean, Covariance, Last, Max, Min, Moments])
+def test_labels_in_place_of_a_function(make: type[Mean]) -> None:
+    with pytest.raises(CollectError, match="by= is a Tensor: give a function of the batch"):
+        make(by=torch.zeros(3))  # type: ignore[arg-type]
