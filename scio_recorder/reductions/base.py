@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,9 +19,9 @@ from scio_recorder.reductions.labels import (
     in_order,
     labels_of,
 )
-from scio_recorder.reductions.numerics import working_dtype
+from scio_recorder.reductions.numerics import undisturbed, working_dtype
 
-__all__ = ["Reduction", "SampleReduction", "undisturbed"]
+__all__ = ["Reduction", "SampleReduction"]
 
 
 class Reduction(abc.ABC):
@@ -87,21 +86,6 @@ class Reduction(abc.ABC):
         twin = copy.deepcopy(self)
         twin.reset()
         return twin
-
-
-@contextlib.contextmanager
-def undisturbed(device_type: str) -> Iterator[None]:
-    """Compute as if the caller had set no mode.
-
-    State made under ``inference_mode`` could never be updated outside it, and autocast would
-    multiply matrices in half precision.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 class SampleReduction(Reduction):

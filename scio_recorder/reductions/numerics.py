@@ -1,13 +1,14 @@
-"""In which precision reductions compute, and how much of a batch at once."""
+"""In which modes and precision reductions compute, and how much of a batch at once."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["float32_products_are_exact", "portions", "working_dtype"]
+__all__ = ["float32_products_are_exact", "portions", "undisturbed", "working_dtype"]
 
 # float32 represents every value of these types; of anything wider float64 does, or nearly.
 _FITS_FLOAT32 = {
@@ -45,3 +46,18 @@ def float32_products_are_exact(device: torch.device) -> bool:
     if precision is None:  # before torch 2.9
         return torch.get_float32_matmul_precision() == "highest"
     return precision in ("none", "ieee")
+
+
+@contextlib.contextmanager
+def undisturbed(device_type: str) -> Iterator[None]:
+    """Compute as if the caller had set no mode.
+
+    State made under ``inference_mode`` could never be updated outside it, and autocast would
+    multiply matrices in half precision.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
