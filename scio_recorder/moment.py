@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.random_state import RandomState
+from scio_recorder.tensors import is_plain, same_bits
 from scio_recorder.tree import tensors as leaves_of
 
 __all__ = ["LiveMoment", "Moment"]
 
 _SMALL_BYTES = 1 << 18
+# Numbers of each parameter that are compared.
+_SAMPLED = 64
 
 
 class Moment:
@@ -214,6 +217,7 @@ class LiveMoment(Moment):
         self._parameters = [
             (name, p, _version(p), p.device) for name, p in module.named_parameters()
         ]
+        self._samples = _samples([p for _, p, _, _ in self._parameters])
 
     def explain_change(self, module: nn.Module) -> str | None:
         """Say what of the module is known to have changed since; None if nothing is."""
@@ -226,6 +230,12 @@ class LiveMoment(Moment):
         for (_, name, buffer, version), copied in zip(self._then, self._buffers, strict=True):
             if copied is None and _version(buffer) != version:
                 return f"the buffer {name} has changed since that pass"
+        # Writes through `.data` and by fused optimisers are not counted.
+        samples = _samples([parameter for _, parameter, _, _ in self._parameters])
+        if samples.keys() != self._samples.keys() or not all(
+            same_bits(samples[kind], then) for kind, then in self._samples.items()
+        ):
+            return "weights have changed since that pass"
         return super().explain_change(module)
 
     @contextlib.contextmanager
@@ -236,6 +246,25 @@ class LiveMoment(Moment):
             inner._buffers[name] = buffer
         with super().entered(module):
             yield
+
+
+def _samples(parameters: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Return some numbers of each parameter: all of them would take as long as small passes do."""
+    parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    with torch.no_grad():
+        for parameter in parameters:
+            if is_plain(parameter) and _is_gapless(parameter) and parameter.numel():
+                step = -(-parameter.numel() // _SAMPLED)
+                count = -(-parameter.numel() // step)
+                kind = parameter.device, parameter.dtype
+                parts.setdefault(kind, []).append(parameter.as_strided((count,), (step,)))
+        return {kind: torch.cat(some) for kind, some in parts.items()}
+
+
+def _is_gapless(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _autocast_state() -> list[tuple[str, bool, torch.dtype, bool]]:

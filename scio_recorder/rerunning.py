@@ -5,7 +5,8 @@ NOTE [How it is made sure that a recomputed activation is the one of then]
 The nearest recorded module around the layer runs again on the inputs recorded for it, in the state
 noted at that call: random numbers, modes, training flags, buffers. Post-processors of that pass act
 again. What the module returns must be bit for bit what was recorded of it, or nothing is handed
-out. Version counters of the weights are compared too, for what does not show in the output.
+out. For what does not show in the output, the weights themselves are compared: in a live recorder
+their version counters and some numbers of each, in a collected recording a digest of all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ if TYPE_CHECKING:
     from scio_recorder.layer import Layer
 
 __all__ = ["Call", "copied", "enclosing_layers", "rerun", "untouched"]
+
+_NOT_KEPT = (
+    "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "
+    "forward writes in evaluation mode, inputs that share memory with each other or with weights "
+    "and are changed in place, or a few numbers of the weights written through .data"
+)
+_OTHER_KERNELS = (
+    "not deterministic (see torch.use_deterministic_algorithms), other ones chosen for attention "
+    "or matrix products, other ones where inner modules have hooks, another number of threads or "
+    "another version of torch"
+)
 
 
 @dataclass(frozen=True)
@@ -228,12 +240,9 @@ class _Again:
         runs = [self._counts[module] == len(calls) for module, calls in self._order.items()]
         if not self._is_same or not all(runs):
             raise RecomputeError(
-                f"layer {layer} returns something else than was recorded when it is run again: "
-                "weights have changed since that pass (fused optimisers don't count versions), or "
-                "something else has that it depends on; or its kernels are not deterministic, or "
-                "others where inner modules have hooks, with another number of threads or in "
-                "another version of torch. Recompute with the net and the settings of then, and "
-                "see torch.use_deterministic_algorithms"
+                f"layer {layer} returns something else than was recorded when it is run again. "
+                f"Either it depends on what is not kept: {_NOT_KEPT}. Or its kernels are others: "
+                f"{_OTHER_KERNELS}. Recompute with the net and the settings of then"
             )
 
 

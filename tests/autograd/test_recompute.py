@@ -236,6 +236,45 @@ def test_changed_weights_are_an_error(fused: bool) -> None:
         rnet.recompute("1.0")
 
 
+class Aside(nn.Module):
+    """What an inner layer returns does not show in what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(4, 4)
+        self.aside = nn.Conv2d(2, 200, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(torch.ones(1, 2, 5, 5))
+        return self.main(x)
+
+
+def dense(net: nn.Module) -> nn.Module:
+    return net
+
+
+def channels_last(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", [dense, channels_last])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_changed_behind_the_counters_where_it_does_not_show(layout: Any, name: str) -> None:
+    net = layout(nn.Sequential(Aside()))
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("0", inputs=True)
+    rnet(torch.ones(2, 4))
+    before = rnet.recompute("0.aside")["0.aside"]
+    parameter = getattr(net[0].aside, name)
+    version = parameter._version
+    parameter.data.mul_(1.5)
+    assert parameter._version == version
+    with pytest.raises(RecomputeError, match="weights have changed"):
+        rnet.recompute("0.aside")
+    rnet(torch.ones(2, 4))
+    assert not torch.equal(rnet.recompute("0.aside")["0.aside"], before)
+
+
 def test_other_changes_are_an_error() -> None:
     rnet = recorder(blocks().eval())
     rnet.record("1", inputs=True)
@@ -243,12 +282,79 @@ def test_other_changes_are_an_error() -> None:
     weight = rnet.net[1][0].weight
     # Behind the back of version counters.
     weight.data = weight.data + 1
-    with pytest.raises(RecomputeError, match="returns something else"):
+    with pytest.raises(RecomputeError, match="weights have changed"):
         rnet.recompute("1.0")
     rnet(torch.randn(3, 4))
     rnet.net.to("meta")
     with pytest.raises(RecomputeError, match=r"on another device: 0.weight was on cpu"):
         rnet.recompute("1.0")
+
+
+class Shared(nn.Module):
+    """Changes one of two arguments in place, which are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, part: Tensor, whole: Tensor) -> Tensor:
+        part.mul_(2)
+        return self.inner(whole) + 1
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Shared()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * 1
+        return self.shared(whole[:, :2], whole)
+
+
+class Writing(nn.Module):
+    """Writes a buffer in evaluation mode that is too large to be copied in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.zeros(1 << 17))
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.large[:4] += 1
+        return self.inner(x + self.large[:4])
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.inner(x * self.passes)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "cause"),
+    [
+        (Sharing, "shared", "inputs that share memory"),
+        (lambda: nn.Sequential(Writing()), "0", "buffers of more than 256 KiB"),
+        (lambda: nn.Sequential(Counting()), "0", "attributes of modules that change"),
+    ],
+)
+def test_the_error_names_what_is_not_kept(make: Any, name: str, cause: str) -> None:
+    rnet = Recorder(make().eval(), input_size=(1, 4))
+    rnet.record(name, inputs=True)
+    data = torch.randn(6, 4).split(3)
+    recording = rnet.collect(data)
+    with pytest.raises(RecomputeError, match=cause):
+        recording.recompute(rnet, f"{name}.inner")
+    with torch.no_grad():
+        rnet(data[0])
+    with pytest.raises(RecomputeError, match=f"{cause}|the buffer .* has changed"):
+        rnet.recompute(f"{name}.inner")
 
 
 def test_large_buffers_are_watched_and_not_copied() -> None:
