@@ -4,6 +4,11 @@
   const body = table === null ? null : table.tBodies[0];
   const headers = table === null ? [] : [...table.tHead.rows[0].cells];
 
+  // Laying out thousands of rows takes longer than all the rest: most wait until the page is there.
+  const fill = () => body?.classList.remove("short");
+  addEventListener("load", () => (window.requestIdleCallback ?? setTimeout)(fill));
+  addEventListener("beforeprint", fill);
+
   // A cell sorts by what it says, unless it brings its number along.
   const keyOf = (cell) => (cell.dataset.value === undefined ? cell.textContent.trim() : cell.dataset.value);
   const compare = (numeric, sign) => ([a, , i], [b, , j]) => {
@@ -26,6 +31,7 @@
     if (button !== null) button.addEventListener("click", () => sort(column));
   });
 
+  let showAll = () => {};
   const box = document.querySelector("#search");
   if (box !== null) {
     const count = document.querySelector("#found");
@@ -44,5 +50,24 @@
     box.addEventListener("input", filter);
     box.closest(".tools").hidden = false;
     if (box.value !== "") filter();
+    showAll = () => {
+      box.value = "";
+      filter();
+    };
   }
+
+  // A link leads to its row also where the search has hidden that, or where it waits.
+  const reveal = (hash) => {
+    const row = hash.startsWith("#layer-") ? document.getElementById(hash.slice(1)) : null;
+    if (row === null || row.checkVisibility()) return;
+    fill();
+    showAll();
+    row.scrollIntoView();
+  };
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest("a[href^='#']");
+    if (link !== null) reveal(link.hash);
+  });
+  addEventListener("hashchange", () => reveal(location.hash));
+  reveal(location.hash);
 }

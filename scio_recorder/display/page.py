@@ -145,13 +145,13 @@ def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
     else:
         yield "<p>There are no values to draw.</p>"
     yield '<div class="grid">'
-    for place, summary in enumerate(layers):
+    for summary in layers:
         if summary.bars is not None:
-            yield _figure(place, summary)
+            yield _figure(summary)
     yield "</div></section>\n"
 
 
-def _figure(place: int, summary: LayerSummary) -> str:
+def _figure(summary: LayerSummary) -> str:
     bars, layer = summary.bars, summary.layer
     assert bars is not None
     name = text(layer.name or layer.type_name)
@@ -163,7 +163,7 @@ def _figure(place: int, summary: LayerSummary) -> str:
         f'<figure data-search="{_searched(layer)}"><figcaption title="{name}">'
         f'<a href="{_address(layer)}">{layer.label}</a> <bdi>{name}</bdi></figcaption>'
         f'<svg viewBox="0 0 {len(bars.counts)} 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text(said)}"><path id="bars-{place}" d="{bars_path(bars)}"/></svg>'
+        f'aria-label="{text(said)}"><path d="{bars_path(bars)}"/></svg>'
         f'<div class="axis"><span>{number_text(bars.low)}</span>'
         f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"
     )

@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from scio_recorder.display.outline import call_text
 from scio_recorder.display.summary import LayerSummary, Units
-from scio_recorder.display.svg import number_text
+from scio_recorder.display.svg import bars_path, number_text
 from scio_recorder.display.tree import text
 
 __all__ = ["statistics_table"]
@@ -33,6 +33,7 @@ _COLUMNS: tuple[tuple[str, bool | None], ...] = (
     ("Kept", True),
 )
 
+_AT_ONCE = 200
 _FROM_THE_LEFT = {"Layer", "Kept"}
 
 
@@ -42,7 +43,7 @@ def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
     Parameters
     ----------
     layers : sequence of LayerSummary
-        The rows. Pictures refer to the paths ``bars-0``, ``bars-1``, ... of the same page.
+        The rows.
 
     Returns
     -------
@@ -56,7 +57,8 @@ def statistics_table(layers: Sequence[LayerSummary]) -> Iterator[str]:
     yield "<thead><tr>"
     for place, (name, is_number) in enumerate(_COLUMNS):
         yield _heading(name, is_number, is_first=place == 0)
-    yield "</tr></thead><tbody>\n"
+    # Rows beyond what the style sheet names are shown once the page has been.
+    yield f"</tr></thead><tbody{' class=short' * (len(layers) > _AT_ONCE)}>\n"
     for place, summary in enumerate(layers):
         yield "".join(_cells(place, summary)) + "</tr>\n"
     yield "</tbody></table></div>"
@@ -80,7 +82,7 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
     yield f'<th scope="row" data-value="{place}">{label}</th>'
     yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call}</td>'
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
-    yield f"<td>{_spark(place, summary)}</td>"
+    yield f"<td>{_spark(summary)}</td>"
     yield _statistic(values.mean)
     # The spread of a single value is nan, and rightly so.
     yield _statistic(values.std, is_alarm=not _is_finite(values.mean))
@@ -101,12 +103,13 @@ def _kept(summary: LayerSummary) -> str:
     return f'<td class="kept" data-value="{key}">{text(", ".join(filter(None, parts)))}{notes}</td>'
 
 
-def _spark(place: int, summary: LayerSummary) -> str:
+def _spark(summary: LayerSummary) -> str:
     if summary.bars is None:
         return ""
+    # The path again, since a reference to the large picture's costs more time than it saves space.
     return (
         f'<svg class="spark" viewBox="0 0 {len(summary.bars.counts)} 100" aria-hidden="true" '
-        f'preserveAspectRatio="none"><use href="#bars-{place}"/></svg>'
+        f'preserveAspectRatio="none"><path d="{bars_path(summary.bars)}"/></svg>'
     )
 
 
@@ -117,8 +120,8 @@ def _unit_cells(units: Units | None) -> Iterator[str]:
     where = f"{units.count:,} (dim {units.dimension})" if units.dimension else f"{units.count:,}"
     yield _number(units.count, where)
     parts = ((units.zero, "zero"), (units.constant, "constant"))
-    kinds = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
-    yield _number(units.dead, _alarm(kinds) if kinds else "0")
+    kinds = ", ".join(_alarm(f"{count:,} {kind}") for count, kind in parts if count)
+    yield _number(units.dead, kinds or "0", "number dead")
     yield _count(units.saturated, is_alarm=True)
 
 
@@ -140,7 +143,7 @@ def _alarm(shown: str) -> str:
     return f'<span class="alarm">{shown}</span>'
 
 
-def _number(value: float | None, shown: str) -> str:
+def _number(value: float | None, shown: str, kind: str = "number") -> str:
     # NaN has no place in an order: it sorts as missing, which is last.
     key = "" if value is None or math.isnan(value) else repr(float(value))
-    return f'<td class="number" data-value="{key.replace("inf", "Infinity")}">{shown}</td>'
+    return f'<td class="{kind}" data-value="{key.replace("inf", "Infinity")}">{shown}</td>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tests.display.examples import (
 )
 
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+
+# Pixels between margins of a centimetre.
+A4_ACROSS = 1046
 
 ORDER = (
     "return [...document.querySelectorAll('#statistics tbody tr')].map(r => r.cells[0].textContent)"
@@ -151,6 +155,52 @@ def test_labels_in_the_tree_lead_to_the_table(browser: Any, report: Path) -> Non
     assert browser.ask("return document.querySelector('tr:target').cells[0].textContent") == "2-2"
 
 
+@pytest.mark.parametrize("link", [".warning a", ".sn-recorded a"])
+def test_links_lead_to_rows_that_the_search_has_hidden(
+    browser: Any, report: Path, link: str
+) -> None:
+    browser.open(report)
+    box = browser.find("#search")
+    target = f"document.querySelector(document.querySelector('{link}').hash)"
+    for _ in range(2):
+        box.send_keys("that is not there")
+        assert not browser.ask(f"return {target}.checkVisibility()")
+        browser.ask(f"document.querySelector('{link}').click()")
+        assert browser.ask(f"return {target}.checkVisibility()")
+        assert browser.ask(f"return {target}.matches(':target')")
+        assert box.get_attribute("value") == browser.find("#found").text == ""
+        top, bottom, header, height = browser.ask(
+            f"const place = {target}.getBoundingClientRect();"
+            "const head = document.querySelector('#statistics thead th').getBoundingClientRect();"
+            "return [place.top, place.bottom, head.bottom, innerHeight]"
+        )
+        assert header <= top + 1
+        assert bottom <= height
+    box.send_keys("that is not there")
+    browser.ask("location.hash = '#layer-1-4'")
+    shown = "return document.querySelector('#layer-1-4').checkVisibility()"
+    deadline = time.monotonic() + 5
+    while not browser.ask(shown):
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(("media", "width"), [("screen", 1280), ("print", A4_ACROSS)])
+def test_all_columns_fit(browser: Any, report: Path, media: str, width: int) -> None:
+    browser.open(report, width=width)
+    browser.command("Emulation.setEmulatedMedia", media=media)
+    try:
+        dead = (
+            "document.querySelector('td.dead .alarm').insertAdjacentHTML"
+            "('afterend', ', <span class=alarm>1 constant</span>')"
+        )
+        browser.ask(dead)
+        region = "document.querySelector('.table')"
+        assert browser.ask(f"return {region}.scrollWidth - {region}.clientWidth") == 0
+        assert browser.ask("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.command("Emulation.setEmulatedMedia", media="")
+
+
 @pytest.mark.parametrize("width", [360, 800, 1280])
 def test_nothing_reaches_over_the_edge(browser: Any, report: Path, width: int) -> None:
     browser.open(report, width=width)
@@ -199,6 +249,11 @@ def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
 def test_two_thousand_layers(browser: Any, tmp_path: Path) -> None:
     page = wide_recording(2000).report(tmp_path / "page.html")
     browser.open(page)
+    shown = "return [...arguments[0].rows].filter(row => row.checkVisibility()).length"
+    body = browser.find("#statistics tbody")
+    deadline = time.monotonic() + 20
+    while browser.ask(shown, body) < 2001:
+        assert time.monotonic() < deadline
     browser.find("#search").send_keys("999.0")
     assert browser.find("#found").text == "1 of 2001 layers"
     given = browser.ask(ORDER)
@@ -242,7 +297,9 @@ def test_script_runs_when_a_notebook_puts_it_in_later(browser: Any, page: Any) -
     assert browser.ask("return seen") == 0, "a notebook would delete the cell"
 
 
-def test_without_scripts_it_is_still_a_tree(browser: Any, page: Any, report: Path) -> None:
+def test_without_scripts_all_is_there(
+    browser: Any, page: Any, report: Path, tmp_path: Path
+) -> None:
     try:
         browser.open(page(small_recorder()._repr_html_()), script=False)
         assert browser.all(".sn-tools") == []
@@ -253,6 +310,11 @@ def test_without_scripts_it_is_still_a_tree(browser: Any, page: Any, report: Pat
         browser.open(report, script=False)
         assert len(browser.all("#statistics tbody tr")) == 4
         assert not browser.find("#search").is_displayed()
+        arrow = "return getComputedStyle(document.querySelector('thead button'), '::after').display"
+        assert browser.ask(arrow) == "none"
+        browser.open(wide_recording(250).report(tmp_path / "wide.html"), script=False)
+        assert len(browser.all("#statistics tbody tr")) == 251
+        assert browser.find("#statistics tbody tr:last-child").is_displayed()
     finally:
         browser.command("Emulation.setScriptExecutionDisabled", value=False)
 
