@@ -219,6 +219,11 @@ class LiveMoment(Moment):
         ]
         self._samples = _samples([p for _, p, _, _ in self._parameters])
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What takes memory in this."""
+        return super().tensors + list(self._samples.values())
+
     def explain_change(self, module: nn.Module) -> str | None:
         """Say what of the module is known to have changed since; None if nothing is."""
         now = dict(module.named_parameters())

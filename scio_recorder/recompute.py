@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from scio_recorder.errors import RecomputeError, SelectorTypeError
 from scio_recorder.records import LayerMapping, Records
 from scio_recorder.rerunning import Call, copied, enclosing_layers, rerun, untouched
 from scio_recorder.selection import select
-from scio_recorder.tensors import same_bits
+from scio_recorder.stores import labelled_bytes
+from scio_recorder.tensors import is_plain, same_bits
 from scio_recorder.tree import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -89,6 +93,35 @@ class Recomputing:
                 found.update(rerun(self.architecture, self._recorded_call(label), targets))
         return LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
 
+    @property
+    def memory_stored_bytes(self) -> int:
+        """What records of the latest pass take: activations, inputs and the states of their calls.
+
+        Memory that they share counts once. Where a record refers to a tensor of the pass instead of
+        copying it, the memory of that tensor counts.
+        """
+        moments, _ = self._capture.scene
+        held = [*self.activations.values(), *self.inputs.values()]
+        found = [moment.tensors for moment in moments.values()] + [tensors(one) for one in held]
+        return sum(dict(map(_memory, chain.from_iterable(found))).values())
+
+    @property
+    def memory_saved_bytes(self) -> int:
+        """What the layers that can be recomputed, and are not recorded, would take.
+
+        By their shapes at labelling, for so many samples as the recorded module around them
+        received; 0 without a pass that recorded inputs.
+        """
+        architecture, activations, inputs = self.architecture, self.activations, self.inputs
+        total = 0
+        for label, layer in architecture.items():
+            around = enclosing_layers(architecture, label) if layer.executed else []
+            nearest = next((one for one in around if one in inputs), None)
+            if nearest is not None and label not in activations:
+                rows = next((t.shape[0] for t in tensors(inputs[nearest]) if t.ndim), 1)
+                total += rows * labelled_bytes(architecture, [label])[label]
+        return total
+
     def _enclosing(self, target: DepthIdx) -> DepthIdx:
         around = enclosing_layers(self.architecture, target)
         recorded = self._capture.program.recording
@@ -116,6 +149,14 @@ class Recomputing:
         inputs, output = self.inputs[label], self.activations[label]
         moment = moments[label]
         return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory is, and how much of it there is."""
+    if not is_plain(tensor):
+        return id(tensor), tensor.nbytes
+    memory = tensor.untyped_storage()
+    return memory.data_ptr(), memory.nbytes()
 
 
 def _equal(recorded: Any, output: Any) -> bool:
