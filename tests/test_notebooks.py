@@ -32,6 +32,9 @@ def test_there_are_notebooks() -> None:
 def test_notebook_gives_what_it_shows(path: Path, folder: Path) -> None:
     stored = read(path)
     assert not list(differences(stored, execute(stored, folder)))
+    # A page is written over by the next run; a recording would refuse it.
+    own = {Path(value) for value in environment(folder).values()}
+    assert not [left for left in set(folder.iterdir()) - own if left.suffix != ".html"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -89,5 +92,10 @@ def test_outputs_are_those_of_the_run(folder: Path) -> None:
 
 def test_warnings_stop_a_notebook(folder: Path) -> None:
     warns = notebook_of("import warnings\nwarnings.warn('old')", "")
-    with pytest.raises(CellExecutionError, match="UserWarning"):
+    with pytest.raises(RuntimeError, match="UserWarning: old"):
         execute(warns, folder)
+
+
+def test_errors_stop_a_notebook(folder: Path) -> None:
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        execute(notebook_of("1 / 0", ""), folder)
