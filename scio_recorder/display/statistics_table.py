@@ -120,7 +120,7 @@ def _unit_cells(units: Units | None) -> Iterator[str]:
     where = f"{units.count:,} (dim {units.dimension})" if units.dimension else f"{units.count:,}"
     yield _number(units.count, where)
     parts = ((units.zero, "zero"), (units.constant, "constant"))
-    kinds = ", ".join(_alarm(f"{count:,} {kind}") for count, kind in parts if count)
+    kinds = " ".join(_alarm(f"{count:,} {kind}") for count, kind in parts if count)
     yield _number(units.dead, kinds or "0", "number dead")
     yield _count(units.saturated, is_alarm=True)
 

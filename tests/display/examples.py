@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,20 @@ def small_recording() -> Recording:
 
     batches = [torch.randn(5, 3, 4, 4), torch.randn(3, 3, 4, 4)]
     return rnet.collect(batches, transform={"2": spoil}, progress=False)
+
+
+def awkward_recording() -> Recording:
+    """Long numbers in every column of a page, beside warnings of every kind."""
+    names = ("encoder", "nans", "wide", "LayerNorm")
+    net = nn.Sequential(OrderedDict({name: nn.Sigmoid() for name in names}))
+    rnet = Recorder(net, input_size=(1, 6, 6, 6))
+    rnet.record("*")
+    samples = -torch.rand(40, 6, 6, 6) * 1e30
+    samples[:, 0], samples[:, 1] = 0.0, 3.5
+    spoilt = samples.clone()
+    spoilt[0, 2:], spoilt[1, 3] = float("nan"), -float("inf")
+    transforms = {name: lambda _, __: samples for name in names} | {"nans": lambda _, __: spoilt}
+    return rnet.collect([samples], transform=transforms, progress=False)
 
 
 def hostile_recording() -> Recording:
