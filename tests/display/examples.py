@@ -61,11 +61,11 @@ def small_recording() -> Recording:
 
 def awkward_recording() -> Recording:
     """Long numbers in every column of a page, beside warnings of every kind."""
-    names = ("encoder", "nans", "wide", "LayerNorm")
+    names = ("nans", *(f"encoder{place}" for place in range(24)))
     net = nn.Sequential(OrderedDict({name: nn.Sigmoid() for name in names}))
     rnet = Recorder(net, input_size=(1, 6, 6, 6))
     rnet.record("*")
-    samples = -torch.rand(40, 6, 6, 6) * 1e30
+    samples = torch.rand(40, 6, 6, 6) * 2e30 - 1e30
     samples[:, 0], samples[:, 1] = 0.0, 3.5
     spoilt = samples.clone()
     spoilt[0, 2:], spoilt[1, 3] = float("nan"), -float("inf")
