@@ -61,8 +61,8 @@ class CallsToDisk:
                 raise CollectError(
                     f"layer {layer} received a {error}, which can't be kept on disk: only tensors, "
                     "numbers, strings, None, dtypes and devices can be, in tuples, lists and "
-                    'dicts. Write store="host", record another layer, or keep the net from handing '
-                    "it on (such as use_cache=False for a cache of keys and values)"
+                    f"dicts. {_way_out(str(error))}, record another layer, or write "
+                    'store="host"'
                 ) from None
         self.num_bytes += len(dump(value))
         self._rows.append(rows)
@@ -143,6 +143,15 @@ class CallsOnDisk:
         value, tensor = self._reader.kept.read(number)
         with parsing(f"{self._reader.path}, batch {number}, layer {self._names[label]}"):
             return _decoded(value, self._names[label], tensor)
+
+
+def _way_out(name: str) -> str:
+    if "cache" not in name.lower():
+        return "Call the net without it"
+    return (
+        "Call the net without it, by use_cache=False in net.config or in what to_inputs= returns "
+        'as keywords, such as {"input_ids": batch, "use_cache": False}'
+    )
 
 
 def _decoded(value: Any, name: str, tensor: Callable[[int], Tensor]) -> KeptCall:
