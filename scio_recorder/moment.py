@@ -217,7 +217,7 @@ class LiveMoment(Moment):
         self._parameters = [
             (name, p, _version(p), p.device) for name, p in module.named_parameters()
         ]
-        self._samples = _samples([p for _, p, _, _ in self._parameters])
+        self._samples = self._sampled()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -236,11 +236,11 @@ class LiveMoment(Moment):
             if copied is None and _version(buffer) != version:
                 return f"the buffer {name} has changed since that pass"
         # Writes through `.data` and by fused optimisers are not counted.
-        samples = _samples([parameter for _, parameter, _, _ in self._parameters])
+        samples = self._sampled()
         if samples.keys() != self._samples.keys() or not all(
             same_bits(samples[kind], then) for kind, then in self._samples.items()
         ):
-            return "weights have changed since that pass"
+            return "weights have changed since that pass, or large buffers"
         return super().explain_change(module)
 
     @contextlib.contextmanager
@@ -252,17 +252,23 @@ class LiveMoment(Moment):
         with super().entered(module):
             yield
 
+    def _sampled(self) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+        """Return some numbers of what is not copied."""
+        buffers = zip(self._then, self._buffers, strict=True)
+        large = [buffer for (_, _, buffer, _), copied in buffers if copied is None]
+        return _samples([parameter for _, parameter, _, _ in self._parameters] + large)
 
-def _samples(parameters: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """Return some numbers of each parameter: all of them would take as long as small passes do."""
+
+def _samples(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Return some numbers of each tensor: all of them would take as long as small passes do."""
     parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     with torch.no_grad():
-        for parameter in parameters:
-            if is_plain(parameter) and _is_gapless(parameter) and parameter.numel():
-                step = -(-parameter.numel() // _SAMPLED)
-                count = -(-parameter.numel() // step)
-                kind = parameter.device, parameter.dtype
-                parts.setdefault(kind, []).append(parameter.as_strided((count,), (step,)))
+        for tensor in tensors:
+            if is_plain(tensor) and _is_gapless(tensor) and tensor.numel():
+                step = -(-tensor.numel() // _SAMPLED)
+                count = -(-tensor.numel() // step)
+                kind = tensor.device, tensor.dtype
+                parts.setdefault(kind, []).append(tensor.as_strided((count,), (step,)))
         return {kind: torch.cat(some) for kind, some in parts.items()}
 
 

@@ -374,6 +374,11 @@ def test_large_buffers_are_watched_and_not_copied() -> None:
     rnet.net[0].mask.add_(0)
     with pytest.raises(RecomputeError, match="buffer mask has changed"):
         rnet.recompute("0.act")
+    rnet(torch.randn(1, 4) * 0)
+    rnet.net[0].mask.data.mul_(2)
+    # Not seen in what zeros give.
+    with pytest.raises(RecomputeError, match="large buffers"):
+        rnet.recompute("0.act")
 
 
 @pytest.mark.parametrize("columns", [4, 1 << 17])
