@@ -20,7 +20,19 @@ _PORTION = 2**16
 
 
 class HistogramResult(NamedTuple):
-    """Counts [bins] (int64), edges [bins + 1] (float64), and how many lay outside the range."""
+    """Counts [bins] (int64), edges [bins + 1] (float64), and how many lay outside the range.
+
+    Attributes
+    ----------
+    counts : Tensor
+        Values in each bin, [bins], int64.
+    edges : Tensor
+        Where bins begin and end, [bins + 1], float64.
+    below : int
+        Values under the first edge.
+    above : int
+        Values over the last edge.
+    """
 
     counts: Tensor
     edges: Tensor
@@ -90,14 +102,17 @@ class Histogram(SampleReduction):
         given = {} if self._range is None else {"range": list(self._range)}
         return {**self._identity(), **given}
 
+    def __repr__(self) -> str:
+        given = "" if self._range is None else f", range={self._range}"
+        return super().__repr__().replace(f"bins={self._bins}", f"bins={self._bins}{given}", 1)
+
     def _set_state(self, state: dict[str, Any]) -> None:
         super()._set_state(state)
         found = self._low, self._high
         if self._range is not None and None not in found and found != self._range:
             self.reset()
             raise CollectError(
-                f"A histogram over {found} can't be loaded into {self!r} over {self._range}; give "
-                "the range of then."
+                f"A histogram over {found} can't be loaded into {self!r}; give the range of then."
             )
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
