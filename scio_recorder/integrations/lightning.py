@@ -84,8 +84,10 @@ class LayerStatsMonitor(Callback):
         statistics: Collection[str] = ("mean", "std", "norm", "zeros", "nonfinite"),
         gradients: bool = True,
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ArgumentError(f"every_n_steps={every_n_steps}: write a positive integer, or None")
+        if every_n_steps is not None and not _is_positive_integer(every_n_steps):
+            raise ArgumentError(
+                f"every_n_steps={every_n_steps!r}: write a positive integer, or None"
+            )
         self.selectors = selectors
         self.every_n_steps = every_n_steps
         self.statistics = check_names(statistics)
@@ -98,13 +100,38 @@ class LayerStatsMonitor(Callback):
         self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the modules, so that a slip is noticed before the first step."""
+        """Find the modules, so that a slip is noticed before the first step.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches no module.
+        """
         self._modules = choose_modules(pl_module, self.selectors)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Observe the modules if this batch belongs to a step that is logged."""
+        """Observe the modules if this batch belongs to a step that is logged.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        batch : any
+            The batch.
+        batch_idx : int
+            Its number in the epoch.
+        """
         if self._is_due(trainer):
             self._tracker = Tracker(self._take)
             for name, module in self._modules.items():
@@ -113,13 +140,37 @@ class LayerStatsMonitor(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
-        """Note that the batches accumulated so far make a step."""
+        """Note that the batches accumulated so far make a step.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        optimizer : torch.optim.Optimizer
+            Whose step it is.
+        """
         self._stepped = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Leave the modules alone, and log if the step is complete."""
+        """Leave the modules alone, and log if the step is complete.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        outputs : any
+            What the training step returned.
+        batch : any
+            The batch.
+        batch_idx : int
+            Its number in the epoch.
+        """
         observed = self._tracker is not None
         self._leave()
         if self._stepped or not pl_module.automatic_optimization:
@@ -131,11 +182,31 @@ class LayerStatsMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave no trace of a step that failed."""
+        """Leave no trace of a step that failed.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        exception : BaseException
+            What was raised.
+        """
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave no trace."""
+        """Leave no trace.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        stage : str
+            "fit", here.
+        """
         self._end()
 
     def _end(self) -> None:
@@ -180,6 +251,10 @@ class LayerStatsMonitor(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics(self.latest, step=_step(trainer))
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _step(trainer: Trainer) -> int:

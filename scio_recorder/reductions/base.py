@@ -49,11 +49,35 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def update(self, activation: Tensor, batch: Any = None) -> None:
-        """Take in an activation [batch, ...] and the loader's batch that it came from."""
+        """Take in an activation [batch, ...] and the loader's batch that it came from.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The samples of one batch along dimension 0.
+        batch : any, optional
+            What the loader gave, with labels for ``by`` among it.
+
+        Raises
+        ------
+        CollectError
+            The samples can't be reduced, or are not like those before.
+        """
 
     @abc.abstractmethod
     def merge(self, other: Self) -> None:
-        """Take in, in place, what another reduction of the same construction has seen."""
+        """Take in, in place, what another reduction of the same construction has seen.
+
+        Parameters
+        ----------
+        other : Reduction
+            Of the same class, made with the same arguments; it stays as it is.
+
+        Raises
+        ------
+        CollectError
+            It is of another construction, or saw samples of another shape.
+        """
 
     @abc.abstractmethod
     def compute(self) -> Any:
@@ -69,7 +93,13 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that a reduction of the same construction returned."""
+        """Take over a state that a reduction of the same construction returned.
+
+        Parameters
+        ----------
+        state : dict
+            What its `state_dict` returned; another construction's is an error.
+        """
 
     @property
     def reads_batch(self) -> bool:
@@ -136,14 +166,7 @@ class SampleReduction(Reduction):
     # What a user calls.
 
     def update(self, activation: Tensor, batch: Any = None) -> None:
-        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from.
-
-        Raises
-        ------
-        CollectError
-            If it is no dense tensor with a dimension of samples, if its samples have another
-            shape than those before, or if the labels do not fit.
-        """
+        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from."""
         self._check(activation)
         with undisturbed(activation.device.type):
             samples = activation.detach()
@@ -158,13 +181,7 @@ class SampleReduction(Reduction):
             self._count += len(samples)
 
     def merge(self, other: Self) -> None:
-        """Take in, in place, what another reduction of the same construction has seen.
-
-        Raises
-        ------
-        CollectError
-            If the other is of another construction or saw samples of another shape.
-        """
+        """Take in, in place, what another reduction of the same construction has seen."""
         if type(other) is not type(self) or other._identity() != self._identity():
             raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
         if other._count == 0:
@@ -184,13 +201,7 @@ class SampleReduction(Reduction):
             self._count += other._count
 
     def compute(self) -> Any:
-        """Return the result for all that was seen; with ``by``, by class label.
-
-        Raises
-        ------
-        CollectError
-            If nothing was seen yet.
-        """
+        """Return the result for all that was seen, with ``by`` by label; nothing seen is an error."""
         if self._count == 0:
             raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
         device = self._device()
@@ -227,13 +238,7 @@ class SampleReduction(Reduction):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that a reduction of the same construction returned.
-
-        Raises
-        ------
-        CollectError
-            If the state is of a reduction of another construction.
-        """
+        """Take over a state that a reduction of the same construction returned."""
         if state.get("construction") != self._identity():
             raise CollectError(
                 f"A state of {state.get('construction')} can't be loaded into {self!r}, which "

@@ -29,8 +29,16 @@ _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
 class PrincipalSpace(NamedTuple):
     """The directions of largest variance, and what is left.
 
-    ``mean`` [D], ``basis`` [k, D], ``residual_basis`` [D - k, D] and ``residual_singular_values``
-    [D - k], largest first; the rows of both bases are orthonormal.
+    Attributes
+    ----------
+    mean : Tensor
+        The mean, [D].
+    basis : Tensor
+        Directions of largest variance in orthonormal rows, [k, D].
+    residual_basis : Tensor
+        The other directions, in orthonormal rows, [D - k, D].
+    residual_singular_values : Tensor
+        Singular values of the centred data matrix along these, largest first, [D - k].
     """
 
     mean: Tensor
@@ -40,7 +48,18 @@ class PrincipalSpace(NamedTuple):
 
 
 class CovarianceResult(NamedTuple):
-    """Number of rows, mean [D] and unbiased covariance [D, D]; with ``by``, dicts and pooled."""
+    """Number of rows, mean [D] and unbiased covariance [D, D]; with ``by``, dicts and pooled.
+
+    Attributes
+    ----------
+    count : int
+        How many rows were seen; with ``by``, a dictionary by label.
+    mean : Tensor
+        Their mean, [D]; with ``by``, a dictionary by label.
+    covariance : Tensor
+        Their covariance (n - 1), [D, D]; with ``by``, that within classes, pooled: divided by n
+        less the number of classes.
+    """
 
     count: int | dict[Label, int]  # type: ignore[assignment]  # as in MomentsResult
     mean: Tensor | dict[Label, Tensor]

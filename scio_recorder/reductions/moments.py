@@ -59,7 +59,17 @@ class Mean(SampleReduction):
 
 
 class MomentsResult(NamedTuple):
-    """Number of samples, mean and unbiased variance at each position."""
+    """Number of samples, mean and unbiased variance at each position.
+
+    Attributes
+    ----------
+    count : int
+        How many samples were seen.
+    mean : Tensor
+        Their mean, in the shape of a sample.
+    variance : Tensor
+        Their variance (n - 1), likewise; NaN of a single sample.
+    """
 
     count: int  # type: ignore[assignment]  # this name is worth more than tuple.count
     mean: Tensor

@@ -34,6 +34,21 @@ __all__ = [
 def as_store(given: str | Store | None) -> Store:
     """Return the store that a name stands for.
 
+    Parameters
+    ----------
+    given : str, Store or None
+        "auto", "device", "host" or "disk:PATH"; a store is given back.
+
+    Returns
+    -------
+    Store
+        A new one, in host memory for None.
+
+    Raises
+    ------
+    CollectError
+        It names no store.
+
     Examples
     --------
     >>> as_store("disk:runs/cifar10").path

@@ -28,7 +28,18 @@ class Auto(Store):
     """
 
     def open(self, job: Job) -> AutoWriter:
-        """Begin a job."""
+        """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+        """
         return AutoWriter(job)
 
 

@@ -57,7 +57,23 @@ class Job:
 
 @dataclass
 class Held:
-    """What a store holds: samples by layer, their ids, and whether nothing is missing."""
+    """What a store holds: samples by layer, their ids, and whether nothing is missing.
+
+    Parameters
+    ----------
+    values : mapping
+        The samples of each layer, [samples, ...], by label.
+    sample_ids : SampleIds
+        One for each sample.
+    complete : bool, default True
+        False for what an interrupted run left.
+    path : str, optional
+        The folder, where it is on disk.
+    owner : object, optional
+        What must live as long as the samples do.
+    calls : Batches, optional
+        The calls that can be run again, where inputs were recorded.
+    """
 
     values: Mapping[DepthIdx, Tensor]
     sample_ids: SampleIds
@@ -90,7 +106,22 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
-        """Return where the samples of a layer go, given its first batch."""
+        """Return where the samples of a layer go, given its first batch.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The layer.
+        spec : TensorSpec
+            Shape and dtype of one sample, as it is kept.
+        first : torch.Tensor
+            Its first batch, [batch, ...].
+
+        Returns
+        -------
+        Column
+            Where each batch is put, this one too.
+        """
 
     def commit(
         self,
@@ -98,7 +129,17 @@ class StoreWriter(abc.ABC):
         state: Callable[[], State],
         calls: Mapping[DepthIdx, KeptCall] | None = None,
     ) -> None:
-        """Make the rows of the batch that was put count, and with them its calls."""
+        """Make the rows of the batch that was put count, and with them its calls.
+
+        Parameters
+        ----------
+        ids : range, array.array or tuple
+            One integer or string for each sample of the batch.
+        state : callable
+            Returns what has to be known to go on after this batch.
+        calls : mapping, optional
+            The recorded call of each layer whose inputs are kept.
+        """
         self.sample_ids.add(ids)
         self.start += len(ids)
         if calls:
@@ -106,11 +147,28 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State]) -> Held:
-        """Return all that was committed."""
+        """Return all that was committed.
+
+        Parameters
+        ----------
+        state : callable
+            Returns the last state.
+
+        Returns
+        -------
+        Held
+            The samples.
+        """
 
     @abc.abstractmethod
     def abandon(self, state: Callable[[], State] | None) -> None:
-        """End early; a ``state`` says that all that was committed is still worth keeping."""
+        """End early; a ``state`` says that all that was committed is still worth keeping.
+
+        Parameters
+        ----------
+        state : callable or None
+            Returns the last state; None where what was committed can't be trusted.
+        """
 
 
 class Store(abc.ABC):
@@ -121,6 +179,16 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def open(self, job: Job) -> StoreWriter:
         """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
 
         Raises
         ------

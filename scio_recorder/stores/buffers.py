@@ -199,7 +199,15 @@ class Column:
         self._reserve(max(rows, 1))
 
     def put(self, activation: Tensor, start: int) -> None:
-        """Copy the samples of a batch to where they begin; they count once the batch does."""
+        """Copy the samples of a batch to where they begin; they count once the batch does.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The samples, [batch, ...].
+        start : int
+            The row of the first.
+        """
         rows = activation.shape[0]
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
@@ -228,7 +236,18 @@ class Column:
         self._touched = end // row_bytes if row_bytes else self.capacity
 
     def close(self, rows: int) -> Tensor:
-        """Return the samples that count, and let go of them."""
+        """Return the samples that count, and let go of them.
+
+        Parameters
+        ----------
+        rows : int
+            How many count.
+
+        Returns
+        -------
+        torch.Tensor
+            The samples, [rows, ...].
+        """
         array, self.array = self.array, torch.empty(0)
         with torch.inference_mode(False):
             return array[:rows]

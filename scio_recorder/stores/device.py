@@ -30,7 +30,18 @@ class Device(Store):
     """
 
     def open(self, job: Job) -> MemoryWriter:
-        """Begin a job."""
+        """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+        """
         return MemoryWriter(job, _make_buffer)
 
 

@@ -72,7 +72,23 @@ class Disk(Store):
         self.chunk_bytes = chunk_bytes
 
     def open(self, job: Job) -> DiskWriter:
-        """Begin a job, or go on with it."""
+        """Begin a job, or go on with it.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+
+        Raises
+        ------
+        RecordingError
+            The folder is in use, holds a recording already, or another than is to be resumed.
+        """
         return DiskWriter(job, self.path, self.chunk_bytes)
 
 

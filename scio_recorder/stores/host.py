@@ -48,7 +48,18 @@ class Host(Store):
         self._buffers: dict[DepthIdx, HostBuffer] = {}
 
     def open(self, job: Job) -> MemoryWriter:
-        """Begin a job."""
+        """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+        """
         return MemoryWriter(job, self._make_buffer)
 
     def _make_buffer(self, label: DepthIdx, device: torch.device, num_bytes: int) -> HostBuffer:

@@ -85,7 +85,29 @@ def make_plan(
     num_samples: int,
     device: torch.device,
 ) -> Plan:
-    """Return the plan for layers of which a sample takes so many bytes."""
+    """Return the plan for layers of which a sample takes so many bytes.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    sample_bytes : mapping
+        Bytes of one sample, by label.
+    num_samples : int
+        How many samples there will be.
+    device : torch.device
+        Where the net is, of which the free memory counts.
+
+    Returns
+    -------
+    Plan
+        Bytes by layer and store, and what is free.
+
+    Raises
+    ------
+    CollectError
+        ``num_samples`` is no whole number from 0 on.
+    """
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 0:
         raise CollectError(f"num_samples={num_samples!r}: give a whole number from 0 on")
     free: dict[str, int] = {}
@@ -116,7 +138,20 @@ def choose(plan: Plan) -> str:
 
 
 def labelled_bytes(architecture: Architecture, labels: Sequence[DepthIdx]) -> dict[DepthIdx, int]:
-    """Return what one sample of each layer took at labelling."""
+    """Return what one sample of each layer took at labelling.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    labels : sequence of (int, int)
+        Its layers that are asked for.
+
+    Returns
+    -------
+    dict of (int, int) to int
+        Bytes by label.
+    """
     return {
         label: sum(
             spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] > 0 else spec.nbytes
