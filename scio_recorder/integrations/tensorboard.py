@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.architecture import Architecture, DepthIdx
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
 from scio_recorder.recording import Recording
 from scio_recorder.records import LayerMapping
@@ -61,7 +61,7 @@ def add_activations(
     Raises
     ------
     ArgumentError
-        There is no such statistic.
+        There is no such statistic, or ``activations`` are not of this package.
     LayerNotFoundError
         There is nothing to write: no pass has run, or no layer has samples.
 
@@ -84,6 +84,11 @@ def add_activations(
     ...     add_activations(writer, rnet.gradients, global_step=0, tag="gradients")
     """
     chosen = check_names(statistics) if statistics else ()
+    if not isinstance(activations, LayerMapping):
+        raise ArgumentError(
+            f"activations are a {type(activations).__name__}, which knows no layers: give "
+            "rnet.activations, rnet.gradients or a Recording"
+        )
     for label, name in _names(activations.architecture, _with_tensors(activations)).items():
         portion: Portion | None = None
         histogram = _Histogram(writer.default_bins)

@@ -295,9 +295,13 @@ def test_slips_are_noticed_when_fitting_starts(
         trainer(tmp_path, LayerStatsMonitor(selector)).fit(Model(), loader(data))
 
 
+@pytest.mark.parametrize("every", [0, -1, 1.5, "3", True])
+def test_only_whole_numbers_of_steps(every: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"every_n_steps={every!r}: write")):
+        LayerStatsMonitor(every_n_steps=every)
+
+
 def test_bad_options() -> None:
-    with pytest.raises(ArgumentError, match="every_n_steps=0"):
-        LayerStatsMonitor(every_n_steps=0)
     with pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
         LayerStatsMonitor(statistics=["median"])
 

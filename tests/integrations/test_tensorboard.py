@@ -172,6 +172,13 @@ def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
         add_activations(writer, rnet.activations)
 
 
+@pytest.mark.parametrize("other", [{}, {"0": torch.zeros(2)}, None])
+def test_other_mappings_are_an_error_that_says_what_to_give(other: Any, tmp_path: Path) -> None:
+    told = pytest.raises(ArgumentError, match=rf"{type(other).__name__}.*rnet\.activations")
+    with SummaryWriter(str(tmp_path)) as writer, told:
+        add_activations(writer, other)
+
+
 def test_statistics_that_do_not_exist(rnet: Recorder, tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
     with writer, pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
