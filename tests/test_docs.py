@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +76,29 @@ def every_public_name_is_in_the_reference(site: Path) -> None:
             if not any(f"{place}.{name}" in reference for place in PUBLIC)
         ]
         assert not missing, f"not in the reference, of {module}"
+        lost = [
+            member
+            for member, places in public_members(module)
+            if not any(f"{place}.{name}" in reference for place in PUBLIC for name in places)
+        ]
+        assert not lost, f"not in the reference, of {module}"
+
+
+def public_members(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield methods and properties, those of mixins too, and where the reference may have them."""
+    public = importlib.import_module(module)
+    for kind in filter(inspect.isclass, (getattr(public, name) for name in public.__all__)):
+        own = [base for base in kind.__mro__ if base.__module__.startswith("scio_recorder")]
+        # What overrides another package's method is documented there.
+        foreign = {member for base in set(kind.__mro__) - set(own) for member in vars(base)}
+        members = {name: value for base in own for name, value in vars(base).items()}
+        for member, value in members.items():
+            if not member.startswith("_") and member not in foreign and is_callable(value):
+                yield f"{kind.__name__}.{member}", [f"{base.__name__}.{member}" for base in own]
+
+
+def is_callable(value: object) -> bool:
+    return isinstance(value, property | classmethod | staticmethod) or inspect.isfunction(value)
 
 
 class _Fetched(HTMLParser):
