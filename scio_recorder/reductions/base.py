@@ -201,7 +201,7 @@ class SampleReduction(Reduction):
             self._count += other._count
 
     def compute(self) -> Any:
-        """Return the result for all that was seen, with ``by`` by label; nothing seen is an error."""
+        """Return the result for all that was seen, at least a sample; with ``by``, by label."""
         if self._count == 0:
             raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
         device = self._device()
