@@ -21,6 +21,9 @@ _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.
 _BLUE, _VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
+_MOST_DECADES = 8
+# Inches around a grid of histograms (left, right, bottom, top) and between them.
+_MARGINS = (0.75, 0.15, 0.5, 0.55, 0.5, 0.6)
 
 
 def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
@@ -46,7 +49,10 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
         ) from error
     has = {one.layer.label for one in layers if _can_draw(kind, one)}
     drawn = [one for one in layers if one.layer.label in has]
-    figure = Figure(figsize=_size(kind, len(drawn)), layout="constrained")
+    # To measure hundreds of axes takes longer than to draw them: the grid is laid out by sizes.
+    figure = Figure(figsize=_size(kind, len(drawn)))
+    if kind == "depth":
+        figure.set_layout_engine("constrained")
     # A notebook shows figures that pyplot knows; this one says itself how it looks.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
     if not drawn:
@@ -74,7 +80,7 @@ def _size(kind: str, count: int) -> tuple[float, float]:
     if kind == "depth":
         return min(14.0, max(6.0, 2.5 + 0.25 * count)), 4.2
     columns, rows = _grid(count)
-    return max(4.8, 2.4 * columns), max(3.0 if rows == 1 else 1.8, 1.6 * rows + 0.2)
+    return max(4.8, 2.4 * columns), max(3.0, 1.6 * rows + 0.5)
 
 
 def _grid(count: int) -> tuple[int, int]:
@@ -84,13 +90,21 @@ def _grid(count: int) -> tuple[int, int]:
 
 def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
     columns, rows = _grid(len(layers))
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, summary in zip(axes, layers, strict=False):
-        _histogram(axis, summary)
-    for axis in axes[len(layers) :]:
-        axis.set_visible(False)
-    figure.supxlabel("value", fontsize=9)
-    figure.supylabel("share of values, square-root scale", fontsize=9)
+    width, height = figure.get_size_inches()
+    left, right, bottom, top, across, down = _MARGINS
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=bottom / height,
+        top=1 - top / height,
+        # Shares of the width and height that are left for each of the axes.
+        wspace=across * columns / (width - left - right - across * (columns - 1)),
+        hspace=down * rows / (height - bottom - top - down * (rows - 1)),
+    )
+    for place, summary in enumerate(layers):
+        _histogram(figure.add_subplot(rows, columns, place + 1), summary)
+    figure.supxlabel("value", fontsize=9, y=0.05 / height)
+    figure.supylabel("share of values, square-root scale", fontsize=9, x=0.08 / width)
 
 
 def _histogram(axis: Axes, summary: LayerSummary) -> None:
@@ -104,6 +118,7 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     axis.set_title(_title(summary), fontsize=8, parse_math=False)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
+    axis.xaxis.get_offset_text().set_fontsize(7)
     axis.locator_params(axis="x", nbins=4)
     axis.set_yticks(_shares(max(bars.counts, default=0) / total))
     outside = bars.below + bars.above
@@ -151,9 +166,29 @@ def _scale(axis: Axes, values: Sequence[Values]) -> None:
     """Let far extremes not flatten everything else."""
     spreads = sorted(abs(_or_nan(one.std)) for one in values if math.isfinite(_or_nan(one.std)))
     typical = spreads[len(spreads) // 2] if spreads else 0.0
-    ends = [abs(_or_nan(end)) for one in values for end in (one.low, one.high)]
-    if typical > 0 and max((end for end in ends if end == end), default=0.0) > 1000 * typical:
-        axis.set_yscale("symlog", linthresh=typical)
+    edges = [edge for one in values for edge in _edges(one)]
+    ends = [edge for edge in edges if edge == edge]
+    if typical > 0 and max(map(abs, ends), default=0.0) > 1000 * typical:
+        first = math.floor(math.log10(typical))
+        # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
+        axis.set_ylim(2 * min(0.0, *ends), 2 * max(0.0, *ends))
+        axis.set_yscale("symlog", linthresh=10.0**first)
+        axis.set_yticks(_decades(min(ends), max(ends), first))
+        axis.minorticks_off()
+
+
+def _edges(values: Values) -> tuple[float, ...]:
+    low, high, mean, std = map(_or_nan, (values.low, values.high, values.mean, values.std))
+    return low, high, mean - std, mean + std
+
+
+def _decades(low: float, high: float, first: int) -> list[float]:
+    """Return marks for a logarithmic axis around 0, too few to be printed over each other."""
+    lasts = [math.floor(math.log10(max(end, 10.0**first))) for end in (-low, high)]
+    step = math.ceil((sum(lasts) - 2 * first + 1) / _MOST_DECADES)
+    marks = [10.0**place for place in range(first + step - 1, max(lasts) + 1, step)]
+    below = [-mark for mark in reversed(marks) if -mark >= low]
+    return [*below, 0.0, *(mark for mark in marks if mark <= high)]
 
 
 def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
@@ -162,7 +197,8 @@ def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
     names = ", ".join(str(one.layer.label) for one in left_out[:8])
     more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
     text = f"Nothing to draw: {names}{more}"
-    figure.suptitle(text, x=0.01, horizontalalignment="left", fontsize=8)
+    y = 1 - 0.05 / figure.get_size_inches()[1]
+    figure.suptitle(text, x=0.01, y=y, ha="left", va="top", fontsize=8)
 
 
 def _title(summary: LayerSummary) -> str:

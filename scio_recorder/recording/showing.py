@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["Showing"]
 
 _MOST_HISTOGRAMS = 400
+
+
+def _whole(bins: int) -> int:
+    """Return a number of bins; those of NumPy are taken as well."""
+    if isinstance(bins, bool) or not isinstance(bins, SupportsIndex) or index(bins) < 1:
+        raise ArgumentError(f"bins={bins!r}: give a whole number of bins, at least 1")
+    return index(bins)
 
 
 class Showing(Outlined, LayerMapping[Any]):
@@ -62,7 +70,8 @@ class Showing(Outlined, LayerMapping[Any]):
         Raises
         ------
         ArgumentError
-            There is no such kind, fewer than one bin, or more than 400 histograms.
+            There is no such kind, ``bins`` is no whole number from 1 on, or there are more than
+            400 histograms.
         LayerNotFoundError
             One of the layers was not recorded.
 
@@ -84,7 +93,7 @@ class Showing(Outlined, LayerMapping[Any]):
                 f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
-        return draw(kind, self._summaries(labels, bins))
+        return draw(kind, self._summaries(labels, _whole(bins)))
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
@@ -113,7 +122,7 @@ class Showing(Outlined, LayerMapping[Any]):
         RecordingError
             The file can't be written, or samples can't be read; no half page is left.
         ArgumentError
-            Fewer than one bin.
+            ``path`` names no file, ``title`` is no text, or ``bins`` no whole number from 1 on.
 
         Examples
         --------
@@ -126,8 +135,12 @@ class Showing(Outlined, LayerMapping[Any]):
         ...     page.read_text(encoding="utf-8")[:15]
         '<!DOCTYPE html>'
         """
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ArgumentError(f'report({path!r}): name the file to write, such as "page.html"')
+        if not isinstance(title, str | None):
+            raise ArgumentError(f"report(title={title!r}): a heading is a text")
         # Nothing is read before it is known that the file can be written.
-        return write_page(path, self._page(title, bins))
+        return write_page(path, self._page(title, _whole(bins)))
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
@@ -150,8 +163,6 @@ class Showing(Outlined, LayerMapping[Any]):
         return [label for label in self._architecture if label in wanted]
 
     def _summaries(self, labels: Sequence[DepthIdx], bins: int) -> list[LayerSummary]:
-        if bins < 1:
-            raise ArgumentError(f"bins={bins}: a histogram has at least one bin")
         console = Console(stderr=True)
         # Reading takes minutes where a recording is large.
         watched = track(

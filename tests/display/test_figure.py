@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import sys
@@ -88,6 +89,45 @@ def test_awkward_values(kind: str, samples: torch.Tensor) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("far", [1e4, 1e30, 1e300])
+def test_marks_of_far_extremes_keep_apart(far: float) -> None:
+    layers = {f"m{place}": torch.randn(60, 4).double() for place in range(5)}
+    layers["far"] = torch.randn(60, 4).double() * far
+    figure = of(layers).plot("depth")
+    (axis,) = figure.axes
+    figure.draw_without_rendering()
+    assert axis.get_yscale() == "symlog"
+    boxes = sorted(
+        (label.get_window_extent().y0, label.get_window_extent().y1)
+        for label in axis.get_yticklabels()
+        if label.get_text()
+    )
+    assert len(boxes) >= 3
+    assert all(lower[1] < upper[0] for lower, upper in itertools.pairwise(boxes))
+    bottom, top = axis.get_ylim()
+    assert bottom < layers["far"].min() < layers["far"].max() < top
+
+
+@pytest.mark.parametrize("count", [1, 4, 12, 60])
+def test_nothing_in_a_grid_is_printed_over_its_neighbour(count: int) -> None:
+    layers = {
+        f"a_long_name_of_a_module_{place}": torch.randn(9, 4) * 1e-3 for place in range(count)
+    }
+    layers["nothing"] = torch.full((9, 4), math.nan)
+    figure = of(layers).plot()
+    figure.draw_without_rendering()
+    boxes = [axis.get_tightbbox() for axis in figure.axes]
+    assert len(boxes) == count
+    texts = [figure._suptitle, figure._supxlabel, figure._supylabel]
+    boxes += [text.get_window_extent() for text in texts]
+    for place, box in enumerate(boxes):
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
+
+
 def test_what_can_not_be_drawn_is_named() -> None:
     layers = {"a": torch.randn(4, 2), "b": torch.full((4, 2), math.nan)}
     figure = of(layers).plot()
@@ -135,8 +175,10 @@ def test_layers_are_chosen_by_any_key() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ArgumentError, match='"histograms" or "depth"'):
         small_recording().plot("violin")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="bins=0"):
-        small_recording().plot(bins=0)
+    for bins in (0, -1, 1.5, True, "9", None):
+        with pytest.raises(ArgumentError, match=f"bins={bins!r}"):
+            small_recording().plot(bins=bins)  # type: ignore[arg-type]
+    assert small_recording().plot(bins=np.int64(3)).axes  # type: ignore[arg-type]
 
 
 def test_too_many_histograms_for_a_figure() -> None:

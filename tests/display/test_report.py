@@ -194,6 +194,11 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     recording = of(torch.ones(2, 2))
     with pytest.raises(ArgumentError, match="bins=0"):
         recording.report(tmp_path / "page.html", bins=0)
+    for path in ("", None, 3):
+        with pytest.raises(ArgumentError, match=rf"report\({path!r}\).*page\.html"):
+            recording.report(path)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="title=3"):
+        recording.report(tmp_path / "page.html", title=3)  # type: ignore[arg-type]
     # It must be said before hours of reading.
     monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
     with pytest.raises(RecordingError, match=r"no_such_folder.*No such file"):
