@@ -95,7 +95,7 @@ class Recomputing:
 
     @property
     def memory_stored_bytes(self) -> int:
-        """What records of the latest pass take: activations, inputs and the states of their calls.
+        """What activations, inputs and states of calls of the latest pass take.
 
         Memory that they share counts once. Where a record refers to a tensor of the pass instead of
         copying it, the memory of that tensor counts.
