@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import nn
 
 from scio_recorder import architecture_json
-from scio_recorder.display import Outline, Outlined, outline
+from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, as_label, parse_label
 
@@ -382,7 +382,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 def _title(layer: Layer) -> str:
     name = f" {layer.name}" if layer.name else ""
-    return f"{'  ' * layer.depth}{layer.label} {layer.type_name}{name}"
+    return visible(f"{'  ' * layer.depth}{layer.label} {layer.type_name}{name}")
 
 
 def _shape_text(layer: Layer) -> str:

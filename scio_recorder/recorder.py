@@ -13,7 +13,7 @@ from scio_recorder.autograd import Differentiating
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.capture.hooks import remove_inert
 from scio_recorder.collect import Collecting
-from scio_recorder.display import Outline, Outlined, outline
+from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.labelling import label_net
@@ -349,7 +349,7 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
         return {name: parameter for name, parameter in every if id(parameter) in own}
 
     def __repr__(self) -> str:
-        table = repr(self.summary)
+        table = "\n".join(map(visible, repr(self.summary).split("\n")))
         line = table[0] * table.find("\n")
         labels = ", ".join(f"{depth}-{index}" for depth, index in self.recording)
         return (

@@ -145,3 +145,12 @@ def test_large_numbers_are_rounded_where_it_is_narrow() -> None:
     rnet = Recorder(nn.Linear(1000, 1234, bias=False), input_size=(1, 1000))
     assert "1,234,000" in printed(rnet, 80)
     assert "1.23M" in printed(rnet, 40)
+
+
+def test_plain_text_passes_no_control_characters_on() -> None:
+    net = nn.Sequential()
+    net.add_module("\x1b[31m\u202ename", nn.Identity())
+    rnet = Recorder(net, input_size=(1, 2))
+    for shown in (str(rnet), str(rnet.architecture)):
+        assert "\\x1b[31m\\u202ename" in shown
+        assert all(line.isprintable() for line in shown.split("\n"))
