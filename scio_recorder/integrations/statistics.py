@@ -19,7 +19,8 @@ STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
 
 def check_names(statistics: Collection[str]) -> tuple[str, ...]:
     """Return the names of statistics, or raise where there is none of such a name."""
-    names = (statistics,) if isinstance(statistics, str) else tuple(statistics)
+    one = isinstance(statistics, str) or not isinstance(statistics, Collection)
+    names: tuple[Any, ...] = (statistics,) if one else tuple(statistics)
     unknown = [name for name in names if name not in STATISTICS]
     if unknown or not names:
         given = unknown[0] if unknown else names

@@ -147,6 +147,75 @@ def test_every_step_is_as_by_hand(accumulate: int, data: Tensor, tmp_path: Path)
     assert [int(row["step"]) for row in logged] == list(range(6 // accumulate))
 
 
+class TwoOptimizers(Model):
+    """Steps by hand: each of two optimizers runs the net anew, with what the other has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward((self(batch[0]) - 1).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        parts = self.encoder.parameters(), self.head.parameters()
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+
+def test_steps_of_two_optimizers_count_together(data: Tensor, tmp_path: Path) -> None:
+    model = TwoOptimizers()
+    bare = copy.deepcopy(model)
+    expected = []
+    optimizers = bare.configure_optimizers()
+    for batch in data.split(4):
+        returned = []
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            returned.append(bare.encoder[0](batch))
+            (bare(batch) - 1).square().mean().backward()
+            optimizer.step()
+        assert not torch.equal(*returned)
+        expected.append(by_hand(returned)["mean"])
+    trainer(tmp_path, LayerStatsMonitor()).fit(model, loader(data))
+    means = [float(row["activations_mean/encoder.0"]) for row in rows(tmp_path)]
+    # Two orders of summation in float32.
+    assert means == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+class Skipping(Model):
+    """Runs every batch, and trains on every other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step([batch[0] + batch_idx], batch_idx)
+        return loss if batch_idx % 2 == 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_that_return_nothing_count(accumulate: int, data: Tensor, tmp_path: Path) -> None:
+    model = Skipping()
+    bare = copy.deepcopy(model)
+    expected, returned = [], []
+    optimizer = bare.configure_optimizers()
+    for index, batch in enumerate(data.split(4)):
+        returned.append(bare.encoder[0](batch + index))
+        if index % 2 == 0:
+            ((bare(batch + index) - 1).square().mean() / accumulate).backward()
+        if (index + 1) % accumulate == 0:
+            expected.append(by_hand(returned)["mean"])
+            returned = []
+            optimizer.step()
+            optimizer.zero_grad()
+    trainer(tmp_path, LayerStatsMonitor(), accumulate_grad_batches=accumulate).fit(
+        model, loader(data)
+    )
+    means = [float(row["activations_mean/encoder.0"]) for row in rows(tmp_path)]
+    assert means == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
 def test_training_is_bit_for_bit_the_same(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     bare = copy.deepcopy(model)
@@ -304,6 +373,8 @@ def test_only_whole_numbers_of_steps(every: Any) -> None:
 def test_bad_options() -> None:
     with pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
         LayerStatsMonitor(statistics=["median"])
+    with pytest.raises(ArgumentError, match=r"None.*'zeros'"):
+        LayerStatsMonitor(statistics=None)  # type: ignore[arg-type]
 
 
 def test_modules_that_do_not_run_are_told(data: Tensor, tmp_path: Path) -> None:
