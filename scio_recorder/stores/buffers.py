@@ -7,11 +7,17 @@ capacity that is too large costs nothing, and growing remaps pages instead of co
 array a layer, and never two copies of it, also where the length is not known. A mapping counts the
 buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
 a NumPy array over its memory. Only memory that nobody holds is used again.
+
+Pages that are written for the first time cost more than what is written. So a thread makes them
+ready a little ahead of the samples; where it is late, they become ready when they are written.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
+from concurrent.futures import Executor, Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +30,9 @@ __all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
-_POPULATE_BYTES = 1 << 20
+_POPULATE_BYTES = 1 << 22
+# The function of mmap objects would keep all other threads from running meanwhile.
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -45,8 +53,8 @@ class Buffer(Protocol):
         Tensors from earlier calls must not be used any more.
         """
 
-    def touch(self, start: int, stop: int) -> None:
-        """Make ready to be written what lies between two bytes; contents stay."""
+    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
+        """Make ready to be written what lies between two bytes, in a thread; contents stay."""
 
 
 def _driver() -> Any:
@@ -69,7 +77,9 @@ class HostBuffer:
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
-        self._can_populate = True
+        self._can_populate = _madvise is not None
+        self._address = 0
+        self._touching: Future[None] | None = None
         # Up to here pages have been written or touched; memory that is used again is ready.
         self._ready_bytes = 0
 
@@ -99,20 +109,28 @@ class HostBuffer:
         if self._memory is None:
             return torch.empty(0, dtype=torch.uint8)
         raw = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
+        self._address = raw.data_ptr()
         if self.pinned and not self._memory.registered:
             self._register(raw)
         return raw
 
-    def touch(self, start: int, stop: int) -> None:
-        """Take the page faults of a range at once."""
+    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
+        """Take the page faults of a range at once, in a thread if there is one."""
         start = max(start, self._ready_bytes)
         if self._memory is None or not self._can_populate or start >= stop:
             return
         self._ready_bytes = stop
         first = start - start % mmap.PAGESIZE
-        try:
-            self._memory.madvise(_POPULATE, first, stop - first)
-        except (AttributeError, OSError, ValueError):
+        place = self._memory, self._address + first, stop - first
+        if thread is None:
+            self._populate(*place)
+        else:
+            self._touching = thread.submit(self._populate, *place)
+
+    def _populate(self, memory: _Memory, address: int, num_bytes: int) -> None:
+        # Whoever calls this holds the mapping, so that it can't be undone meanwhile.
+        assert _madvise is not None
+        if _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE):
             self._can_populate = False
 
     def _grow(self, num_bytes: int) -> None:
@@ -120,6 +138,9 @@ class HostBuffer:
         if old is None:
             self._memory = _map(num_bytes)
             return
+        if self._touching is not None:
+            # Nothing may be at work in memory that moves.
+            wait([self._touching])
         self._unregister()
         try:
             old.resize(num_bytes)
@@ -168,7 +189,7 @@ class DeviceBuffer:
             self._raw = larger
         return self._raw
 
-    def touch(self, start: int, stop: int) -> None:
+    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
         """Do nothing: the device's allocator hands out memory that is ready."""
 
 
@@ -185,16 +206,38 @@ class Column:
         Expected number of samples.
     is_exact : bool
         Whether that is a known length rather than a guess.
+    thread : concurrent.futures.Executor, optional
+        What makes memory ready ahead of the samples.
     """
 
-    __slots__ = ("_buffer", "_is_exact", "_touched", "array", "capacity", "spec")
+    __slots__ = (
+        "_buffer",
+        "_is_exact",
+        "_thread",
+        "_touch_from",
+        "_touched",
+        "array",
+        "capacity",
+        "spec",
+    )
 
-    def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        buffer: Buffer,
+        rows: int,
+        is_exact: bool,
+        thread: Executor | None = None,
+    ) -> None:
         self.spec = spec
         self.capacity = 0
         self._buffer = buffer
         self._is_exact = is_exact
+        # Memory of unknown length is made ready in small parts, for which a thread doesn't pay.
+        self._thread = thread if is_exact else None
         self._touched = 0
+        # More is touched when samples reach this row.
+        self._touch_from = 0
         self.array = torch.empty(0)
         self._reserve(max(rows, 1))
 
@@ -211,7 +254,7 @@ class Column:
         rows = activation.shape[0]
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
-        if start + rows > self._touched:
+        if start + rows > self._touch_from:
             self._touch(start + rows)
         self.array.narrow(0, start, rows).copy_(activation, non_blocking=True)
 
@@ -232,8 +275,10 @@ class Column:
         # Where the end is not known, no more than a small part may be taken in vain.
         ahead = _POPULATE_BYTES if self._is_exact else min(_POPULATE_BYTES, needed // 16)
         end = min(needed + ahead, self.capacity * row_bytes)
-        self._buffer.touch(known, end)
+        self._buffer.touch(known, end, self._thread)
         self._touched = end // row_bytes if row_bytes else self.capacity
+        is_last = self._thread is None or self._touched >= self.capacity
+        self._touch_from = self._touched if is_last else (stop + self._touched) // 2
 
     def close(self, rows: int) -> Tensor:
         """Return the samples that count, and let go of them.

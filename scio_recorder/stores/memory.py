@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,26 +34,31 @@ class MemoryWriter(StoreWriter):
         self._make_buffer = make_buffer
         self._columns: dict[DepthIdx, Column] = {}
         self._devices: set[torch.device] = set()
+        self._thread = ThreadPoolExecutor(1, "scio-memory")
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for as many batches like the first as there will be."""
         is_exact = self._num_batches is not None
         rows = first.shape[0] * (self._num_batches or _GUESSED_BATCHES)
         buffer = self._make_buffer(label, first.device, rows * spec.num_bytes)
-        column = self._columns[label] = Column(spec, buffer, rows, is_exact)
+        column = self._columns[label] = Column(spec, buffer, rows, is_exact, self._thread)
         self._devices.add(first.device)
         return column
 
     def finish(self, state: Callable[[], State]) -> Held:
         """Return the arrays, narrowed to what was committed."""
-        wait_for(self._devices)
+        self._close()
         values = {label: column.close(self.start) for label, column in self._columns.items()}
         return Held(values, self.sample_ids, calls=MemoryBatches(self._calls))
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""
-        wait_for(self._devices)
+        self._close()
         self._columns.clear()
+
+    def _close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        wait_for(self._devices)
 
 
 def wait_for(devices: set[torch.device]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, open_recording
+from scio_recorder.disk import TensorSpec
 from scio_recorder.stores import Device, Disk, Host
+from scio_recorder.stores.buffers import Column, HostBuffer
 from tests.collect.nets import assert_same, batches, expected, recorder
 
 SIZES = {"alike": (4, 4, 4), "short end": (4, 4, 1), "unequal": (2, 7, 1, 5), "one": (3,)}
@@ -255,3 +259,29 @@ def test_from_a_gpu(known, tmp_path):
         kind = "cuda" if store == "device" else "cpu"
         assert recording["1-1"].device.type == kind
         assert_same(recording, {k: v if kind == "cuda" else v.cpu() for k, v in wanted.items()})
+
+
+def test_memory_made_ready_by_a_thread_grows_with_all_that_is_in_it():
+    rows = torch.arange(3 << 19, dtype=torch.float64).reshape(-1, 1 << 10)
+    with ThreadPoolExecutor(1) as thread:
+        # Shorter than what comes, as a loader's length may be.
+        column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, True, thread)
+        for start in range(0, len(rows), 37):
+            column.put(rows[start : start + 37], start)
+        assert torch.equal(column.close(len(rows)), rows)
+
+
+def test_no_thread_is_left(tmp_path):
+    net, data = nn.Identity(), [torch.ones(2, 3)] * 4
+
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("scio-")]
+
+    rnet = Recorder(net, input_size=(1, 3), verbose=0)
+    rnet.record("0-1")
+    for store in ("host", "device", "auto", f"disk:{tmp_path / 'run'}"):
+        rnet.collect(data, store=store)
+        assert not threads()
+        with pytest.raises(TypeError):
+            rnet.collect([*data, None], store="host", to_inputs=lambda batch: batch + 1)
+        assert not threads()
