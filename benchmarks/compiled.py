@@ -9,13 +9,12 @@ beside the output, which is the least that anyone who wants them has to do.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
-import time
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import interleaved
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
@@ -64,14 +63,7 @@ def measure(net: nn.Sequential, x: Tensor, rounds: int) -> tuple[float, list[flo
         expected = other(x)[1]
     for i, tensor in enumerate(expected):
         torch.testing.assert_close(rnet.activations[str(i)], tensor)
-    spent: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            start = time.perf_counter()
-            arms[name]()
-            spent[name].append(time.perf_counter() - start)
+    spent = interleaved(arms, rounds)
     shares = [a / b for a, b in zip(spent["ours"], spent["other"], strict=True)]
     return min(spent["ours"]) / min(spent["other"]), shares
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import random
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import interleaved
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
@@ -82,21 +81,6 @@ def torchextractor_net() -> nn.Module | None:
     net = identity_net()
     extractor: nn.Module = torchextractor.Extractor(net, [str(i) for i in range(MODULES)])
     return extractor
-
-
-def interleaved(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each arm in each round."""
-    for arm in arms.values():
-        arm()
-    spent: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            start = time.perf_counter()
-            arms[name]()
-            spent[name].append(time.perf_counter() - start)
-    return spent
 
 
 def row(name: str, added: list[float], unit: list[float], least: float, bar: str) -> list[str]:
