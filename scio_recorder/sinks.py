@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -20,8 +21,13 @@ class Sink(Protocol):
     and may overwrite them. What a pass handed over counts only once the pass has ended well.
     """
 
-    def receive(self, label: DepthIdx, activation: Any) -> None:
-        """Take what a layer returned, a tensor or a structure, after post-processing in place."""
+    @property
+    def takers(self) -> Mapping[DepthIdx, Callable[[Any], None]]:
+        """For each layer, what takes what it returned, a tensor or a structure.
+
+        Of a module that is called once in a pass, the hook itself calls it: nothing may stand
+        between the two in what every layer of every batch pays for.
+        """
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
         """Copy what a module's forward is about to receive; which call it is shows later."""

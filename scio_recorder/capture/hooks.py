@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.keeping import NOTHING
+
 if TYPE_CHECKING:
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
@@ -64,12 +66,18 @@ class ModuleHook:
                 # No tensor this time, or one without a version counter.
                 pass
         active = self.local.active
-        if active is not None and active.fast[self.index]:
-            try:
-                active.log += self.index, output, output._version
+        if active is not None:
+            take = active.takers[self.index]
+            if take is not None and not torch.compiler.is_dynamo_compiling():
+                take(output)
+                active.log += self.index, NOTHING, 0
                 return None
-            except (AttributeError, RuntimeError):
-                pass
+            if active.fast[self.index]:
+                try:
+                    active.log += self.index, output, output._version
+                    return None
+                except (AttributeError, RuntimeError):
+                    pass
         if self.site.compiled is not None:
             return self.site.compiled.receive(self.index, output)
         if active is None:

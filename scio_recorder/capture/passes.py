@@ -83,6 +83,7 @@ class Pass:
         "rerun",
         "sink",
         "stop_after",
+        "takers",
     )
 
     def __init__(
@@ -104,6 +105,12 @@ class Pass:
         is_simple = posts is None and self.records_outputs and stop_after is None
         self.fast = plan.fast if is_simple else _NEVER_FAST[len(plan.fast)]
         self.is_fast = is_simple and plan.is_fast
+        # What hooks hand outputs to directly, by module.
+        self.takers = _NO_TAKERS[len(plan.fast)]
+        options = program.options
+        is_involved = posts is not None or options.inputs or options.gradients
+        if sink is not None and stop_after is None and not is_involved:
+            self.takers = [label and sink.takers[label] for label in program.single]
         self.log: list[Any] = []
         self.inputs: dict[int, Kept | Offloaded] = {}
         # The state in which the calls ran whose inputs are recorded.
@@ -135,7 +142,7 @@ class Pass:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
         if self.sink is not None:
-            self.sink.receive(label, output)
+            self.sink.takers[label](output)
         elif self.records_outputs:
             kept, handed = self._keep(position, label, output, handed, references)
         self.log += index, kept, 0
@@ -338,9 +345,13 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
         )
 
 
-class _Nevers(dict[int, list[bool]]):
-    def __missing__(self, length: int) -> list[bool]:
-        return self.setdefault(length, [False] * length)
+class _Repeated(dict[int, list[Any]]):
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self._value = value
+
+    def __missing__(self, length: int) -> list[Any]:
+        return self.setdefault(length, [self._value] * length)
 
 
-_NEVER_FAST = _Nevers()
+_NEVER_FAST, _NO_TAKERS = _Repeated(False), _Repeated(None)

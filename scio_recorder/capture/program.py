@@ -59,6 +59,11 @@ class Program:
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
+        # The label of each module that is called once, and with that recorded.
+        self.single: list[DepthIdx | None] = [
+            self.labels[positions[0]] if len(positions) == 1 else None
+            for positions in self.positions
+        ]
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
         # What stands for recorded layers without a look at the architecture, under compilation.
         self.keys: dict[object, tuple[DepthIdx, ...]] = {}

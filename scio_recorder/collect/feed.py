@@ -143,6 +143,10 @@ def _keywords(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _num_samples(inputs: NetInputs) -> int:
+    first = inputs.args[0] if inputs.args else None
+    if isinstance(first, Tensor) and first.ndim > 0:
+        # So it mostly is, and there is no need to look through all of them.
+        return first.shape[0]
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:
             return tensor.shape[0]

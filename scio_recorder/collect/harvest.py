@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,6 +122,7 @@ class StoringLane(Lane):
         self._column: Column | None = None
         # Shape and dtype that were checked last: batches are mostly alike.
         self._seen_shape: torch.Size | None = None
+        self._seen_rows = -1
         self._seen_dtype: torch.dtype | None = None
         self.rounds = False
         # Sums of squares, in float64: of what rounding took away, and of all.
@@ -137,14 +139,14 @@ class StoringLane(Lane):
         if (
             kept.shape != self._seen_shape
             or kept.dtype != self._seen_dtype
-            or kept.shape[0] != current.rows
+            or current.rows != self._seen_rows
         ):
             self._check(kept)
         if current.skip:
             kept = kept[current.skip :]
         try:
             column = self._column or self._open(kept)
-            column.put(kept, current.start)
+            column.put(kept, current.start, current.rows - current.skip)
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
         if self.rounds:
@@ -185,6 +187,7 @@ class StoringLane(Lane):
                 "convert in transform=, or run all batches under the same autocast"
             )
         self._seen_shape, self._seen_dtype = kept.shape, kept.dtype
+        self._seen_rows = self.current.rows
 
     def _open(self, kept: Tensor) -> Column:
         wanted = self._dtype if kept.is_floating_point() else None
@@ -243,22 +246,20 @@ class ReducingLane(Lane):
 class Harvest:
     """Receives the activations of every pass, and the inputs where those are recorded."""
 
-    def __init__(self, lanes: Mapping[DepthIdx, Lane], current: Current) -> None:
+    def __init__(self, lanes: Mapping[DepthIdx, Lane], current: Current, with_inputs: bool) -> None:
         self.lanes = lanes
         self.current = current
-        self._takers = {label: lane.take for label, lane in lanes.items()}
+        take = {label: lane.take for label, lane in lanes.items()}
+        self.takers = (
+            {label: partial(self._take_with_call, label, take[label]) for label in take}
+            if with_inputs
+            else take
+        )
         self._storing = [lane for lane in lanes.values() if isinstance(lane, StoringLane)]
         self._pool = Pool()
         self._calls: dict[DepthIdx, KeptCall] = {}
         self._random: RandomState | None = None
         self._weights = Weights()
-
-    def receive(self, label: DepthIdx, activation: Any) -> None:
-        """Take what a layer returned."""
-        call = self._calls.get(label)
-        if call is not None:
-            call.output = digest_of(activation)
-        self._takers[label](activation)
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> KeptCall:
         """Copy what a module's forward is about to receive, and the state in which it will run."""
@@ -273,6 +274,14 @@ class Harvest:
     def receive_inputs(self, label: DepthIdx, kept: KeptCall) -> None:
         """Take what `keep_inputs` returned for a layer."""
         self._calls[label] = kept
+
+    def _take_with_call(
+        self, label: DepthIdx, take: Callable[[Any], None], activation: Any
+    ) -> None:
+        call = self._calls.get(label)
+        if call is not None:
+            call.output = digest_of(activation)
+        take(activation)
 
     def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
         """Start a batch."""

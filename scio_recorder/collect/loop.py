@@ -164,7 +164,7 @@ class _Collection:
                 if reductions is None
                 else ReducingLane(layer, transform, current, reductions)
             )
-        return Harvest(lanes, current)
+        return Harvest(lanes, current, self._capture.program.options.inputs)
 
     @torch.no_grad()
     def _run(self, writer: StoreWriter) -> None:

@@ -8,8 +8,9 @@ array a layer, and never two copies of it, also where the length is not known. A
 buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
 a NumPy array over its memory. Only memory that nobody holds is used again.
 
-Pages that are written for the first time cost more than what is written. So a thread makes them
-ready a little ahead of the samples; where it is late, they become ready when they are written.
+Pages that are written for the first time cost more than what is written. So a thread of the writer
+has them made ready a little ahead of the samples; where it is late, they become ready when they are
+written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from concurrent.futures import Executor, Future, wait
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,7 +31,10 @@ __all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
-_POPULATE_BYTES = 1 << 22
+# Memory that is not touched costs nothing, and what need not grow is not remapped.
+_LEAST_BYTES = 1 << 24
+# Views are made for so many batches at once.
+_MOST_PLACES = 256
 # The function of mmap objects would keep all other threads from running meanwhile.
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -47,14 +51,20 @@ class NoRoomError(MemoryError):
 class Buffer(Protocol):
     """Bytes on some device that can be asked to become more."""
 
+    least_bytes: int
+    """What may be asked for at no cost."""
+
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there.
 
         Tensors from earlier calls must not be used any more.
         """
 
-    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
-        """Make ready to be written what lies between two bytes, in a thread; contents stay."""
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes, as a tensor that holds no more than these where that is free."""
+
+    def touch(self, start: int, stop: int) -> None:
+        """Make ready to be written what lies between two bytes; contents stay. For a thread."""
 
 
 def _driver() -> Any:
@@ -76,12 +86,12 @@ class HostBuffer:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
+        # Registering takes a whole mapping, touched or not.
+        self.least_bytes = 0 if pinned else _LEAST_BYTES
         self._memory: _Memory | None = None
-        self._can_populate = _madvise is not None
         self._address = 0
-        self._touching: Future[None] | None = None
-        # Up to here pages have been written or touched; memory that is used again is ready.
-        self._ready_bytes = 0
+        # Nothing may be at work in memory that moves.
+        self._moving = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -104,43 +114,40 @@ class HostBuffer:
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there."""
+        with self._moving:
+            return self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> Tensor:
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         if self._memory is None:
             return torch.empty(0, dtype=torch.uint8)
-        raw = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8)
+        raw = self.first(self.num_bytes)
         self._address = raw.data_ptr()
         if self.pinned and not self._memory.registered:
             self._register(raw)
         return raw
 
-    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
-        """Take the page faults of a range at once, in a thread if there is one."""
-        start = max(start, self._ready_bytes)
-        if self._memory is None or not self._can_populate or start >= stop:
-            return
-        self._ready_bytes = stop
-        first = start - start % mmap.PAGESIZE
-        place = self._memory, self._address + first, stop - first
-        if thread is None:
-            self._populate(*place)
-        else:
-            self._touching = thread.submit(self._populate, *place)
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes: saving a tensor of theirs saves no more than them."""
+        if self._memory is None or num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
-    def _populate(self, memory: _Memory, address: int, num_bytes: int) -> None:
-        # Whoever calls this holds the mapping, so that it can't be undone meanwhile.
-        assert _madvise is not None
-        if _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE):
-            self._can_populate = False
+    def touch(self, start: int, stop: int) -> None:
+        """Take the page faults of a range at once."""
+        with self._moving:
+            memory, address = self._memory, self._address + start - start % mmap.PAGESIZE
+            num_bytes = self._address + min(stop, self.num_bytes) - address
+            if memory is not None and _madvise is not None and num_bytes > 0:
+                # Where the system knows no such advice, it refuses, and nothing is lost.
+                _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE)
 
     def _grow(self, num_bytes: int) -> None:
         old = self._memory
         if old is None:
             self._memory = _map(num_bytes)
             return
-        if self._touching is not None:
-            # Nothing may be at work in memory that moves.
-            wait([self._touching])
         self._unregister()
         try:
             old.resize(num_bytes)
@@ -174,6 +181,8 @@ def _map(num_bytes: int) -> _Memory:
 class DeviceBuffer:
     """Memory of the device on which activations are. Growing copies, one layer at a time."""
 
+    least_bytes = 0
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._raw = torch.empty(0, dtype=torch.uint8, device=device)
@@ -189,7 +198,11 @@ class DeviceBuffer:
             self._raw = larger
         return self._raw
 
-    def touch(self, start: int, stop: int, thread: Executor | None) -> None:
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes; what is behind them stays with them."""
+        return self._raw[:num_bytes]
+
+    def touch(self, start: int, stop: int) -> None:
         """Do nothing: the device's allocator hands out memory that is ready."""
 
 
@@ -206,79 +219,54 @@ class Column:
         Expected number of samples.
     is_exact : bool
         Whether that is a known length rather than a guess.
-    thread : concurrent.futures.Executor, optional
-        What makes memory ready ahead of the samples.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_is_exact",
-        "_thread",
-        "_touch_from",
-        "_touched",
-        "array",
-        "capacity",
-        "spec",
-    )
+    __slots__ = ("_buffer", "_next", "_places", "_rows", "array", "capacity", "spec")
 
-    def __init__(
-        self,
-        spec: TensorSpec,
-        buffer: Buffer,
-        rows: int,
-        is_exact: bool,
-        thread: Executor | None = None,
-    ) -> None:
+    def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
         self.spec = spec
         self.capacity = 0
         self._buffer = buffer
-        self._is_exact = is_exact
-        # Memory of unknown length is made ready in small parts, for which a thread doesn't pay.
-        self._thread = thread if is_exact else None
-        self._touched = 0
-        # More is touched when samples reach this row.
-        self._touch_from = 0
+        # Views for the batches that come next, the last one first: many made at once cost a third
+        # of what they cost one by one. All are for so many rows, and the next begins at this row.
+        self._places: list[Tensor] = []
+        self._rows = 0
+        self._next = 0
         self.array = torch.empty(0)
-        self._reserve(max(rows, 1))
+        free_rows = 0 if is_exact else buffer.least_bytes // max(1, spec.num_bytes)
+        try:
+            self._reserve(max(rows, free_rows, 1))
+        except NoRoomError:
+            # The address space is limited.
+            self._reserve(max(rows, 1))
 
-    def put(self, activation: Tensor, start: int) -> None:
+    def put(self, activation: Tensor, start: int, rows: int) -> None:
         """Copy the samples of a batch to where they begin; they count once the batch does.
 
         Parameters
         ----------
         activation : torch.Tensor
-            The samples, [batch, ...].
+            The samples, [rows, ...].
         start : int
             The row of the first.
+        rows : int
+            How many there are.
         """
-        rows = activation.shape[0]
-        if start + rows > self.capacity:
-            self._reserve(max(start + rows, 2 * self.capacity))
-        if start + rows > self._touch_from:
-            self._touch(start + rows)
-        self.array.narrow(0, start, rows).copy_(activation, non_blocking=True)
+        if start != self._next or rows != self._rows or not self._places:
+            self._make_places(start, rows)
+        self._next = start + rows
+        self._places.pop().copy_(activation, non_blocking=True)
 
-    def _reserve(self, rows: int) -> None:
-        num_bytes = rows * self.spec.num_bytes
-        # No view may be alive while the memory moves.
-        self.array = torch.empty(0)
-        # Tensors made in inference mode could not be used outside it.
-        with torch.inference_mode(False):
-            raw = self._buffer.reserve(num_bytes)
-            flat = raw[:num_bytes].view(self.spec.dtype)
-            self.array = flat.view(rows, *self.spec.shape)
-        self.capacity = rows
+    def touch(self, start: int, stop: int) -> None:
+        """Make the memory of rows ready to be written, in a thread of its own.
 
-    def _touch(self, stop: int) -> None:
+        Parameters
+        ----------
+        start, stop : int
+            The first row, and the one after the last.
+        """
         row_bytes = self.spec.num_bytes
-        needed, known = stop * row_bytes, self._touched * row_bytes
-        # Where the end is not known, no more than a small part may be taken in vain.
-        ahead = _POPULATE_BYTES if self._is_exact else min(_POPULATE_BYTES, needed // 16)
-        end = min(needed + ahead, self.capacity * row_bytes)
-        self._buffer.touch(known, end, self._thread)
-        self._touched = end // row_bytes if row_bytes else self.capacity
-        is_last = self._thread is None or self._touched >= self.capacity
-        self._touch_from = self._touched if is_last else (stop + self._touched) // 2
+        self._buffer.touch(start * row_bytes, min(stop, self.capacity) * row_bytes)
 
     def close(self, rows: int) -> Tensor:
         """Return the samples that count, and let go of them.
@@ -293,6 +281,28 @@ class Column:
         torch.Tensor
             The samples, [rows, ...].
         """
-        array, self.array = self.array, torch.empty(0)
+        self._places = []
+        self.array = torch.empty(0)
         with torch.inference_mode(False):
-            return array[:rows]
+            return self._view(self._buffer.first(rows * self.spec.num_bytes), rows)
+
+    def _make_places(self, start: int, rows: int) -> None:
+        if start + rows > self.capacity:
+            self._reserve(max(start + rows, 2 * self.capacity))
+        self._rows = rows
+        number = min(_MOST_PLACES, (self.capacity - start) // rows) if rows else 1
+        self._places = list(torch.split(self.array[start : start + number * rows], rows))
+        self._places.reverse()
+
+    def _reserve(self, rows: int) -> None:
+        num_bytes = rows * self.spec.num_bytes
+        # No view may be alive while the memory moves.
+        self._places = []
+        self.array = torch.empty(0)
+        # Tensors made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)
+        self.capacity = rows
+
+    def _view(self, raw: Tensor, rows: int) -> Tensor:
+        return raw.view(self.spec.dtype).view(rows, *self.spec.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.disk import TensorSpec
-from scio_recorder.kept import MemoryBatches
+from scio_recorder.disk.ids import Ids
+from scio_recorder.kept import KeptCall, MemoryBatches
 from scio_recorder.stores.base import Held, Job, State, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column
 
@@ -21,6 +22,10 @@ __all__ = ["MemoryWriter", "wait_for"]
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8
+# So much memory at most is made ready at once, and where the length is not known, such a part of
+# what is there already.
+_AHEAD_BYTES = 1 << 26
+_UNKNOWN_PART = 32
 
 MakeBuffer = Callable[["DepthIdx", torch.device, int], Buffer]
 
@@ -34,6 +39,8 @@ class MemoryWriter(StoreWriter):
         self._make_buffer = make_buffer
         self._columns: dict[DepthIdx, Column] = {}
         self._devices: set[torch.device] = set()
+        # The next rows to be made ready, and the row at which that is done.
+        self._touch_from = self._touch_to = 0
         self._thread = ThreadPoolExecutor(1, "scio-memory")
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
@@ -41,9 +48,31 @@ class MemoryWriter(StoreWriter):
         is_exact = self._num_batches is not None
         rows = first.shape[0] * (self._num_batches or _GUESSED_BATCHES)
         buffer = self._make_buffer(label, first.device, rows * spec.num_bytes)
-        column = self._columns[label] = Column(spec, buffer, rows, is_exact, self._thread)
+        column = self._columns[label] = Column(spec, buffer, rows, is_exact)
         self._devices.add(first.device)
         return column
+
+    def commit(
+        self,
+        ids: Ids,
+        state: Callable[[], State],
+        calls: Mapping[DepthIdx, KeptCall] | None = None,
+    ) -> None:
+        """Count a batch, and have memory made ready for those that follow the next ones."""
+        super().commit(ids, state, calls)
+        if self.start >= self._touch_from:
+            self._touch()
+
+    def _touch(self) -> None:
+        """While the rows up to the last such call are filled, make as many behind them ready."""
+        columns = list(self._columns.values())
+        sample_bytes = sum(column.spec.num_bytes for column in columns)
+        # Where the end is not known, no more than a small part may be made ready in vain.
+        expected = self.start if self._num_batches is not None else self.start // _UNKNOWN_PART
+        first = self._touch_from = max(self._touch_to, self.start)
+        self._touch_to = first + min(expected, _AHEAD_BYTES // max(sample_bytes, 1))
+        if self._touch_to > first:
+            self._thread.submit(_touch, columns, first, self._touch_to)
 
     def finish(self, state: Callable[[], State]) -> Held:
         """Return the arrays, narrowed to what was committed."""
@@ -59,6 +88,11 @@ class MemoryWriter(StoreWriter):
     def _close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         wait_for(self._devices)
+
+
+def _touch(columns: list[Column], start: int, stop: int) -> None:
+    for column in columns:
+        column.touch(start, stop)
 
 
 def wait_for(devices: set[torch.device]) -> None:

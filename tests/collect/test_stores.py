@@ -229,6 +229,13 @@ def test_opened_without_the_net(tmp_path):
         assert opened.path == made.path
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_saving_a_layer_saves_its_samples_and_no_room_behind_them(known):
+    rnet, data = recorder("1-1"), batches(4, 4, 1)
+    stored = rnet.collect(data if known else iter(data), store="host")["1-1"]
+    assert stored.untyped_storage().nbytes() == stored.nbytes
+
+
 def test_a_pass_of_the_recorder_itself_goes_on_as_before():
     rnet, data = recorder("1-1"), batches(3, 2)
     rnet(data[0])
@@ -265,9 +272,11 @@ def test_memory_made_ready_by_a_thread_grows_with_all_that_is_in_it():
     rows = torch.arange(3 << 19, dtype=torch.float64).reshape(-1, 1 << 10)
     with ThreadPoolExecutor(1) as thread:
         # Shorter than what comes, as a loader's length may be.
-        column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, True, thread)
+        column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, True)
         for start in range(0, len(rows), 37):
-            column.put(rows[start : start + 37], start)
+            part = rows[start : start + 37]
+            thread.submit(column.touch, start + 20, start + 500)
+            column.put(part, start, len(part))
         assert torch.equal(column.close(len(rows)), rows)
 
 
