@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -16,7 +17,7 @@ from scio_recorder.disk.tables import Table, TensorSpec, encode_header
 from scio_recorder.errors import RecordingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -36,6 +37,8 @@ __all__ = [
 
 # So many bytes at a time go to the disk while the next are copied to the system's cache.
 _BEHIND_BYTES = 8 << 20
+# From so many blocks on, a second thread pays for its start.
+_BLOCKS_FOR_TWO = 6
 
 
 class FileEntry(NamedTuple):
@@ -153,20 +156,34 @@ class ChunkFile:
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
-        stop, length = start + len(out), self._table[name].num_bytes
+        blocks = range(start - start % BLOCK_BYTES, start + len(out), BLOCK_BYTES)
+        remaining = iter(blocks)
         with accessing(self._path):
-            for block in range(start - start % BLOCK_BYTES, stop, BLOCK_BYTES):
-                end = min(block + BLOCK_BYTES, length)
-                low, high = max(start, block), min(stop, end)
-                part = out[low - start : high - start]
-                if self._verified[name][block // BLOCK_BYTES]:
-                    self._fill(part, self._offsets[name] + low)
-                elif (low, high) == (block, end):
-                    self._fill_verified(part, name, block)
-                else:
-                    whole = numpy.empty(end - block, numpy.uint8)
-                    self._fill_verified(whole, name, block)
-                    part[:] = whole[low - block : high - block]
+            if len(blocks) < _BLOCKS_FOR_TWO:
+                self._copy_blocks(remaining, out, name, start)
+                return
+            # Each takes the next block; neither the system nor the checksum holds the other up.
+            with ThreadPoolExecutor(1, "scio-read") as helper:
+                others = helper.submit(self._copy_blocks, remaining, out, name, start)
+                self._copy_blocks(remaining, out, name, start)
+                others.result()
+
+    def _copy_blocks(
+        self, blocks: Iterator[int], out: NDArray[numpy.uint8], name: str, start: int
+    ) -> None:
+        stop, length = start + len(out), self._table[name].num_bytes
+        for block in blocks:
+            end = min(block + BLOCK_BYTES, length)
+            low, high = max(start, block), min(stop, end)
+            part = out[low - start : high - start]
+            if self._verified[name][block // BLOCK_BYTES]:
+                self._fill(part, self._offsets[name] + low)
+            elif (low, high) == (block, end):
+                self._fill_verified(part, name, block)
+            else:
+                whole = numpy.empty(end - block, numpy.uint8)
+                self._fill_verified(whole, name, block)
+                part[:] = whole[low - block : high - block]
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""

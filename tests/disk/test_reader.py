@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 
 import pytest
 import torch
 
 from scio_recorder.disk import RunReader, RunWriter, TensorSpec, reader
+from scio_recorder.disk.checksums import BLOCK_BYTES
 from scio_recorder.disk.ids import SampleIds, to_ids
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from tests.disk.runs import intercepted, make_run, rows
@@ -53,6 +55,24 @@ def test_what_was_read_belongs_to_the_caller(tmp_path):
         first.zero_()
         assert torch.equal(recording.read("1-1", 0, 9), rows(0, 9)["1-1"])
     assert first.sum() == 0
+
+
+def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_path):
+    numbers = torch.arange(9 * BLOCK_BYTES // 8 + 100)
+    with RunWriter.create(tmp_path, layers={"x": TensorSpec((), torch.int64)}, header={}) as writer:
+        writer.append({"x": numbers}, range(len(numbers)))
+        writer.finish()
+    with RunReader(tmp_path) as recording:
+        assert torch.equal(recording.read("x", 50, len(numbers) - 7), numbers[50:-7])
+        assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
+    (file,) = tmp_path.glob("shard-*/chunk-*.safetensors")
+    intact = file.read_bytes()
+    for block in range(10):
+        position = len(intact) - 9 * BLOCK_BYTES - 800 + block * BLOCK_BYTES + 11
+        file.write_bytes(intact[:position] + b"?" + intact[position + 1 :])
+        with RunReader(tmp_path) as recording, pytest.raises(RecordingError, match="checksum"):
+            recording.read("x", 0, len(numbers))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scio-")]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 10), (10, 10)])
