@@ -61,7 +61,7 @@ def test_any_call_failing(code, from_then_on, tmp_path):
     job = Job(4, 4, 3)
     total = len(calls_of(lambda: job.collect(tmp_path / "clean")))
     raised = 0
-    for target in range(0, total, 1 if FULL else 2):
+    for target in range(total):
         path = tmp_path / str(target)
         with failing(target, code, from_then_on=from_then_on):
             problem = problem_of(lambda path=path: job.collect(path))
@@ -75,7 +75,7 @@ def test_any_call_failing(code, from_then_on, tmp_path):
         job.collect(path)
         job.check(path, is_complete=True)
     # Closing, removing what nobody needs and one failed sync of a file harm nobody.
-    assert raised > total // (3 if FULL else 6)
+    assert raised > total // 3
 
 
 def alive() -> list[str]:
