@@ -39,7 +39,7 @@ HOUSE = (
     "flow call_trace forgiving_torchinfo isolation restoring source steps supported",
     "architecture architecture_json distributed",
     "display",
-    "layer in_place",
+    "layer in_place arguments",
     "postprocessors",
     "errors tree tensors random_state",
 )

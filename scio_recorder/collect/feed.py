@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from scio_recorder.arguments import whole
 from scio_recorder.disk.ids import Ids, to_ids
 from scio_recorder.errors import CollectError
 from scio_recorder.tree import tensors
@@ -49,8 +50,8 @@ class Feed:
         to_inputs: Callable[[Any], Any] | None,
         sample_ids: Callable[[Any], Any] | None,
     ) -> None:
-        self.every = _whole("every", every, 1)
-        self._limit = None if max_batches is None else _whole("max_batches", max_batches, 1)
+        self.every = whole("every", every, 1)
+        self._limit = None if max_batches is None else whole("max_batches", max_batches, 1)
         if isinstance(batches, Tensor):
             raise CollectError(
                 "batches is a single tensor, whose rows would be taken for batches: write "
@@ -154,9 +155,3 @@ def _num_samples(inputs: NetInputs) -> int:
         "there is no tensor in what the net is given that would tell the number of samples: "
         "write sample_ids=lambda batch: ... with one id for each sample"
     )
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CollectError(f"{name}={value!r}: give a whole number from {least} on")
-    return value

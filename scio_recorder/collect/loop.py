@@ -126,6 +126,11 @@ class _Collection:
                 f"store=None keeps reductions only, and there is none for {layers}: give "
                 'reduce=, or a store such as "host"'
             )
+        if store.is_shared and request.sample_ids is None:
+            raise CollectError(
+                "each of several processes sees samples of its own, and a running index would give "
+                "different ones the same id: write sample_ids=lambda batch: ..."
+            )
         if request.resume and not store.can_resume:
             raise CollectError(
                 f"resume=True needs a store on disk, and store is {request.store!r}: write "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_dense",
+    "check_joining",
     "check_open",
     "check_rank",
     "check_same",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 # What a writer that was killed while creating a recording leaves, before there is one.
-_REMAINS = re.compile(r"lock-\d{5}|recording\.json\.\d{5}\.tmp", re.ASCII)
+_REMAINS = re.compile(r"lock-(\d{5}|create)|recording\.json\.\d{5}\.tmp", re.ASCII)
 
 
 def describe(layers: Table, header: Mapping[str, JSON], world_size: int) -> Description:
@@ -82,6 +83,21 @@ def check_same(path: str, stored: Description, given: Description) -> None:
 
 def _comparable(description: Description) -> dict[str, Any]:
     return {"layers": to_json(description.layers), "header": description.header}
+
+
+def check_joining(path: str, run: Run, given: Description, rank: int) -> None:
+    """Refuse a rank to begin in what another rank has created."""
+    stored = run.description
+    if stored.world_size != given.world_size:
+        raise RecordingError(
+            f"{path} was made for {stored.world_size} processes, not {given.world_size}: give all "
+            "of them the same world_size, or take another folder"
+        )
+    check_same(path, stored, given)
+    if run.of_rank(rank):
+        raise RecordingError(
+            f"{path} already holds samples of rank {rank}: resume it, or take another folder"
+        )
 
 
 def check_rank(path: str, stored: Description, rank: int) -> None:

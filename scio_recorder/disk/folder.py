@@ -152,7 +152,9 @@ def make_folder(path: str) -> None:
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(path):
         make_folder(parent)
-        system.mkdir(path)
+        with suppress(FileExistsError):
+            # Unless another process just has.
+            system.mkdir(path)
     if parent != path:
         with Folder.open(parent) as folder:
             folder.sync()

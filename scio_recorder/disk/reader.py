@@ -6,8 +6,9 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
+from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,12 +23,12 @@ from scio_recorder.disk.tables import require_little_endian
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
     from scio_recorder.disk.jsons import JSON
-    from scio_recorder.disk.run import Run
+    from scio_recorder.disk.run import Run, Shard
     from scio_recorder.disk.tables import Table, TensorSpec
 
 __all__ = ["FileReport", "RunReader", "load_state"]
@@ -63,6 +64,8 @@ class RunReader:
         The folder.
     verify
         Whether to read all data now and check it.
+    rank
+        Whose part to read, None for all of it.
 
     Attributes
     ----------
@@ -73,7 +76,7 @@ class RunReader:
     sample_ids : SampleIds
         The ids of all samples, in the order in which `read` counts them.
     complete : bool
-        Whether every rank has finished.
+        Whether every rank that is read has finished.
     kept : KeptReader
         What is kept of each batch, besides samples.
 
@@ -98,8 +101,11 @@ class RunReader:
     >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, verify: bool = False, rank: int | None = None
+    ) -> None:
         require_little_endian()
+        self.rank = rank
         self.path = os.fspath(path)
         with accessing(self.path):
             self._root = Folder.open(self.path)
@@ -107,7 +113,7 @@ class RunReader:
         self._run: Run = scan(self._root)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
-        self.complete = self._run.complete
+        self.complete = self._run.complete if rank is None else self._run.is_closed(rank)
         self.sample_ids = SampleIds()
         self._pieces: list[_Piece] = []
         self._starts: list[int] = []
@@ -133,6 +139,10 @@ class RunReader:
     def complete_ranks(self) -> frozenset[int]:
         """The ranks that have finished."""
         return frozenset(rank for rank in range(self.world_size) if self._run.is_closed(rank))
+
+    def has_begun(self, rank: int) -> bool:
+        """Whether a rank has begun to write."""
+        return bool(self._run.of_rank(rank))
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
         """Return samples ``start`` to ``stop`` of a layer, in memory of their own.
@@ -184,18 +194,18 @@ class RunReader:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type[RunReader], tuple[str]]:
-        return RunReader, (os.path.abspath(self.path),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RunReader, rank=self.rank), (os.path.abspath(self.path),)
 
     def _index(self) -> None:
         with parsing(self.path):
-            for shard in self._run.shards:
+            for shard in self._shards:
                 for chunk in shard.chunks:
                     if chunk.file is not None and chunk.rows:
                         self._pieces.append(_Piece(shard.name, chunk.file, chunk.rows))
                         self._starts.append(self.num_samples)
                     self.sample_ids.add(chunk.ids)
-            self.kept = KeptReader(self._root, self._run.shards)
+            self.kept = KeptReader(self._root, self._shards)
 
     def _spec(self, layer: str) -> TensorSpec:
         if layer not in self.layers:
@@ -225,8 +235,12 @@ class RunReader:
         with self._root.subfolder(piece.shard) as folder:
             return ChunkFile(folder, piece.file, rows_table(self.layers, piece.rows))
 
+    @property
+    def _shards(self) -> Iterable[Shard]:
+        return self._run.shards if self.rank is None else self._run.of_rank(self.rank)
+
     def _verified(self) -> Iterator[FileReport]:
-        for shard in self._run.shards:
+        for shard in self._shards:
             for chunk in shard.chunks:
                 if chunk.file is not None:
                     table = rows_table(self.layers, chunk.rows)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK_NAME",
+    "CREATION_LOCK_NAME",
     "DESCRIPTION_NAME",
     "JOURNAL_NAME",
     "MANIFEST_NAME",
@@ -37,6 +38,7 @@ __all__ = [
 DESCRIPTION_NAME = "recording.json"
 MANIFEST_NAME = "manifest.json"
 JOURNAL_NAME = "journal.log"
+CREATION_LOCK_NAME = "lock-create"
 CHUNK_NAME = re.compile(r"chunk-\d{8}\.safetensors", re.ASCII)
 _SHARD_NAME = re.compile(r"shard-(\d{5})-(\d{5})", re.ASCII)
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from scio_recorder.disk.checks import (
+    check_joining,
     check_open,
     check_rank,
     check_same,
@@ -34,6 +35,7 @@ from scio_recorder.disk.records import (
 )
 from scio_recorder.disk.run import (
     CHUNK_NAME,
+    CREATION_LOCK_NAME,
     DESCRIPTION_NAME,
     MANIFEST_NAME,
     Run,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scio_recorder.disk.jsons import JSON
+    from scio_recorder.disk.records import Description
     from scio_recorder.disk.tables import Table
 
 __all__ = ["RunWriter", "holds_recording"]
@@ -108,8 +111,9 @@ class RunWriter:
         layers: Table,
         header: Mapping[str, JSON],
         world_size: int = 1,
+        rank: int = 0,
     ) -> Self:
-        """Start a recording in a folder that is empty or not there yet, as its rank 0.
+        """Start a recording in a folder that is empty or not there yet, or join in one of several.
 
         Parameters
         ----------
@@ -120,26 +124,29 @@ class RunWriter:
         header
             Settings to keep with the recording; resuming compares all of them.
         world_size
-            How many ranks will write; those after rank 0 begin by `resume`.
+            How many ranks will write. With several, each begins like this, in any order: the first
+            creates the recording, the others join it.
+        rank
+            Whose part to write.
 
         Raises
         ------
         CollectError
             If a dtype, a name or the header can't be written.
         RecordingError
-            If the folder is not empty, or can't be written to.
+            If the folder is not empty, holds samples of this rank or a recording that differs, or
+            can't be written to.
         """
         require_little_endian()
         description = describe(layers, header, world_size)
         where = os.fspath(path)
+        check_rank(where, description, rank)
         with accessing(where), ExitStack() as stack:
             make_folder(where)
             root = stack.enter_context(Folder.open(where))
-            lock = WriterLock(root, lock_name(0))
+            lock = WriterLock(root, lock_name(rank))
             stack.callback(lock.release)
-            refuse_contents(root)
-            root.replace_file(DESCRIPTION_NAME, sealed(description), _temporary(DESCRIPTION_NAME))
-            writer = cls(root, lock, Run(description), 0)
+            writer = cls(root, lock, _begin(root, description, rank), rank)
             stack.pop_all()
             return writer
 
@@ -314,6 +321,21 @@ class RunWriter:
                     if CHUNK_NAME.fullmatch(name.removesuffix(".tmp")) and name not in keep:
                         folder.unlink(name)
                 folder.sync()
+
+
+def _begin(root: Folder, description: Description, rank: int) -> Run:
+    """Return the recording of this description: created now, or by another rank."""
+    with ExitStack() as stack:
+        if description.world_size > 1:
+            creating = WriterLock(root, CREATION_LOCK_NAME, waits=True)
+            stack.callback(creating.release)
+            if DESCRIPTION_NAME in root.names():
+                run = scan(root)
+                check_joining(root.path, run, description, rank)
+                return run
+        refuse_contents(root)
+        root.replace_file(DESCRIPTION_NAME, sealed(description), _temporary(DESCRIPTION_NAME))
+        return Run(description)
 
 
 def _close(shard: ShardWriter, root: Folder, lock: WriterLock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from scio_recorder.architecture import Architecture, DepthIdx
@@ -57,17 +58,19 @@ def read_recording(reader: RunReader) -> Recording:
     """Return the recording that an open folder holds."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
-    found = reader.read_state()
-    state = {} if found is None else unpack(found)
+    found = [reader.read_state(rank) for rank in range(reader.world_size)]
+    states = [unpack(state) for state in found if state is not None]
     try:
         held = held_by(reader, architecture)
-        errors = _relative_errors(architecture, _mapping(state, "rounding"))
+        errors = _relative_errors(architecture, [_mapping(state, "rounding") for state in states])
         recipes = _mapping(header, "reductions")
-        states = _mapping(state, "reductions")
+        reduced = [_mapping(state, "reductions") for state in states]
         reductions = {
-            architecture.resolve(name): from_recipes(recipes[name], states[name], name)
+            architecture.resolve(name): from_recipes(
+                recipes[name], [state[name] for state in reduced], name
+            )
             for name in recipes
-            if name in states
+            if reduced and all(name in state for state in reduced)
         }
     except (LayerNotFoundError, LookupError, TypeError, ValueError) as error:
         raise RecordingError(f"{reader.path} contradicts itself: {error}") from error
@@ -81,11 +84,16 @@ def read_recording(reader: RunReader) -> Recording:
 
 
 def _relative_errors(
-    architecture: Architecture, rounding: Mapping[str, Any]
+    architecture: Architecture, rounding: list[Mapping[str, Any]]
 ) -> dict[DepthIdx, float]:
+    sums: dict[str, list[float]] = {}
+    for name, (lost, total) in chain.from_iterable(one.items() for one in rounding):
+        own = sums.setdefault(name, [0.0, 0.0])
+        own[0] += lost
+        own[1] += total
     return {
         architecture.resolve(name): math.sqrt(lost / total) if total else 0.0
-        for name, (lost, total) in rounding.items()
+        for name, (lost, total) in sums.items()
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 from scio_recorder import reductions
-from scio_recorder.errors import RecordingError
+from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Reduction
 
 __all__ = ["from_recipes", "recipes_of"]
@@ -27,15 +27,17 @@ def recipes_of(given: Reductions) -> Any:
     return _recipe(given)
 
 
-def from_recipes(recipes: Any, states: Any, where: str) -> Reductions:
+def from_recipes(recipes: Any, states: Sequence[Any], where: str) -> Reductions:
     """Return the reductions that `recipes_of` was given, in the states that they had.
 
-    Only classes of this library are constructed, by names from a fixed list.
+    Only classes of this library are constructed, by names from a fixed list. Where there are the
+    states of several processes, they are merged.
     """
     try:
         if isinstance(recipes, list):
-            return [_cook(*pair, where) for pair in zip(recipes, states, strict=True)]
-        return _cook(recipes, states, where)
+            each = zip(recipes, *states, strict=True)
+            return [_merged(recipe, own, where) for recipe, *own in each]
+        return _merged(recipes, states, where)
     except RecordingError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -47,6 +49,21 @@ def _recipe(reduction: Reduction) -> dict[str, Any]:
     if not _is_ours(type(reduction)) or recipe is None:
         return {"kind": type(reduction).__name__, "custom": True}
     return {key: _plain(value) for key, value in recipe.items()}
+
+
+def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str) -> Reduction:
+    first, *others = [_cook(recipe, state, where) for state in states]
+    if isinstance(first, _Unreadable):
+        return first
+    for other in others:
+        try:
+            first.merge(other)
+        except CollectError as error:
+            return _Unreadable(
+                f"layer {where} was reduced by {recipe['kind']} in {len(states)} processes, whose "
+                f"results can't be merged: {error}"
+            )
+    return first
 
 
 def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:

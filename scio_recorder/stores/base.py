@@ -175,6 +175,8 @@ class Store(abc.ABC):
     """A place for activations; `open` gives what writes there for the length of one job."""
 
     can_resume = False
+    # Whether other processes fill it too, with samples of their own.
+    is_shared = False
 
     @abc.abstractmethod
     def open(self, job: Job) -> StoreWriter:

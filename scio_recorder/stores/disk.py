@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from scio_recorder.arguments import whole
 from scio_recorder.disk import RunReader, RunWriter, SampleIds, TensorSpec, holds_recording
 from scio_recorder.disk.ids import Ids, to_ids
 from scio_recorder.disk.jsons import dump, parse
@@ -47,6 +48,17 @@ class Disk(Store):
     chunk_bytes : int, default 64 MiB
         How many bytes of activations are made durable at a time, to the next whole batch. Memory
         holds two times as many: those that are being written, and those that come meanwhile.
+    rank : int, default 0
+        The number of this process, where several fill one recording with samples of their own.
+    world_size : int, default 1
+        How many processes do. The recording is complete when all of them are.
+
+    Notes
+    -----
+    With several processes, each collects with the same net, layers and settings, and says by
+    ``sample_ids`` which samples it has seen. What ``collect`` returns is the part of its own
+    process; ``open_recording`` gives all parts, in the order of the ranks, with reductions merged.
+    ``resume=True`` goes on with each part on its own, in as many processes as before.
 
     Examples
     --------
@@ -65,11 +77,24 @@ class Disk(Store):
 
     can_resume = True
 
-    def __init__(self, path: str | os.PathLike[str], chunk_bytes: int = CHUNK_BYTES) -> None:
-        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-            raise CollectError(f"chunk_bytes={chunk_bytes!r}: give a whole number from 1 on")
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        chunk_bytes: int = CHUNK_BYTES,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self.path = os.fspath(path)
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
+        self.world_size = whole("world_size", world_size, 1)
+        self.rank = whole("rank", rank, 0)
+        if self.rank >= self.world_size:
+            raise CollectError(
+                f"rank={rank} of world_size={world_size}: ranks are counted from 0 to "
+                f"{world_size - 1}"
+            )
+        self.is_shared = world_size > 1
 
     def open(self, job: Job) -> DiskWriter:
         """Begin a job, or go on with it.
@@ -89,7 +114,7 @@ class Disk(Store):
         RecordingError
             The folder is in use, holds a recording already, or another than is to be resumed.
         """
-        return DiskWriter(job, self.path, self.chunk_bytes)
+        return DiskWriter(job, self)
 
 
 class _TurningColumn(Column):
@@ -118,11 +143,11 @@ class _TurningColumn(Column):
 class DiskWriter(StoreWriter):
     """Buffers whole batches until there is a chunk, and has that appended."""
 
-    def __init__(self, job: Job, path: str, chunk_bytes: int) -> None:
+    def __init__(self, job: Job, store: Disk) -> None:
         super().__init__()
         self._job = job
-        self._path = path
-        self._chunk_bytes = chunk_bytes
+        self._store = store
+        self._path = store.path
         self._columns: dict[DepthIdx, _TurningColumn] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
@@ -134,7 +159,7 @@ class DiskWriter(StoreWriter):
         self._is_complete = False
         # Of the net as it is now: passes in training mode change its buffers.
         self._settings = job.settings()
-        if holds_recording(path):
+        if holds_recording(store.path):
             self._go_on()
 
     @property
@@ -177,7 +202,7 @@ class DiskWriter(StoreWriter):
         sample_bytes = sum(column.spec.num_bytes for column in self._columns.values())
         num_bytes = self.start * sample_bytes + self._kept.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
-        if num_bytes >= self._chunk_bytes or is_late:
+        if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)
 
     def finish(self, state: Callable[[], State]) -> Held:
@@ -190,7 +215,7 @@ class DiskWriter(StoreWriter):
                 self._writer.finish()
         finally:
             self._close()
-        return held_by(RunReader(self._path), self._job.architecture)
+        return held_by(self._reader(), self._job.architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Close the folder, having saved what counts where that is possible."""
@@ -226,29 +251,37 @@ class DiskWriter(StoreWriter):
     def _created(self) -> BackgroundWriter:
         layers = {self._name(label): column.spec for label, column in self._columns.items()}
         header = header_of(self._job.architecture, self._settings)
-        create = partial(RunWriter.create, self._path, layers=layers, header=header)
+        numbers = {"rank": self._store.rank, "world_size": self._store.world_size}
+        create = partial(RunWriter.create, self._path, layers=layers, header=header, **numbers)
         return BackgroundWriter(self._path, create)
+
+    def _reader(self) -> RunReader:
+        return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
 
     def _name(self, label: DepthIdx) -> str:
         return str(self._job.architecture[label].label)
 
     def _go_on(self) -> None:
-        if not self._job.resume:
-            raise RecordingError(
-                f"{self._path} already holds a recording: go on with it by resume=True, read it "
-                "with open_recording, or choose another folder"
-            )
-        with RunReader(self._path) as reader:
+        rank = self._store.rank
+        with self._reader() as reader:
+            is_joining = self._store.is_shared and not reader.has_begun(rank)
+            if not (self._job.resume or is_joining):
+                raise RecordingError(
+                    f"{self._path} already holds a recording: go on with it by resume=True, read "
+                    "it with open_recording, or choose another folder"
+                )
             self._check_same(reader)
             self.sample_ids = _copy_of(reader.sample_ids)
             self._is_complete = reader.complete
             self._found_layers = dict(reader.layers)
-            found = reader.read_state()
+            if is_joining:
+                return
+            found = reader.read_state(rank)
             self._found = None if found is None else unpack(found)
             if not reader.complete:
                 layers, header = reader.layers, reader.header
                 # At once, so that another writer at work is noticed before any pass.
-                resumed = RunWriter.resume(self._path, layers=layers, header=header)
+                resumed = RunWriter.resume(self._path, layers=layers, header=header, rank=rank)
                 self._writer = BackgroundWriter(self._path, resumed)
 
     def _check_same(self, reader: RunReader) -> None:
@@ -260,6 +293,11 @@ class DiskWriter(StoreWriter):
             raise RecordingError(
                 f"{self._path} was recorded from another architecture: its fingerprint is {theirs} "
                 f"and this net's is {ours}; choose another folder"
+            )
+        if reader.world_size != self._store.world_size:
+            raise RecordingError(
+                f"{self._path} was begun by {reader.world_size} processes, and world_size is "
+                f"{self._store.world_size}: resume with as many, or choose another folder"
             )
         found = disagreements(stored, parse(dump(self._settings)))
         if found:

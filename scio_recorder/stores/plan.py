@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.filesize import decimal
 
+from scio_recorder.arguments import whole
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import TensorSpec
 
@@ -108,8 +109,7 @@ def make_plan(
     CollectError
         ``num_samples`` is no whole number from 0 on.
     """
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 0:
-        raise CollectError(f"num_samples={num_samples!r}: give a whole number from 0 on")
+    whole("num_samples", num_samples, 0)
     free: dict[str, int] = {}
     if device.type == "cuda":
         free["device"] = torch.cuda.mem_get_info(device)[0]
