@@ -71,6 +71,14 @@ def test_dimension_0_must_count_samples():
     assert rnet.collect([torch.ones(2, 6)], reduce=Mean())["table"].shape == (6,)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_dimension_0_counts_samples_by_chance_at_first(rows):
+    rnet = Recorder(Positions(), input_size=(2, 6))
+    rnet.record("table")
+    with pytest.raises(CollectError, match=rf"shape \(3, 6\) for a batch of {rows} samples"):
+        rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(rows, 6)])
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -203,6 +203,18 @@ def test_reductions_are_merged(tmp_path):
         recording["1-4"]
 
 
+def test_reductions_of_one_process_go_on(tmp_path):
+    def go_on(rank: int, data: Any, **keywords: Any) -> None:
+        fill(tmp_path, rank, seeded("0", "3"), data, reduce={"0": Moments()}, **keywords)
+
+    go_on(0, data_of(0))
+    with pytest.raises(Broken):
+        go_on(1, broken(data_of(1)[:1]))
+    go_on(1, data_of(1), resume=True)
+    go_on(2, data_of(2))
+    assert open_recording(tmp_path)["1-1"].count == sum(map(sum, SIZES))
+
+
 def test_rounding_is_measured_over_all(tmp_path):
     parts = []
     for rank in range(WORLD_SIZE):
