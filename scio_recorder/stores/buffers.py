@@ -34,7 +34,7 @@ _POPULATE = 23
 # Memory that is not touched costs nothing, and what need not grow is not remapped.
 _LEAST_BYTES = 1 << 24
 # Views are made for so many batches at once.
-_MOST_PLACES = 256
+_MOST_PLACES = 16
 # The function of mmap objects would keep all other threads from running meanwhile.
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
