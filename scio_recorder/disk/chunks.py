@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
@@ -13,6 +12,7 @@ from scio_recorder.disk import system
 from scio_recorder.disk.checksums import BLOCK_BYTES, DIGITS, block_count, checksum
 from scio_recorder.disk.faults import accessing
 from scio_recorder.disk.folder import close_quietly, read_at, write_all
+from scio_recorder.disk.helper import helped_by
 from scio_recorder.disk.tables import Table, TensorSpec, encode_header
 from scio_recorder.errors import RecordingError
 
@@ -163,10 +163,8 @@ class ChunkFile:
                 self._copy_blocks(remaining, out, name, start)
                 return
             # Each takes the next block; neither the system nor the checksum holds the other up.
-            with ThreadPoolExecutor(1, "scio-read") as helper:
-                others = helper.submit(self._copy_blocks, remaining, out, name, start)
+            with helped_by(lambda: self._copy_blocks(remaining, out, name, start)):
                 self._copy_blocks(remaining, out, name, start)
-                others.result()
 
     def _copy_blocks(
         self, blocks: Iterator[int], out: NDArray[numpy.uint8], name: str, start: int
