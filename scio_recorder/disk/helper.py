@@ -20,12 +20,12 @@ def helped_by(work: Callable[[], None]) -> Iterator[None]:
     done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run() -> None:
-        problem = None
         try:
             work()
         except BaseException as error:
-            problem = error
-        done.put(problem)
+            done.put(error)
+        else:
+            done.put(None)
 
     try:
         _thread.start_new_thread(run, ())
@@ -36,5 +36,9 @@ def helped_by(work: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         problem = done.get()
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        # A frame that holds what was raised in it would live on, and all that it refers to.
+        del problem

@@ -70,8 +70,12 @@ def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_pa
     for block in range(10):
         position = len(intact) - 9 * BLOCK_BYTES - 800 + block * BLOCK_BYTES + 11
         file.write_bytes(intact[:position] + b"?" + intact[position + 1 :])
+        before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
         with RunReader(tmp_path) as recording, pytest.raises(RecordingError, match="checksum"):
             recording.read("x", 0, len(numbers))
+        del recording
+        # Not only when garbage is collected.
+        assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
 def test_much_data_is_read_where_no_thread_can_be_had(tmp_path, monkeypatch):
