@@ -22,10 +22,11 @@ __all__ = ["MemoryWriter", "wait_for"]
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8
-# So much memory at most is made ready at once, and where the length is not known, such a part of
-# what is there already.
+# So much memory at most, or one batch, is made ready at once. Where the length is not known, it is such a part of
+# what is there already, or so many bytes: they may be in vain.
 _AHEAD_BYTES = 1 << 26
 _UNKNOWN_PART = 32
+_UNKNOWN_BYTES = 1 << 23
 
 MakeBuffer = Callable[["DepthIdx", torch.device, int], Buffer]
 
@@ -61,16 +62,17 @@ class MemoryWriter(StoreWriter):
         """Count a batch, and have memory made ready for those that follow the next ones."""
         super().commit(ids, state, calls)
         if self.start >= self._touch_from:
-            self._touch()
+            self._touch(len(ids))
 
-    def _touch(self) -> None:
+    def _touch(self, rows: int) -> None:
         """While the rows up to the last such call are filled, make as many behind them ready."""
         columns = list(self._columns.values())
         sample_bytes = sum(column.spec.num_bytes for column in columns)
-        # Where the end is not known, no more than a small part may be made ready in vain.
-        expected = self.start if self._num_batches is not None else self.start // _UNKNOWN_PART
+        ahead = self.start
+        if self._num_batches is None:
+            ahead = max(ahead // _UNKNOWN_PART, _UNKNOWN_BYTES // max(sample_bytes, 1))
         first = self._touch_from = max(self._touch_to, self.start)
-        self._touch_to = first + min(expected, _AHEAD_BYTES // max(sample_bytes, 1))
+        self._touch_to = first + min(ahead, max(rows, _AHEAD_BYTES // max(sample_bytes, 1)))
         if self._touch_to > first:
             self._thread.submit(_touch, columns, first, self._touch_to)
 
