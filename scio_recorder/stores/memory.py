@@ -22,8 +22,8 @@ __all__ = ["MemoryWriter", "wait_for"]
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8
-# So much memory at most, or one batch, is made ready at once. Where the length is not known, it is such a part of
-# what is there already, or so many bytes: they may be in vain.
+# So much memory at most, or one batch, is made ready at once. Where the length is not known, it is
+# such a part of what is there already, or so many bytes: they may be in vain.
 _AHEAD_BYTES = 1 << 26
 _UNKNOWN_PART = 32
 _UNKNOWN_BYTES = 1 << 23
