@@ -31,8 +31,8 @@ __all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
-# Memory that is not touched costs nothing, and what need not grow is not remapped.
-_LEAST_BYTES = 1 << 24
+# Memory that is not touched costs address space only, and what need not grow is not remapped.
+_LEAST_BYTES = 1 << 22
 # Views are made for so many batches at once.
 _MOST_PLACES = 16
 # The function of mmap objects would keep all other threads from running meanwhile.
