@@ -14,8 +14,8 @@ __all__ = ["helped_by"]
 def helped_by(work: Callable[[], None]) -> Iterator[None]:
     """Do ``work`` in a thread beside the block, which ends when both have; raise what it raises.
 
-    A thread of the threading module is waited for until it has begun, which is a tenth of what
-    reading 16 MiB takes.
+    Where no thread can be had, it is done behind the block. One of the threading module would be
+    waited for until it has begun, which is a tenth of what reading 16 MiB takes.
     """
     done: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -27,11 +27,10 @@ def helped_by(work: Callable[[], None]) -> Iterator[None]:
         else:
             done.put(None)
 
-    try:
-        _thread.start_new_thread(run, ())
-    except RuntimeError:
-        # No thread can be had: the block does all of the work.
-        done.put(None)
+    if not _is_started(run):
+        yield
+        work()
+        return
     try:
         yield
     finally:
@@ -42,3 +41,11 @@ def helped_by(work: Callable[[], None]) -> Iterator[None]:
     finally:
         # A frame that holds what was raised in it would live on, and all that it refers to.
         del problem
+
+
+def _is_started(run: Callable[[], None]) -> bool:
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:
+        return False
+    return True

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from scio_recorder.disk import system
 from scio_recorder.disk.chunks import FileEntry, block_checksums, dense, write_tensors
 from scio_recorder.disk.folder import Folder, close_quietly, write_all
+from scio_recorder.disk.helper import helped_by
 from scio_recorder.disk.journal import encode_frame
 from scio_recorder.disk.jsons import JSON, dump
 from scio_recorder.disk.run import JOURNAL_NAME, shard_name
@@ -114,10 +114,8 @@ class ShardWriter:
         try:
             num_bytes = write_tensors(descriptor, tensors)
             # The checksums cost nothing while the disk is at work.
-            with ThreadPoolExecutor(1, "scio-sync") as threads:
-                synced = threads.submit(_sync, descriptor)
+            with helped_by(lambda: _sync(descriptor)):
                 blocks = block_checksums(tensors)
-                synced.result()
         except BaseException:
             with suppress(OSError):
                 self._folder.unlink(temporary)

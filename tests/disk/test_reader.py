@@ -13,7 +13,7 @@ from scio_recorder.disk import RunReader, RunWriter, TensorSpec, reader
 from scio_recorder.disk.checksums import BLOCK_BYTES
 from scio_recorder.disk.ids import SampleIds, to_ids
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from tests.disk.runs import intercepted, make_run, rows
+from tests.disk.runs import calls_of, intercepted, make_run, rows
 
 
 def test_only_the_chunks_that_are_read_are_opened(tmp_path):
@@ -78,15 +78,20 @@ def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_pa
         assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
-def test_much_data_is_read_where_no_thread_can_be_had(tmp_path, monkeypatch):
+def test_where_no_thread_can_be_had_all_is_synced_and_read(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("can't start new thread")
 
-    numbers = torch.arange(9 * BLOCK_BYTES // 8)
-    with RunWriter.create(tmp_path, layers={"x": TensorSpec((), torch.int64)}, header={}) as writer:
-        writer.append({"x": numbers}, range(len(numbers)))
+    numbers, layers = torch.arange(9 * BLOCK_BYTES // 8), {"x": TensorSpec((), torch.int64)}
+
+    def write(path):
+        with RunWriter.create(path, layers=layers, header={}) as writer:
+            writer.append({"x": numbers}, range(len(numbers)))
+
+    syncs = calls_of(lambda: write(tmp_path / "with")).count("fsync")
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
-    with RunReader(tmp_path) as recording:
+    assert calls_of(lambda: write(tmp_path / "without")).count("fsync") == syncs
+    with RunReader(tmp_path / "without") as recording:
         assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
 
 
