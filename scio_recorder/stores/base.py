@@ -17,17 +17,9 @@ from scio_recorder.stores.buffers import Column
 if TYPE_CHECKING:
     from scio_recorder.architecture import Architecture, DepthIdx
 
-__all__ = ["Held", "Job", "Position", "State", "Store", "StoreWriter"]
+__all__ = ["Held", "Job", "State", "Store", "StoreWriter"]
 
 State: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far the loader had come: batches and samples that it had yielded."""
-
-    batches: int = 0
-    samples: int = 0
 
 
 @dataclass(frozen=True)

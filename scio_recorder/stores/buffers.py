@@ -120,11 +120,9 @@ class HostBuffer:
     def _reserve(self, num_bytes: int) -> Tensor:
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
-        if self._memory is None:
-            return torch.empty(0, dtype=torch.uint8)
         raw = self.first(self.num_bytes)
         self._address = raw.data_ptr()
-        if self.pinned and not self._memory.registered:
+        if self.pinned and self._memory is not None and not self._memory.registered:
             self._register(raw)
         return raw
 
