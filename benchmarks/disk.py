@@ -10,13 +10,14 @@ import os
 import random
 import shutil
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import timed
 from torch import nn
 
 from scio_recorder import Recorder, open_recording
@@ -43,12 +44,6 @@ def write(path: Path, batch: torch.Tensor) -> None:
             done += os.write(descriptor, content[done:])
         os.fsync(descriptor)
         os.close(descriptor)
-
-
-def timed(arm: object, *arguments: object) -> float:
-    start = time.perf_counter()
-    arm(*arguments)  # type: ignore[operator]
-    return time.perf_counter() - start
 
 
 def reading(folder: Path, batch: torch.Tensor, rounds: int) -> list[float]:
@@ -99,7 +94,7 @@ def main() -> None:
             random.shuffle(arms)
             spent = {}
             for name, arm in arms:
-                spent[name] = timed(arm, folder / f"{name}-{number}", batch)
+                spent[name] = timed(partial(arm, folder / f"{name}-{number}", batch))
                 shutil.rmtree(folder / f"{name}-{number}")
             rates.append(spent["write"] / spent["collect"])
         rows = [

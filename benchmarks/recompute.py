@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import timed
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -116,12 +116,6 @@ def ratio(ours: list[float], bare: list[float]) -> tuple[str, str]:
     ratios = [one / other for one, other in zip(ours, bare, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
-
-
-def timed(arm: Arm) -> float:
-    start = time.perf_counter()
-    arm()
-    return time.perf_counter() - start
 
 
 def byte_rows(rnet: Recorder, x: Tensor) -> list[tuple[str, ...]]:

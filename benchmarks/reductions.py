@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import timed
 from torch import Tensor
 
 from scio_recorder import reductions
@@ -48,12 +48,6 @@ def ratios(ours: Arm, plain: Arm, rounds: int) -> tuple[str, str]:
         seen.append(spent["ours"] / spent["plain"])
     low, middle, high = statistics.quantiles(seen, n=4)
     return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
-
-
-def timed(arm: Arm) -> float:
-    start = time.perf_counter()
-    arm()
-    return time.perf_counter() - start
 
 
 def offset_batches(shape: tuple[int, ...], count: int) -> list[Tensor]:

@@ -7,6 +7,13 @@ import time
 from collections.abc import Callable
 
 
+def timed(arm: Callable[[], object]) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    arm()
+    return time.perf_counter() - start
+
+
 def interleaved(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each arm in each round."""
     for arm in arms.values():
@@ -16,7 +23,5 @@ def interleaved(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     for _ in range(rounds):
         random.shuffle(names)
         for name in names:
-            start = time.perf_counter()
-            arms[name]()
-            spent[name].append(time.perf_counter() - start)
+            spent[name].append(timed(arms[name]))
     return spent
