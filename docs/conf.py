@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
+HERE = Path(__file__).parent
+# The site shows the notebooks, which lie beside this folder: Sphinx reads what is inside it only.
+shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
+
 project = "scio-recorder"
 author = "The scio-recorder developers"
 copyright = f"2026, {author}"  # noqa: A001 - Sphinx's name
-release = version = tomllib.loads(
-    (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-)["project"]["version"]
+release = version = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]["version"]
 
 extensions = [
     "myst_nb",

@@ -1,7 +1,5 @@
 """Record and change what happens inside a PyTorch network."""
 
-from scio_recorder.architecture import Architecture, DepthIdx, Layer
-from scio_recorder.checkpointing import ActivationCheckpointer, CheckpointConfig
 from scio_recorder.errors import (
     CollectError,
     FlowError,
@@ -17,7 +15,9 @@ from scio_recorder.errors import (
     UnsupportedNetError,
 )
 from scio_recorder.events import Tracker, track
-from scio_recorder.recorder import Recorder
+from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
+from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
+from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording, open_recording
 
 __all__ = [

@@ -114,7 +114,7 @@ class Layer:
 
     Examples
     --------
-    >>> from scio_recorder.labelling import label_net
+    >>> from scio_recorder.nets.labelling.label import label_net
     >>> _, architecture = label_net(nn.Sequential(nn.Linear(4, 2)), input_size=(1, 4))
     >>> layer = architecture[1, 1]
     >>> layer.name, layer.type_name, layer.output_shape

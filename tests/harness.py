@@ -16,7 +16,7 @@ from tests.oracle import freeze, generator_states, scalar_loss, seed_everything,
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.nets.base import Case
+    from tests.zoo.base import Case
 
 CONTEXTS = ("no_grad", "grad", "inference", "autocast")
 

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from scio_recorder import Recorder
-from scio_recorder.demo.digits import load_digits
-from scio_recorder.demo.network import DigitNet, train
+from scio_recorder.command_line.demo.digits import load_digits
+from scio_recorder.command_line.demo.network import DigitNet, train
 
 HERE = Path(__file__).parent
 

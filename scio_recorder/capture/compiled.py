@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scio_recorder.errors import FlowError, PostprocessorError
-from scio_recorder.records import Records
+from scio_recorder.nets.records import Records
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx
     from scio_recorder.capture.program import Program
-    from scio_recorder.postprocessing import Postprocessor
+    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.postprocessors.assigning import Postprocessor
 
 __all__ = ["CompiledPass", "CompiledRecords"]
 

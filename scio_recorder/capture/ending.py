@@ -8,7 +8,7 @@ from typing import Any
 from scio_recorder.capture.keeping import Kept, memory_of
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import FlowError, MutationError
-from scio_recorder.records import Offloaded
+from scio_recorder.nets.records import Offloaded
 
 __all__ = ["OverwrittenError", "columns", "flow_error", "is_lost", "next_kind", "settled"]
 

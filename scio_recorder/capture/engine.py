@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
 from scio_recorder.capture.ending import OverwrittenError
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
+from scio_recorder.capture.learning import Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Plan, Program
-from scio_recorder.capture.rerun import Rerun, Reruns, is_rerun
-from scio_recorder.capture.setting import Settings
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.postprocessing import Postprocessor, Postprocessors, assign
-from scio_recorder.records import Records
+from scio_recorder.nets.records import Records
+from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
-    from scio_recorder.moment import LiveMoment
-    from scio_recorder.sinks import Sink
+    from scio_recorder.capture.sink import Sink
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.state.moment import LiveMoment
 
 __all__ = ["Capture"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.records import Records
+from scio_recorder.nets.records import Records
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["GradientHooks", "Gradients"]
 

@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.capture.keeping import NOTHING
 
 if TYPE_CHECKING:
+    from scio_recorder.capture.checkpoint_regions import Reruns
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
-    from scio_recorder.capture.rerun import Reruns
 
 __all__ = ["Hooks", "ModuleHook", "Site", "follow", "observe"]
 

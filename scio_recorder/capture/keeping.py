@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE
-from scio_recorder.tree import flatten, replaceable, substitute, tensors
+from scio_recorder.tensors.structures import flatten, replaceable, substitute, tensors
 
 __all__ = [
     "NOTHING",

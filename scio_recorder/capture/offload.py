@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.records import Offloaded
-from scio_recorder.tree import flatten
+from scio_recorder.nets.records import Offloaded
+from scio_recorder.tensors.structures import flatten
 
 __all__ = ["offload"]
 

@@ -30,15 +30,15 @@ from scio_recorder.capture.keeping import (
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.moment import LiveMoment
-from scio_recorder.postprocessing import Postprocessor, apply
-from scio_recorder.records import Inputs, Offloaded, Records
-from scio_recorder.tree import Rebuild, flatten
+from scio_recorder.nets.records import Inputs, Offloaded, Records
+from scio_recorder.nets.state.moment import LiveMoment
+from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx, Layer
-    from scio_recorder.capture.rerun import Rerun
-    from scio_recorder.sinks import Sink
+    from scio_recorder.capture.checkpoint_regions import Rerun
+    from scio_recorder.capture.sink import Sink
+    from scio_recorder.nets.architecture import DepthIdx, Layer
 
 __all__ = ["Pass", "StopForward"]
 

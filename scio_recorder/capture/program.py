@@ -10,7 +10,7 @@ from torch import nn
 from scio_recorder.errors import LayerNotFoundError
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["COPY", "LEARN", "REFERENCE", "CopyPolicy", "Options", "Plan", "Program"]
 

@@ -60,7 +60,7 @@ def table_lines(shown: Outline, options: ConsoleOptions) -> Iterator[Text]:
     >>> from rich.console import Console
     >>> from torch import nn
     >>> from scio_recorder.display import outline
-    >>> from scio_recorder.labelling import label_net
+    >>> from scio_recorder.nets.labelling.label import label_net
     >>> _, architecture = label_net(nn.Sequential(nn.Linear(4, 3)), input_size=(1, 4))
     >>> shown = outline("Architecture", list(architecture.values()), None)
     >>> for line in table_lines(shown, Console(width=60).options):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from scio_recorder.tree import tensors
+from scio_recorder.tensors.structures import tensors
 
 __all__ = ["Event", "Stash"]
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.events.places import Place
-from scio_recorder.tensors import version_counter
-from scio_recorder.tree import tensors
+from scio_recorder.tensors.copies import version_counter
+from scio_recorder.tensors.structures import tensors
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.hooks import observe
-from scio_recorder.capture.rerun import is_rerun
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
 from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.frame import Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.events.places import Place, Places
 from scio_recorder.events.regions import Regions
-from scio_recorder.supported import check_supported
-from scio_recorder.tree import map_tensors
+from scio_recorder.nets.labelling.supported import check_supported
+from scio_recorder.tensors.structures import map_tensors
 
 if TYPE_CHECKING:
     import pandas

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scio_recorder.capture.rerun import regions
+from scio_recorder.capture.checkpoint_regions import regions
 
 __all__ = ["Regions"]
 

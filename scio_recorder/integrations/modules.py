@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
-from scio_recorder.supported import check_supported
+from scio_recorder.nets.labelling.supported import check_supported
 
 __all__ = ["choose_modules"]
 

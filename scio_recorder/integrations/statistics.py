@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
-from scio_recorder.tree import tensors
+from scio_recorder.tensors.structures import tensors
 
 __all__ = ["STATISTICS", "Portion", "check_names", "values_of"]
 

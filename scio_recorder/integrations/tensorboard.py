@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.architecture import Architecture, DepthIdx
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.nets.architecture import Architecture, DepthIdx
+from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording import Recording
-from scio_recorder.records import LayerMapping
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

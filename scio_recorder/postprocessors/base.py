@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.tree import Rebuild, flatten
+from scio_recorder.tensors.structures import Rebuild, flatten
 
 __all__ = ["FloatingMap", "describe", "index", "number", "take_apart"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.base import describe, take_apart
-from scio_recorder.tree import tensors
+from scio_recorder.tensors.structures import tensors
 
 __all__ = ["Replace"]
 

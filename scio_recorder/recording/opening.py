@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from scio_recorder.architecture import Architecture, DepthIdx
-from scio_recorder.disk import RunReader
 from scio_recorder.errors import LayerNotFoundError, RecordingError
+from scio_recorder.nets.architecture import Architecture, DepthIdx
 from scio_recorder.recording.recipes import from_recipes
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores.disk import held_by
+from scio_recorder.stores.disk_format import RunReader
 from scio_recorder.stores.state import unpack
 
 __all__ = ["open_recording", "read_recording"]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from scio_recorder.disk import SampleIds
-from scio_recorder.kept import Batches
+from scio_recorder.recompute.calls import Batches
+from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["Readable"]
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.kept import Batches, KeptCall, Weights, digest_of
-from scio_recorder.recompute import Recomputing
-from scio_recorder.records import Inputs, LayerMapping
-from scio_recorder.rerunning import Call, enclosing_layers, rerun, untouched
-from scio_recorder.selection import select
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs, LayerMapping
+from scio_recorder.nets.selection import select
+from scio_recorder.recompute.calls import Batches, KeptCall, Weights, digest_of
+from scio_recorder.recompute.run_again import Call, enclosing_layers, rerun, untouched
 from scio_recorder.stores import labelled_bytes
-from scio_recorder.tree import Rebuild, flatten
+from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import DepthIdx
 
 __all__ = ["BatchInputs", "RecomputingRecording"]
 
@@ -71,7 +71,7 @@ class RecomputingRecording(LayerMapping[Any]):
 
     calls: Batches
 
-    def recompute(self, rnet: Recomputing, *selectors: Any) -> LayerMapping[Any]:
+    def recompute(self, rnet: nn.Module, *selectors: Any) -> LayerMapping[Any]:
         """Return activations of the whole dataset that were not kept, from inputs that were.
 
         After ``record(..., inputs=True)`` and ``collect``: batch by batch the nearest module around
@@ -131,7 +131,7 @@ class RecomputingRecording(LayerMapping[Any]):
         values = {target: array.value for target, array in sorted(arrays.items())}
         return LayerMapping(self.architecture, values, "activation")
 
-    def recompute_batches(self, rnet: Recomputing, *selectors: Any) -> Iterator[LayerMapping[Any]]:
+    def recompute_batches(self, rnet: nn.Module, *selectors: Any) -> Iterator[LayerMapping[Any]]:
         """Return what `recompute` does, one batch after the other.
 
         For more than fits into memory, and for layers whose dimension 0 does not count samples or
@@ -175,7 +175,7 @@ class RecomputingRecording(LayerMapping[Any]):
                 found = self._batch(architecture, number, wanted, weights)
             yield LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
 
-    def _wanted(self, rnet: Recomputing, selectors: Sequence[Any]) -> tuple[Architecture, Wanted]:
+    def _wanted(self, rnet: nn.Module, selectors: Sequence[Any]) -> tuple[Architecture, Wanted]:
         architecture = _same_architecture(self.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
@@ -291,13 +291,13 @@ def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str 
     return change
 
 
-def _same_architecture(ours: Architecture, rnet: Recomputing) -> Architecture:
-    if not isinstance(rnet, Recomputing):
+def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
+    theirs = getattr(rnet, "architecture", None)
+    if not (isinstance(rnet, nn.Module) and isinstance(theirs, Architecture)):
         raise ArgumentError(
             f"the first argument is {rnet!r}: give a recorder of the net, and layers behind it, as "
             'in recompute(rnet, "layer3.*")'
         )
-    theirs = rnet.architecture
     if theirs.fingerprint != ours.fingerprint:
         raise RecomputeError(
             f"the recording was made from another architecture: its fingerprint is "

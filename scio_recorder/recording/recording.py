@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.disk import SampleIds
-from scio_recorder.kept import Batches
+from scio_recorder.nets.records import LayerMapping
+from scio_recorder.recompute.calls import Batches
 from scio_recorder.recording.frame import layer_frame, to_array
 from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
 from scio_recorder.recording.saving import save
 from scio_recorder.recording.showing import Showing
-from scio_recorder.records import LayerMapping
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
+from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["Recording"]
 

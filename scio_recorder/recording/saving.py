@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.disk import KeptBatches, RunWriter, TensorSpec
-from scio_recorder.disk.ids import to_ids
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.stores.calls import CallsToDisk
 from scio_recorder.stores.disk import CHUNK_BYTES, header_of
+from scio_recorder.stores.disk_format import KeptBatches, RunWriter, TensorSpec
+from scio_recorder.stores.disk_format.ids import to_ids
 from scio_recorder.stores.state import pack
 
 if TYPE_CHECKING:

@@ -17,15 +17,15 @@ from scio_recorder.display.page import Page, page_html
 from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError
+from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
-from scio_recorder.records import LayerMapping
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.nets.architecture import DepthIdx
 
 __all__ = ["Showing"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.architecture import DepthIdx
 from scio_recorder.display.summary import Bars, LayerSummary, Values
 from scio_recorder.errors import RecorderError
+from scio_recorder.nets.architecture import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.survey import Survey, bounds_of, count_bars, unit_dimension, whole_bins
 from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
-from scio_recorder.tree import tensors
+from scio_recorder.tensors.structures import tensors
 
 __all__ = ["summarise"]
 

@@ -11,7 +11,7 @@ from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.device import Device
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.host import Host
-from scio_recorder.stores.plan import Plan, labelled_bytes, make_plan
+from scio_recorder.stores.room import Plan, labelled_bytes, make_plan
 
 __all__ = [
     "Auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scio_recorder.disk.jsons import differences
+from scio_recorder.stores.disk_format.jsons import differences
 
 __all__ = ["disagreements"]
 

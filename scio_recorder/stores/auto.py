@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scio_recorder.disk import TensorSpec
 from scio_recorder.stores.base import Job, Store
 from scio_recorder.stores.buffers import Buffer, Column, DeviceBuffer, HostBuffer
+from scio_recorder.stores.disk_format import TensorSpec
 from scio_recorder.stores.memory import MemoryWriter
-from scio_recorder.stores.plan import Plan, choose, labelled_bytes, make_plan
+from scio_recorder.stores.room import Plan, choose, labelled_bytes, make_plan
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.nets.architecture import DepthIdx
 
 __all__ = ["Auto"]
 

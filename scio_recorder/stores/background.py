@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from scio_recorder.disk import RunWriter
 from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format import RunWriter
 
 if TYPE_CHECKING:
-    from scio_recorder.disk import JSON, KeptBatches
-    from scio_recorder.disk.ids import Ids
+    from scio_recorder.stores.disk_format import JSON, KeptBatches
+    from scio_recorder.stores.disk_format.ids import Ids
 
 __all__ = ["BackgroundWriter"]
 

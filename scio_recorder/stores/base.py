@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.disk import SampleIds, TensorSpec
-from scio_recorder.disk.ids import Ids
-from scio_recorder.kept import Batches, KeptBatch, KeptCall, MemoryBatches
+from scio_recorder.recompute.calls import Batches, KeptBatch, KeptCall, MemoryBatches
 from scio_recorder.stores.buffers import Column
+from scio_recorder.stores.disk_format import SampleIds, TensorSpec
+from scio_recorder.stores.disk_format.ids import Ids
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["Held", "Job", "State", "Store", "StoreWriter"]
 

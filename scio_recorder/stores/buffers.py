@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from scio_recorder.disk import TensorSpec
+    from scio_recorder.stores.disk_format import TensorSpec
 
 __all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.disk import JSON, KeptBatches, RunReader
-from scio_recorder.disk.faults import parsing
-from scio_recorder.disk.jsons import dump, expect
 from scio_recorder.errors import CollectError
-from scio_recorder.kept import KeptCall, KeptTensor, content_key
-from scio_recorder.moment import Moment
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.recompute.calls import KeptCall, KeptTensor, content_key
+from scio_recorder.stores.disk_format import JSON, KeptBatches, RunReader
+from scio_recorder.stores.disk_format.faults import parsing
+from scio_recorder.stores.disk_format.jsons import dump, expect
 from scio_recorder.stores.nodes import Leaf, UnkeepableError, decode, encode
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = ["CallsOnDisk", "CallsToDisk"]
 

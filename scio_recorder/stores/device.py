@@ -11,7 +11,7 @@ from scio_recorder.stores.buffers import Buffer, DeviceBuffer, HostBuffer
 from scio_recorder.stores.memory import MemoryWriter
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.nets.architecture import DepthIdx
 
 __all__ = ["Device"]
 

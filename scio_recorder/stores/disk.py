@@ -13,23 +13,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scio_recorder.arguments import whole
-from scio_recorder.disk import RunReader, RunWriter, SampleIds, TensorSpec, holds_recording
-from scio_recorder.disk.ids import Ids, to_ids
-from scio_recorder.disk.jsons import dump, parse
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.agreement import disagreements
 from scio_recorder.stores.background import BackgroundWriter
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
 from scio_recorder.stores.calls import CallsOnDisk, CallsToDisk
-from scio_recorder.stores.lazy import DiskTensor
+from scio_recorder.stores.disk_format import (
+    RunReader,
+    RunWriter,
+    SampleIds,
+    TensorSpec,
+    holds_recording,
+)
+from scio_recorder.stores.disk_format.ids import Ids, to_ids
+from scio_recorder.stores.disk_format.jsons import dump, parse
+from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.stores.memory import wait_for
 from scio_recorder.stores.state import pack, unpack
+from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import Architecture, DepthIdx
-    from scio_recorder.kept import KeptCall
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.recompute.calls import KeptCall
 
 __all__ = ["CHUNK_BYTES", "Disk", "header_of", "held_by"]
 

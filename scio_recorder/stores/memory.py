@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scio_recorder.disk import TensorSpec
-from scio_recorder.disk.ids import Ids
-from scio_recorder.kept import KeptCall, MemoryBatches
+from scio_recorder.recompute.calls import KeptCall, MemoryBatches
 from scio_recorder.stores.base import Held, Job, State, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column
+from scio_recorder.stores.disk_format import TensorSpec
+from scio_recorder.stores.disk_format.ids import Ids
 
 if TYPE_CHECKING:
-    from scio_recorder.architecture import DepthIdx
+    from scio_recorder.nets.architecture import DepthIdx
 
 __all__ = ["MemoryWriter", "wait_for"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.disk import JSON
-from scio_recorder.disk.jsons import expect
+from scio_recorder.stores.disk_format import JSON
+from scio_recorder.stores.disk_format.jsons import expect
 
 __all__ = ["Leaf", "UnkeepableError", "decode", "encode"]
 

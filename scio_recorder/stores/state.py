@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from scio_recorder.disk import JSON
 from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.disk_format import JSON
 
 __all__ = ["pack", "unpack"]
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
-from scio_recorder.cli import main
+from scio_recorder.command_line.commands import main
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError, RecordingError
 from tests.display.examples import hostile_recording, small_recording

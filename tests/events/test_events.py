@@ -18,9 +18,9 @@ from scio_recorder import LayerNotFoundError, UnsupportedNetError
 from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Stash, Tracker, track
 from tests.harness import MODES, hook_state, prepare
-from tests.nets.base import Net
 from tests.oracle import Watch, differences, freeze, leaves, scalar_loss, seed_everything
 from tests.zoo import CASES, Case
+from tests.zoo.base import Net
 
 # Modules that return a view which the net changes in place later, by case.
 LOST = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.events import track
-from tests.nets.base import Net
+from tests.zoo.base import Net
 
 
 class Payload:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder.events import Tracker, track
-from tests.autograd.graphs import Mark, marked_graphs
 from tests.harness import hook_state
-from tests.nets.base import Net
+from tests.zoo.base import Net
+from tests.zoo.graphs import Mark, marked_graphs
 
 
 def block() -> nn.Sequential:

@@ -1,0 +1,272 @@
+"""Moving or shrinking what autograd keeps for the backward pass inside chosen layers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.hooks import observe
+from scio_recorder.errors import MutationError, SelectorTypeError
+from scio_recorder.nets.selection import select
+from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from scio_recorder.nets.architecture import Architecture
+
+__all__ = ["SavedTensors"]
+
+
+class SavedTensors:
+    """A block in which autograd keeps less, or elsewhere, inside chosen layers.
+
+    NOTE [Hooks inside hooks]
+
+    Only the latest of the hooks on saved tensors acts. So ours, pushed when a chosen module starts
+    and popped when it ends, hand on what they make of a tensor to those that were active before.
+    Under activation checkpointing those active before count what is saved; there ours stay away.
+    With any hook, autograd does not check versions. Where no others are active, ours do that.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        What selectors refer to.
+    selectors : sequence
+        The layers.
+    device : torch.device or str, optional
+        Where to keep tensors.
+    pin_memory : bool
+        Whether what comes from a GPU is kept in pinned memory.
+    dtype : torch.dtype, optional
+        In which dtype to keep wider floating-point tensors.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        selectors: Sequence[Any],
+        device: torch.device | str | None,
+        pin_memory: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if not selectors:
+            raise SelectorTypeError('no layers are named: write saved_tensors("layer3.*", ...)')
+        labels = set(select(architecture, selectors))
+        self._device = _usable_device(device)
+        self._dtype = _usable_dtype(dtype)
+        self._pin_memory = pin_memory
+        self._root = architecture[0, 1].module
+        self._calls: dict[nn.Module, set[int]] = {}
+        for label in sorted(labels):
+            module = architecture[label].module
+            assert module is not None
+            self._calls.setdefault(module, set()).add(architecture[label].call)
+        # Modules all of whose calls are chosen need no counting, and work outside of full passes.
+        self._whole = {m for m in self._calls if labels.issuperset(architecture.calls(m))}
+        self._local = _Local()
+        self._handles: list[RemovableHandle] = []
+        self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+    def __enter__(self) -> Self:
+        if self._handles:
+            raise RuntimeError("this saved_tensors block is entered already: make another one")
+        assert self._root is not None
+        if self._whole != self._calls.keys():
+            self._handles.append(observe(self._root, self._restart, "", before=True))
+        for module in self._calls:
+            self._handles.append(observe(module, self._start, "", before=True))
+            self._handles.append(observe(module, self._stop, "", always=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        # Hooks are not called after an interruption by the user.
+        while self._local.open:
+            self._local.close()
+
+    def _restart(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._local.counts.clear()
+
+    def _start(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = self._local.counts[module]
+        self._local.counts[module] += 1
+        is_chosen = module in self._whole or call in self._calls[module]
+        hooks = self._hooks(module) if is_chosen and torch.is_grad_enabled() else None
+        if hooks is not None:
+            hooks.__enter__()
+        self._local.open.append((module, hooks))
+
+    def _stop(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A pre-hook of somebody else's may have raised before ours was called.
+        if self._local.open and self._local.open[-1][0] is module:
+            self._local.close()
+
+    def _hooks(self, module: nn.Module) -> saved_tensors_hooks | None:
+        active = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if is_rerun() or (active is not None and _is_ours_or_checkpointing(active[0], self)):
+            return None
+        packer = _Packer(self, module, active)
+        return saved_tensors_hooks(packer.pack, _unpack)
+
+    def shrink(self, tensor: Tensor) -> StridedCopy | None:
+        """Return a copy to be kept, or None for what stays as it is; one copy for one tensor."""
+        is_wide = self._dtype is not None and tensor.is_floating_point()
+        dtype = self._dtype if is_wide and tensor.itemsize > self._dtype.itemsize else None  # type: ignore[union-attr]
+        if dtype is None and self._device in (None, tensor.device):
+            return None
+        version, known = self._copies.get(tensor, (None, None))
+        copy: StridedCopy | None = known() if version == tensor._version else None
+        if copy is None:
+            pins = self._pin_memory and tensor.is_cuda and self._device == torch.device("cpu")
+            copy = StridedCopy(tensor, self._device, dtype, pin_memory=pins)
+            self._copies[tensor] = (tensor._version, weakref.ref(copy))
+        return copy
+
+
+class _Local(threading.local):
+    """The calls that are running on one thread, and how many there were in this pass."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, saved_tensors_hooks | None]] = []
+        self.counts: Counter[nn.Module] = Counter()
+
+    def close(self) -> None:
+        _, hooks = self.open.pop()
+        if hooks is not None:
+            hooks.__exit__()
+
+
+class _Packer:
+    """What acts on the tensors saved in one call of a module."""
+
+    def __init__(self, owner: SavedTensors, module: nn.Module, active: Any) -> None:
+        self.owner = owner
+        # Those active before, which go on working.
+        self._outer_pack: Callable[[Tensor], Any] | None = active and active[0]
+        self._outer_unpack: Callable[[Any], Tensor] | None = active and active[1]
+        outer = getattr(self._outer_pack, "__self__", None)
+        self._checks: bool = active is None or (isinstance(outer, _Packer) and outer._checks)
+        own = [*module.parameters(), *module.buffers()]
+        self._own = {_storage(tensor) for tensor in own if is_plain(tensor)}
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        stays = (
+            not is_plain(tensor)
+            or tensor.numel() == 0
+            or self._is_parameter(tensor)
+            or _is_input_of_a_region()
+        )
+        copy = None if stays else self.owner.shrink(tensor)
+        watched = tensor if self._checks else None
+        if self._outer_pack is not None:
+            value = self._outer_pack(tensor if copy is None else copy.kept)
+        else:
+            # A saved output must not be held itself: it holds the node that saves it.
+            value = tensor.detach() if copy is None else None
+        return _Packed(value, copy, watched, self._outer_unpack)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        is_alias = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        return is_alias or _storage(tensor) in self._own
+
+
+class _Packed:
+    """What is kept of one saved tensor."""
+
+    __slots__ = ("_copy", "_counter", "_outer_unpack", "_shown", "_value", "_version")
+
+    def __init__(
+        self,
+        value: Any,
+        copy: StridedCopy | None,
+        watched: Tensor | None,
+        outer_unpack: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self._value = value
+        self._copy = copy
+        self._outer_unpack = outer_unpack
+        self._counter = None if watched is None else version_counter(watched)
+        self._version = 0 if watched is None else watched._version
+        self._shown = "" if watched is None else f"{watched.type()} {list(watched.shape)}"
+
+    def unpack(self) -> Tensor:
+        if self._counter is not None and self._counter._version != self._version:
+            raise MutationError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self._shown}] is at version {self._counter._version}; "
+                f"expected version {self._version} instead. Write that operation out of place, or "
+                "run the forward and the backward pass inside "
+                "torch.autograd.graph.allow_mutation_on_saved_tensors()"
+            )
+        if self._outer_unpack is not None:
+            value = self._outer_unpack(self._value)
+            return value if self._copy is None else self._copy.restored(value)
+        if self._copy is not None:
+            return self._copy.restored()
+        assert isinstance(self._value, Tensor)
+        return self._value
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    return packed.unpack()
+
+
+def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
+    packer = getattr(pack, "__self__", None)
+    if isinstance(packer, _Packer) and packer.owner is owner:
+        return True
+    return getattr(inspect.unwrap(pack), "__module__", "") == "torch.utils.checkpoint"
+
+
+def _is_input_of_a_region() -> bool:
+    """Whether checkpointing itself is saving something: what its re-run will start from."""
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _usable_device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise SelectorTypeError(
+            f"device={device!r} can't be used here ({error}): write a device of this machine, "
+            'such as "cpu"'
+        ) from error
+    if found.type == "meta":
+        raise SelectorTypeError('device="meta" keeps no numbers: write one that does, as "cpu"')
+    return found
+
+
+def _usable_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise SelectorTypeError(
+        f"dtype={dtype!r}: write a dtype of floating-point numbers, such as torch.bfloat16"
+    )

@@ -1,0 +1,359 @@
+"""The command line over the library: ``scio-recorder COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from torch import nn
+
+from scio_recorder.command_line.arguments import (
+    UsageError,
+    call,
+    dtype_of,
+    kind_of,
+    load,
+    positive,
+    said,
+    size,
+    whole,
+)
+from scio_recorder.errors import RecorderError, RecordingError
+
+__all__ = ["main"]
+
+FAILED = 1
+# What argparse itself exits with for wrong use.
+WRONG_USE = 2
+INTERRUPTED = 130
+
+
+class FailureError(Exception):
+    """What was asked for was understood and failed; its text is all that the user sees."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What follows the program's name; None (default) means ``sys.argv[1:]``.
+
+    Returns
+    -------
+    int
+        The exit code: 0; 1 for what failed and 2 for wrong use, with one line on standard error;
+        130 after Ctrl-C.
+
+    Examples
+    --------
+    >>> main(["summary", "torch.nn:ReLU"])
+    Traceback (most recent call last):
+    SystemExit: 2
+    """
+    parsed = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines of a table are worth less than the rest of it, where they can't be encoded.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        parsed.run(parsed, Console())
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (UsageError, FailureError, RecorderError, OSError) as error:
+        if parsed.traceback:
+            traceback.print_exc()
+        print(f"scio-recorder: error: {error}", file=sys.stderr)
+        _drop_output()
+        is_failure = isinstance(error, FailureError | OSError)
+        return FAILED if is_failure else WRONG_USE
+    return 0
+
+
+def _drop_output() -> None:
+    """Let Python not try in vain, at its exit, to write what did not go out."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scio-recorder",
+        description="Record and change what happens inside a PyTorch network.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_summary(commands)
+    _add_collect(commands)
+    _add_on_disk(commands, "inspect", "show what a recording on disk holds", _inspect)
+    _add_on_disk(commands, "verify", "read all of a recording and compare its checksums", _verify)
+    _add_report(commands)
+    _add_demo(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--traceback", action="store_true", help="show where an error comes from"
+        )
+    return parser
+
+
+def _add_summary(commands: Any) -> None:
+    summary = commands.add_parser(
+        "summary",
+        help="print the labelled architecture of a net",
+        description="Print the labelled architecture of a net. MODULE is imported, from the "
+        "current folder if it is there; NAME is a net, or a class or function that makes one when "
+        "called without arguments.",
+    )
+    _add_net(summary)
+    summary.set_defaults(run=_summary)
+
+
+def _add_net(command: Any) -> None:
+    command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
+    given = command.add_mutually_exclusive_group(required=True)
+    given.add_argument(
+        "--input-size",
+        type=size,
+        action="append",
+        metavar="N,C,...",
+        help="shape of an input, batch first, such as 1,3,32,32; once for each input",
+    )
+    given.add_argument(
+        "--input-data",
+        metavar="MODULE:NAME",
+        help="the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it",
+    )
+    command.add_argument(
+        "--dtype",
+        type=dtype_of,
+        action="append",
+        help="dtype of the inputs of --input-size, such as int64; once for all or once for each",
+    )
+    command.add_argument(
+        "--allow-dynamic-flow",
+        action="store_true",
+        help="label a net although its control flow depends on the data",
+    )
+
+
+def _add_collect(commands: Any) -> None:
+    collect = commands.add_parser(
+        "collect",
+        help="record layers of a net over a dataset into a folder",
+        description="Record what layers of a net return over a dataset, in a folder. What is there "
+        "already is gone on with if --resume is given.",
+    )
+    _add_net(collect)
+    collect.add_argument(
+        "--data",
+        metavar="MODULE:NAME",
+        required=True,
+        help="the batches: an iterable such as a DataLoader, or a function that makes one",
+    )
+    collect.add_argument(
+        "--layers",
+        nargs="+",
+        required=True,
+        metavar="LAYER",
+        help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
+    )
+    collect.add_argument("--out", required=True, metavar="PATH", help="the folder to write")
+    collect.add_argument("--every", type=positive, default=1, help="take every n-th batch (1)")
+    collect.add_argument("--max-batches", type=positive, help="stop after so many batches taken")
+    collect.add_argument("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
+    collect.add_argument("--resume", action="store_true", help="go on with what is there")
+    collect.add_argument("--train", action="store_true", help="leave the net in training mode")
+    collect.set_defaults(run=_collect)
+
+
+def _add_on_disk(commands: Any, name: str, text: str, run: Any) -> None:
+    command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    command.add_argument("path", metavar="PATH", help="the folder of the recording")
+    command.set_defaults(run=run)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page of HTML that shows a recording",
+        description="Write a page of HTML, complete in itself: statistics, histograms, dead and "
+        "saturated units, the architecture.",
+    )
+    report.add_argument("path", metavar="PATH", help="the folder of the recording")
+    report.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
+    report.add_argument("--title", help="its heading; by default the type of the net")
+    report.set_defaults(run=_report)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small net on handwritten digits and detect unknown ones",
+        description="Train a small net on the digits 0 to 6, record what happens inside it, and "
+        "compare scores that should notice the digits 7 to 9. Needs scikit-learn and no network.",
+    )
+    demo.add_argument("--seed", type=whole, default=0, help="decides everything random (0)")
+    demo.add_argument("--epochs", type=positive, default=15, help="length of the training (15)")
+    demo.set_defaults(run=_demo)
+
+
+def _summary(parsed: argparse.Namespace, console: Console) -> None:
+    console.print(str(_recorder(parsed)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder.recorder.recorder import Recorder
+
+    if parsed.input_data is not None and parsed.dtype:
+        raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
+    net = load(parsed.net)
+    net = call(parsed.net, net) if not isinstance(net, nn.Module) else net
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{parsed.net} gives {kind_of(net)}, not a torch.nn.Module")
+    if is_eval:
+        net.eval()
+    return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
+
+
+def _collect(parsed: argparse.Namespace, console: Console) -> None:
+    rnet = _recorder(parsed, is_eval=not parsed.train)
+    rnet.record(*parsed.layers)
+    data = load(parsed.data)
+    batches = call(parsed.data, data) if callable(data) else data
+    try:
+        recording = rnet.collect(
+            batches,
+            store=f"disk:{parsed.out}",
+            every=parsed.every,
+            max_batches=parsed.max_batches,
+            dtype=parsed.keep_dtype,
+            resume=parsed.resume,
+        )
+    except RecordingError as error:
+        # Either the disk failed, or the folder is another recording's.
+        is_failure = isinstance(error.__cause__, OSError)
+        raise (FailureError if is_failure else UsageError)(str(error)) from error
+    except RecorderError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise FailureError(f"{said(error)}{_way_on(parsed.out)}") from error
+    _show(recording, console)
+
+
+def _way_on(path: str) -> str:
+    """Say how to go on with what is on disk, if anything is."""
+    from scio_recorder.recording import open_recording
+
+    try:
+        samples = open_recording(path).num_samples
+    except RecorderError:
+        samples = 0
+    return f"; {samples:,} samples are safe, --resume goes on behind them" if samples else ""
+
+
+def _inspect(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.recording import layer_rows, open_recording
+
+    recording = open_recording(_there(parsed.path))
+    table = Table(title=_title(recording), box=None)
+    for heading in ("label", "name", "type", "shape", "dtype"):
+        table.add_column(heading, no_wrap=True)
+    numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in layer_rows(recording):
+        # Reduced layers have no samples to describe.
+        shape = list(row["shape"]) if "shape" in row else "reduced"
+        texts = [row["label"], row["name"], row["type"], str(shape), row.get("dtype", "")]
+        table.add_row(*map(escape, texts), *(_number(row.get(name)) for name in numbers))
+    # Figures that are cut off or broken in two would be of no use.
+    wide = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _verify(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.stores.disk_format import RunReader
+
+    with RunReader(_there(parsed.path)) as reader:
+        reports = reader.verify()
+        damaged = [report.problem for report in reports if report.problem is not None]
+        if damaged:
+            raise FailureError("; ".join(damaged))
+        num_bytes = sum(report.num_bytes for report in reports)
+        state = "complete" if reader.complete else "interrupted: collect with resume to go on"
+        text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.recording import open_recording
+
+    # Beside the folder, which holds nothing but the recording.
+    output = parsed.output or f"{os.path.normpath(parsed.path)}.html"
+    page = open_recording(_there(parsed.path)).report(output, title=parsed.title)
+    console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _there(path: str) -> str:
+    if not os.path.exists(path):
+        raise UsageError(f"{path!r}: there is no such folder")
+    return path
+
+
+def _title(recording: Any) -> str:
+    state = "complete" if recording.complete else "interrupted"
+    return escape(f"{recording.path}: {recording.num_samples} samples, {state}")
+
+
+def _show(recording: Any, console: Console) -> None:
+    table = Table(title=_title(recording), box=None)
+    for heading in ("label", "name", "type", "kept as"):
+        table.add_column(heading, justify="left")
+    for label in recording:
+        layer = recording.architecture[label]
+        kept = "reduced"
+        if label in recording.stored:
+            samples = recording[label]
+            kept = f"{str(samples.dtype).removeprefix('torch.')} {list(samples.shape)}"
+        table.add_row(str(layer.label), escape(layer.name), escape(layer.type_name), escape(kept))
+    console.print(table)
+
+
+def _demo(parsed: argparse.Namespace, console: Console) -> None:
+    from scio_recorder.command_line.demo import run_demo
+
+    try:
+        run_demo(console, seed=parsed.seed, epochs=parsed.epochs)
+    except ModuleNotFoundError as error:
+        if error.name != "sklearn":
+            raise
+        raise UsageError("the demo needs scikit-learn: pip install scikit-learn") from None
+
+
+def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
+    if parsed.input_data is not None:
+        data = load(parsed.input_data)
+        return {"input_data": call(parsed.input_data, data) if callable(data) else data}
+    sizes, dtypes = parsed.input_size, parsed.dtype or [torch.float32]
+    if len(dtypes) not in (1, len(sizes)):
+        raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")
+    return {"input_size": sizes, "dtypes": dtypes * (len(sizes) // len(dtypes))}

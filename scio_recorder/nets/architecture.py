@@ -1,0 +1,400 @@
+"""The labelled architecture: label <-> qualified name <-> call of a module."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Self
+
+from torch import nn
+
+from scio_recorder.display import Outline, Outlined, outline, visible
+from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
+from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, as_label, parse_label
+from scio_recorder.nets import architecture_json
+
+__all__ = ["Architecture", "DepthIdx", "Label", "Layer", "TensorSpec"]
+
+
+class Architecture(Outlined, Mapping[DepthIdx, Layer]):
+    """The layers of a net by label, in the order in which torchinfo lists them.
+
+    Parameters
+    ----------
+    layers : iterable of Layer
+        The rows. torchinfo lists a container twice under one label where its submodules run in
+        turn with others; that is one layer.
+    names : mapping of str to iterable of (int, int)
+        The labels of the rows of each module, for every qualified name that it has in the net: a
+        shared module has several.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> _, architecture = label_net(net, input_size=(1, 4))
+    >>> list(architecture)
+    [(0, 1), (1, 1), (1, 2)]
+    >>> architecture["1-2"] is architecture["1"] is architecture[1, 2]
+    True
+    >>> print(architecture)
+    0-1 Sequential          (1, 3)
+      1-1 Linear 0          (1, 3)
+      1-2 ReLU 1            (1, 3)
+    """
+
+    def __init__(self, layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> None:
+        self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(
+            {layer.label: layer for layer in layers}
+        )
+        self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
+
+    def __getitem__(self, key: DepthIdx | str) -> Layer:
+        return self._rows[self.resolve(key)]
+
+    def __iter__(self) -> Iterator[DepthIdx]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # A proxy can't be pickled, and the index by module must not survive a copy of the modules.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (tuple(self._rows.values()), dict(self._names))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Architecture):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"<Architecture of {len(self)} layers, fingerprint {self.fingerprint[:12]}>"
+
+    def __str__(self) -> str:
+        titles = [_title(layer) for layer in self.values()]
+        width = max(map(len, titles), default=0) + 8
+        shapes = [_shape_text(layer) for layer in self.values()]
+        lines = [f"{title:<{width}}{shape}" for title, shape in zip(titles, shapes, strict=True)]
+        return "\n".join(lines)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every qualified name in the net, aliases of shared modules included."""
+        return tuple(self._names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, over everything that gives labels their meaning.
+
+        Shapes are left out: the batch size must not matter.
+        """
+        rows = [
+            [str(row.label), row.name, row.type_name, row.call, row.executed, row.num_params]
+            for row in self.values()
+        ]
+        text = json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def resolve(self, key: object) -> DepthIdx:
+        """Return the label that a key stands for.
+
+        Parameters
+        ----------
+        key : (int, int) or str
+            ``(1, 3)``, ``"1-3"`` or a qualified name that stands for one layer only.
+
+        Returns
+        -------
+        (int, int)
+            A label of this architecture.
+
+        Raises
+        ------
+        LayerNotFoundError
+            The key names no layer, or a module that ran several times.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].resolve("0")
+        (1, 1)
+        """
+        if isinstance(key, str):
+            label = parse_label(key)
+            if label is not None and label in self._rows:
+                return label
+            return self._resolve_name(key, label)
+        label = as_label(key)
+        if label is None:
+            raise LayerNotFoundError(_not_a_key(key))
+        if label not in self._rows:
+            raise LayerNotFoundError(self.explain_missing_label(label))
+        return label
+
+    def labels_of(self, name: str) -> tuple[DepthIdx, ...]:
+        """Return the labels of the executed calls of a module.
+
+        Parameters
+        ----------
+        name : str
+            A qualified name; of a shared module, any of its names.
+
+        Returns
+        -------
+        tuple of (int, int)
+            Sorted by when the calls started; empty for a name that is not in the net.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> relu = nn.ReLU()
+        >>> label_net(nn.Sequential(relu, relu), input_size=(1, 4))[1].labels_of("0")
+        ((1, 1), (1, 2))
+        """
+        return tuple(label for label in self.rows_of(name) if self._rows[label].executed)
+
+    def rows_of(self, name: str) -> tuple[DepthIdx, ...]:
+        """Return the labels of all rows of a module, also of those that did not run.
+
+        Parameters
+        ----------
+        name : str
+            A qualified name; of a shared module, any of its names.
+
+        Returns
+        -------
+        tuple of (int, int)
+            In the order of the architecture.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].rows_of("0")
+        ((1, 1),)
+        """
+        return self._names.get(name, ())
+
+    def calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
+        """Return the labels of the executed calls of a module.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            A module of the net.
+
+        Returns
+        -------
+        tuple of (int, int)
+            In the order in which the calls returned, which differs from the order in which they
+            started where a module calls itself.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> net = nn.Sequential(nn.ReLU())
+        >>> label_net(net, input_size=(1, 4))[1].calls(net[0])
+        ((1, 1),)
+        """
+        return self._calls.get(id(module), ())
+
+    def rebind(self, net: nn.Module) -> Self:
+        """Return the same architecture pointing at the modules of a copy of the net.
+
+        Parameters
+        ----------
+        net : torch.nn.Module
+            A net with the same modules under the same names.
+
+        Returns
+        -------
+        Architecture
+            The same rows, other modules.
+
+        Raises
+        ------
+        LabellingError
+            The net lacks one of the modules, or has one of another class there.
+
+        Examples
+        --------
+        >>> import copy
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> net = nn.Sequential(nn.ReLU())
+        >>> twin = copy.deepcopy(net)
+        >>> label_net(net, input_size=(1, 4))[1].rebind(twin)["0"].module is twin[0]
+        True
+        """
+        modules = dict(net.named_modules(remove_duplicate=False))
+        rows = [
+            dataclasses.replace(row, module=_counterpart(modules, row)) for row in self.values()
+        ]
+        return type(self)(rows, self._names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the modules as plain values that JSON can hold.
+
+        Returns
+        -------
+        dict
+            What :meth:`from_dict` takes.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> _, architecture = label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))
+        >>> Architecture.from_dict(architecture.to_dict()) == architecture
+        True
+        """
+        encoded = architecture_json.encode(self.values(), self._names)
+        return {**encoded, "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Read what :meth:`to_dict` wrote, trusting nothing of it.
+
+        Parameters
+        ----------
+        data : dict
+            The plain values.
+
+        Returns
+        -------
+        Architecture
+            Without modules.
+
+        Raises
+        ------
+        RecordingError
+            The data are damaged, or were changed after they were written.
+
+        Examples
+        --------
+        >>> Architecture.from_dict({})
+        Traceback (most recent call last):
+        scio_recorder.errors.RecordingError: architecture: entry 'format' is missing
+        """
+        architecture = cls(*architecture_json.decode(data))
+        written = data.get("fingerprint") if isinstance(data, dict) else None
+        if written != architecture.fingerprint:
+            raise RecordingError(
+                f"architecture: its fingerprint is {architecture.fingerprint}, but {written!r} is "
+                "written beside it: the description was changed after it was written"
+            )
+        return architecture
+
+    def explain_missing_label(self, label: DepthIdx) -> str:
+        """Say that there is no such label, and which ones there are.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The label.
+
+        Returns
+        -------
+        str
+            For an error message.
+        """
+        indices = [index for depth, index in self if depth == label[0]]
+        if indices:
+            known = f"labels of depth {label[0]} go from {label[0]}-1 to {label[0]}-{max(indices)}"
+        else:
+            known = f"depths go from 0 to {max((depth for depth, _ in self), default=0)}"
+        return f"no layer has the label {Label(label)}: {known}"
+
+    def explain_missing_name(self, name: str) -> str:
+        """Say that there is no such name, and which ones come close.
+
+        Parameters
+        ----------
+        name : str
+            The qualified name.
+
+        Returns
+        -------
+        str
+            For an error message.
+
+        Examples
+        --------
+        >>> Architecture([], {"conv1": ()}).explain_missing_name("conv")
+        "no module has the qualified name 'conv'; the closest names are 'conv1'"
+        """
+        close = difflib.get_close_matches(name, self._names, n=4, cutoff=0.5)
+        hint = f"; the closest names are {_quoted(close)}" if close else ""
+        return f"no module has the qualified name {name!r}{hint}"
+
+    @cached_property
+    def _calls(self) -> dict[int, tuple[DepthIdx, ...]]:
+        calls: dict[int, list[tuple[int, DepthIdx]]] = {}
+        for row in self.values():
+            if row.completion is not None and row.module is not None:
+                calls.setdefault(id(row.module), []).append((row.completion, row.label))
+        return {key: tuple(label for _, label in sorted(found)) for key, found in calls.items()}
+
+    def _outline(self) -> Outline:
+        return outline("Architecture", list(self.values()), None)
+
+    def _resolve_name(self, name: str, label: DepthIdx | None) -> DepthIdx:
+        if name not in self._names:
+            if label is not None:
+                raise LayerNotFoundError(self.explain_missing_label(label))
+            raise LayerNotFoundError(self.explain_missing_name(name))
+        labels = self.labels_of(name) or self.rows_of(name)
+        if not labels:
+            raise LayerNotFoundError(f"module {name!r} did not run at labelling: it has no label")
+        if len(labels) > 1:
+            found = ", ".join(map(str, map(Label, labels)))
+            raise LayerNotFoundError(
+                f"the name {name!r} is ambiguous: the module has {len(labels)} calls, {found}; "
+                f"write one of these labels, such as {labels[0]!r}"
+            )
+        return labels[0]
+
+
+def _not_a_key(key: object) -> str:
+    try:
+        hint = f"; a label has two numbers, such as (1, {operator.index(key)})"  # type: ignore[arg-type]
+    except TypeError:
+        hint = ""
+    return f'{key!r} names no layer: write (1, 3), "1-3" or a qualified name{hint}'
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _title(layer: Layer) -> str:
+    name = f" {layer.name}" if layer.name else ""
+    return visible(f"{'  ' * layer.depth}{layer.label} {layer.type_name}{name}")
+
+
+def _shape_text(layer: Layer) -> str:
+    return str(layer.output_shape) if layer.executed else "(did not run)"
+
+
+def _counterpart(modules: Mapping[str, nn.Module], row: Layer) -> nn.Module:
+    module = modules.get(row.name)
+    if module is None or type(module).__name__ != row.type_name:
+        found = "nothing" if module is None else type(module).__name__
+        raise LabellingError(
+            f"layer {row.label} is {row.name!r} ({row.type_name}), but this net has {found} there: "
+            "give a copy of the net that was labelled, or label this one"
+        )
+    return module

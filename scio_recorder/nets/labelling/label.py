@@ -1,0 +1,263 @@
+"""Labelling: one dry run of a copy of the net, read as torchinfo reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.errors import LabellingError, MissingInputError
+from scio_recorder.layer import describe, shapes_of
+from scio_recorder.nets.architecture import Architecture, DepthIdx, Label, Layer
+from scio_recorder.nets.labelling.calls import Call, CallTrace
+from scio_recorder.nets.labelling.data_flow import check_static_flow
+from scio_recorder.nets.labelling.supported import check_supported
+from scio_recorder.nets.labelling.torchinfo import (
+    LayerInfo,
+    ModelStatistics,
+    forgiving,
+    layer_name,
+    point_to,
+    summary,
+)
+from scio_recorder.nets.state.copying import (
+    OriginalCalledError,
+    copy_inputs,
+    copy_net,
+    refusing_calls,
+)
+from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet, restored
+
+__all__ = ["label_net"]
+
+_DEFAULTS: dict[str, Any] = {
+    "col_names": ("input_size", "output_size", "num_params", "params_percent"),
+    "row_settings": ("var_names", "depth"),
+    "depth": sys.maxsize,
+    "verbose": 0,
+    "input_size": None,
+    "input_data": None,
+    "mode": "eval",
+}
+_OF_TORCHINFO = frozenset(inspect.signature(summary).parameters) - {"model", "kwargs"}
+
+
+def label_net(
+    net: nn.Module, *, force_static_flow: bool = True, **summary_kwargs: Any
+) -> tuple[ModelStatistics, Architecture]:
+    """Run a copy of a net once and label every call of its modules as torchinfo does.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. Neither it nor any global state is changed.
+    force_static_flow : bool
+        Whether to refuse a net whose control flow depends on the values of its inputs.
+    **summary_kwargs
+        Keywords of ``torchinfo.summary``: ``input_size`` or ``input_data`` above all. Others go to
+        the net's ``forward``. Its cache of passes is never used.
+
+    Returns
+    -------
+    summary : torchinfo.ModelStatistics
+        What torchinfo says, about the modules of ``net``.
+    architecture : Architecture
+        The layers by label.
+
+    Raises
+    ------
+    MissingInputError
+        Neither ``input_size`` nor ``input_data`` was given.
+    UnsupportedNetError
+        Hooks can't observe such a net.
+    LabellingError
+        The pass failed.
+    FlowError
+        The control flow depends on the data.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> summary, architecture = label_net(net, input_size=(1, 4))
+    >>> architecture[1, 2].module is net[1]
+    True
+    """
+    check_supported(net)
+    keywords = _keywords(net, summary_kwargs)
+    with preserved_rng():
+        statistics, architecture, inputs = _label(net, keywords)
+        if force_static_flow and inputs is not None:
+            check_static_flow(net, *inputs, mode=keywords["mode"] or "eval")
+    verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
+    statistics.formatting.verbose = verbose
+    if verbose:
+        print(statistics)
+    return statistics, architecture
+
+
+def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    keywords = {**_DEFAULTS, **given, "cache_forward_pass": False}
+    if keywords["input_size"] is None and keywords["input_data"] is None:
+        raise MissingInputError(
+            "labelling runs the net once and needs to know on what: write "
+            "input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a tuple "
+            "of positional or a dict of keyword inputs"
+        )
+    if keywords["input_data"] is None and keywords.get("device") is None:
+        # torchinfo would move the net to a GPU wherever there is one.
+        keywords["device"] = _device_of(net)
+    return keywords
+
+
+def _device_of(net: nn.Module) -> torch.device:
+    first: Tensor | None = next(net.parameters(), None)
+    first = next(net.buffers(), None) if first is None else first
+    return torch.device("cpu") if first is None else first.device
+
+
+def _understood_by_torchinfo(input_data: Any) -> Any:
+    """Wrap what torchinfo would not take for one positional input, or for keyword inputs."""
+    if isinstance(input_data, Mapping):
+        return input_data if isinstance(input_data, dict) else dict(input_data)
+    known = isinstance(input_data, Tensor | np.ndarray | list | tuple | None)
+    return input_data if known else [input_data]
+
+
+_Labelled = tuple[ModelStatistics, Architecture, Any]
+
+
+def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
+    failure: _DryRunError | None = None
+    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    # Hooks may have side effects, so they are left out, unless the net can't run without them.
+    for keep_hooks in (False, True) if has_hooks else (False,):
+        try:
+            return _label_once(net, keywords, keep_hooks)
+        except _DryRunError as error:
+            failure = error
+    assert failure is not None
+    raise LabellingError(_explain(net, keywords, failure.cause)) from failure.cause
+
+
+def _label_once(net: nn.Module, keywords: dict[str, Any], keep_hooks: bool) -> _Labelled:
+    twin = _faithful_copy(net, keep_hooks)
+    if twin is not None:
+        with contextlib.suppress(OriginalCalledError), refusing_calls(net):
+            return _dry_run(twin, keywords, net)
+    # Something in the net, a closure for one, leads from the copy back to the net.
+    with restored(net, keep_hooks=keep_hooks):
+        return _dry_run(net, keywords, net)
+
+
+def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
+    try:
+        twin = copy_net(net, keep_hooks=keep_hooks)
+    except Exception:
+        return None
+    names = [(name, type(m)) for name, m in net.named_modules(remove_duplicate=False)]
+    copied = [(name, type(m)) for name, m in twin.named_modules(remove_duplicate=False)]
+    own = {id(module) for module in net.modules()}
+    is_separate = not any(id(module) in own for module in twin.modules())
+    return twin if is_separate and names == copied else None
+
+
+@dataclass
+class _DryRunError(Exception):
+    cause: BaseException
+
+
+def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module) -> _Labelled:
+    names = dict(net.named_modules(remove_duplicate=False))
+    originals = {
+        id(module): names[name] for name, module in twin.named_modules(remove_duplicate=False)
+    }
+    trace = CallTrace(twin)
+    try:
+        with quiet(), eager(), forgiving():
+            statistics = summary(twin, **_dry_run_keywords(keywords))
+    except Exception as error:
+        # torchinfo wraps what the net raised.
+        wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
+        raise _DryRunError(wrapped or error) from error
+    finally:
+        trace.detach()
+    rows = list(_rows(statistics.summary_list, trace.calls))
+    point_to(statistics.summary_list, originals)
+    layers = [_layer(info, call) for info, call in rows]
+    return statistics, Architecture(layers, _names(net, layers)), trace.inputs
+
+
+def _dry_run_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    copied = {
+        name: copy_inputs(value)
+        for name, value in keywords.items()
+        if name not in _OF_TORCHINFO or name == "input_data"
+    }
+    copied["input_data"] = _understood_by_torchinfo(copied["input_data"])
+    verbose = 0 if keywords["verbose"] in (None, 0, 1, 2) else keywords["verbose"]
+    return {**keywords, **copied, "verbose": verbose}
+
+
+def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo, Call | None]]:
+    """Pair each row with its call.
+
+    torchinfo adds a row at every start of a call, and later inserts rows for containers that were
+    not called right before the row of one of their descendants. So a row whose module is not that
+    of the next call is one of the latter.
+    """
+    pending = iter(calls)
+    upcoming = next(pending, None)
+    for info in infos:
+        if upcoming is not None and upcoming.module is info.module:
+            yield info, upcoming
+            upcoming = next(pending, None)
+        else:
+            yield info, None
+
+
+def _layer(info: LayerInfo, call: Call | None) -> Layer:
+    executed = call is not None and call.completion is not None
+    label = Label((info.depth, info.depth_index or 0))
+    spec = call.output_spec if call is not None and executed else None
+    return Layer(
+        label=label,
+        name=layer_name(info),
+        module=info.module,
+        type_name=info.class_name,
+        call=call.number if call is not None else 0,
+        depth=label[0],
+        index=label[1],
+        input_shape=call.input_shape if call is not None and executed else None,
+        output_shape=shapes_of(spec),
+        num_params=int(info.num_params),
+        executed=executed,
+        completion=call.completion if call is not None else None,
+        output_spec=spec,
+    )
+
+
+def _names(net: nn.Module, layers: list[Layer]) -> dict[str, tuple[DepthIdx, ...]]:
+    labels: dict[int, dict[DepthIdx, None]] = {}
+    for layer in layers:
+        labels.setdefault(id(layer.module), {})[layer.label] = None
+    modules = net.named_modules(remove_duplicate=False)
+    return {name: tuple(labels.get(id(module), ())) for name, module in modules}
+
+
+def _explain(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> str:
+    given = "input_size" if keywords["input_data"] is None else "input_data"
+    value = keywords[given]
+    shown = value if given == "input_size" else f"tensors of shape {shapes_of(describe(value))}"
+    return (
+        f"the dry run of {type(net).__name__} on {given}={str(shown)[:300]} failed with "
+        f"{type(cause).__name__}: {cause}\n"
+        "input_size includes the batch dimension and gives float inputs; for others write "
+        "dtypes=[torch.long], or give input_data"
+    )

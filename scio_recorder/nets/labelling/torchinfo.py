@@ -1,0 +1,188 @@
+"""torchinfo without the cases in which it gives up: the only import of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torchinfo import ModelStatistics, summary
+from torchinfo import torchinfo as engine
+from torchinfo.layer_info import LayerInfo
+
+from scio_recorder.layer import describe, shapes_of
+from scio_recorder.tensors.structures import map_tensors, tensors
+
+__all__ = ["LayerInfo", "ModelStatistics", "forgiving", "layer_name", "point_to", "summary"]
+
+_Function: TypeAlias = Callable[..., Any]
+_Replacement: TypeAlias = Callable[[_Function], _Function]
+
+# The patches are process-wide: two at a time would restore each other's.
+_LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def forgiving() -> Iterator[None]:
+    """Make torchinfo take any input, output and module for the length of the block.
+
+    Sizes that it can't work out are left empty, and its global cache is put back.
+
+    Examples
+    --------
+    >>> with forgiving():
+    ...     LayerInfo.calculate_size(object(), None)
+    ([], 0)
+    """
+    with _LOCK, contextlib.ExitStack() as stack:
+        stack.callback(_restore_cache, dict(engine._cached_forward_pass))
+        for (owner, name), replacement in _REPLACEMENTS.items():
+            original = vars(owner)[name]
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _replaced(original, replacement))
+        yield
+
+
+def layer_name(info: LayerInfo) -> str:
+    """Return the qualified name along the path that torchinfo shows, ``""`` for the root."""
+    parts: list[str] = []
+    while info.parent_info is not None:
+        parts.append(info.var_name)
+        info = info.parent_info
+    return ".".join(reversed(parts))
+
+
+def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
+    """Make rows of a copy's summary refer to the modules of the original.
+
+    Parameters
+    ----------
+    rows : list of LayerInfo
+        The rows, whose parents are changed too.
+    originals : mapping of int to torch.nn.Module
+        The original of each module of the copy, by the ``id`` of the latter.
+    """
+    pending, seen = list(rows), set()
+    while pending:
+        info = pending.pop()
+        if id(info) in seen:
+            continue
+        seen.add(id(info))
+        info.module = originals[id(info.module)]
+        info.layer_id = id(info.module)
+        if info.parent_info is not None:
+            pending.append(info.parent_info)
+
+
+def _replaced(original: Any, replacement: _Replacement) -> Any:
+    if isinstance(original, staticmethod):
+        return staticmethod(replacement(original.__func__))
+    return replacement(original)
+
+
+def _guarded(fallback: _Function) -> _Replacement:
+    """Return what makes a function give the fallback's result where it raises."""
+
+    def replacement(original: _Function) -> _Function:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except Exception:
+                return fallback(*args, **kwargs)
+
+        return guarded
+
+    return replacement
+
+
+def _computed_once(name: str) -> _Replacement:
+    """Return what makes a method of a row keep its result.
+
+    torchinfo computes the parameters of a row that are in none of its descendants by recursion
+    over all of these, in a time exponential in the depth, and does so again for every print.
+    """
+
+    def replacement(original: _Function) -> _Function:
+        def computed_once(info: LayerInfo) -> Any:
+            result = original(info)
+            setattr(info, name, _Constant(result))
+            return result
+
+        return computed_once
+
+    return replacement
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+def _flat(size_of: _Function) -> _Function:
+    """Make a size a flat list: torchinfo's own arithmetic fails on nested ones."""
+
+    def flat(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
+        try:
+            size, element_bytes = size_of(inputs, batch_dim)
+        except Exception:
+            size, element_bytes = _first_size(inputs)
+        return list(engine.flatten(size)), element_bytes
+
+    return flat
+
+
+def _restore_cache(saved: dict[str, Any]) -> None:
+    engine._cached_forward_pass.clear()
+    engine._cached_forward_pass.update(saved)
+
+
+def _first_size(inputs: Any) -> tuple[list[int], int]:
+    found = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
+    return (list(found[0].size()), found[0].element_size()) if found else ([], 0)
+
+
+def _plain_counts(info: LayerInfo) -> None:
+    parameters = list(info.module.parameters())
+    info.num_params = sum(parameter.nelement() for parameter in parameters)
+    info.param_bytes = sum(parameter.nbytes for parameter in parameters)
+    info.trainable_params = sum(p.nelement() for p in parameters if p.requires_grad)
+    info.inner_layers = {}
+
+
+def _to_device(data: Any, device: torch.device | None) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), data)
+
+
+def _data_sizes(data: Any) -> Any:
+    return shapes_of(describe(data))
+
+
+def _data_bytes(data: Any) -> int:
+    arrays = data if isinstance(data, list | tuple) else [data]
+    nbytes = sum(leaf.nbytes for leaf in tensors(data) if not leaf.is_nested)
+    return nbytes + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+def _none(*args: Any) -> None:
+    return None
+
+
+_REPLACEMENTS: dict[tuple[Any, str], _Replacement] = {
+    (LayerInfo, "calculate_size"): _flat,
+    (LayerInfo, "calculate_num_params"): _guarded(_plain_counts),
+    (LayerInfo, "calculate_macs"): _guarded(_none),
+    (LayerInfo, "get_kernel_size"): _guarded(_none),
+    (LayerInfo, "leftover_params"): _computed_once("leftover_params"),
+    (LayerInfo, "leftover_trainable_params"): _computed_once("leftover_trainable_params"),
+    (engine, "set_device"): _guarded(_to_device),
+    (engine, "get_input_data_sizes"): _guarded(_data_sizes),
+    (engine, "get_total_memory_used"): _guarded(_data_bytes),
+}

@@ -1,0 +1,168 @@
+"""Running a net without leaving a trace: its state and global state are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.nets.state.copying import HOOK_DICTIONARIES, are_large, clone
+from scio_recorder.nets.state.random import RandomState
+
+__all__ = ["eager", "preserved_rng", "quiet", "restored"]
+
+# Streams and warning filters belong to the process: two threads would restore each other's.
+_QUIET = threading.RLock()
+
+
+@contextlib.contextmanager
+def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
+    """Give back to a net, at the end of the block, every attribute and value that it had.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. Parameters that together are larger than 1 GiB keep in-place changes.
+    keep_hooks : bool
+        Whether the user's hooks stay for the length of the block.
+
+    Examples
+    --------
+    >>> net = nn.BatchNorm1d(2)
+    >>> with restored(net):
+    ...     _ = net(torch.randn(8, 2))
+    >>> int(net.num_batches_tracked)
+    0
+    """
+    modules = list(net.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    contents = [_contents(value) for saved in attributes for value in saved.values()]
+    tensors = [_TensorState(tensor) for tensor in _state_tensors(net)]
+    try:
+        if not keep_hooks:
+            for module in modules:
+                vars(module).update(
+                    {name: OrderedDict() for name in HOOK_DICTIONARIES if name in vars(module)}
+                )
+        yield
+    finally:
+        for module, saved in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(saved)
+        for restore in contents:
+            restore()
+        for state in tensors:
+            state.restore()
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Put every global random number generator back as it was.
+
+    Examples
+    --------
+    >>> before = torch.get_rng_state()
+    >>> with preserved_rng():
+    ...     _ = torch.rand(3)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    before = RandomState()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what this thread prints, and warnings.
+
+    Examples
+    --------
+    >>> with quiet():
+    ...     print("not seen")
+    """
+    with _QUIET, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with (
+            contextlib.redirect_stdout(_Muted(sys.stdout)),
+            contextlib.redirect_stderr(_Muted(sys.stderr)),
+        ):
+            yield
+
+
+def eager() -> Any:
+    """Return a context in which compiled modules run as if they were not.
+
+    Compiling a copy takes long, and what is learnt from it is thrown away.
+
+    Examples
+    --------
+    >>> with eager():
+    ...     pass
+    """
+    # Where nothing was compiled, this would import the compiler.
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+class _Muted:
+    """A stream that drops what its own thread writes: other threads go on printing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _TensorState:
+    """The memory and the values of one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._data = tensor.data
+        self._requires_grad = tensor.requires_grad
+        self._values = clone(tensor)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            # `net.to(device)` swaps the memory under a parameter.
+            if not self._tensor.is_inference():
+                self._tensor.data = self._data
+            # Whatever the version counter says: batch norm writes its statistics behind its back.
+            self._data.copy_(self._values)
+        if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
+            self._tensor.requires_grad_(self._requires_grad)
+
+
+def _state_tensors(net: nn.Module) -> list[Tensor]:
+    buffers = list(net.buffers())
+    return buffers if are_large(net) else [*net.parameters(), *buffers]
+
+
+def _contents(value: Any) -> Callable[[], None]:
+    """Return what puts the items of a container back into it."""
+    # Other classes of dictionaries may refuse or do more.
+    if type(value) in (dict, OrderedDict):
+        items = dict(value)
+        return lambda: (value.clear(), value.update(items))[1]
+    if type(value) is list:
+        elements = list(value)
+        return lambda: value.__setitem__(slice(None), elements)
+    return lambda: None

@@ -1,0 +1,217 @@
+"""The forms that ``activation_postproc`` takes -> one callable per recorded layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.overwriting import explain_overwriting, versions_on_graph
+
+if TYPE_CHECKING:
+    from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
+
+__all__ = ["Postprocessor", "Postprocessors", "apply", "assign", "assign_by_key", "signature"]
+
+Postprocessor: TypeAlias = Callable[[Any], Any]
+Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
+
+
+def assign(
+    architecture: Architecture, order: Sequence[DepthIdx], given: Postprocessors
+) -> dict[DepthIdx, Postprocessor]:
+    """Say which post-processor acts on which recorded layer.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        What selectors refer to.
+    order : sequence of (int, int)
+        The recorded layers in the order in which they return.
+    given : callable, sequence or mapping
+        One for all; one per recorded layer in that order, further ones being ignored; or by
+        selector.
+
+    Returns
+    -------
+    dict
+        Label -> post-processor.
+
+    Raises
+    ------
+    PostprocessorError
+        Too few, not callable, on a layer that is not recorded, or two on one layer.
+    LayerNotFoundError
+        A selector of the mapping matches no layer.
+
+    Examples
+    --------
+    >>> assign(None, [(1, 1), (1, 2)], abs)
+    {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
+    """
+    if isinstance(given, Mapping):
+        return _by_selector(architecture, order, given)
+    if callable(given):
+        return dict.fromkeys(order, given)
+    if not isinstance(given, list | tuple):
+        raise PostprocessorError(
+            f"activation_postproc is {given!r}: give a callable for all recorded layers, a list "
+            "with one for each in the order in which they return, or a mapping by selector"
+        )
+    if len(given) < len(order):
+        missing = ", ".join(str(architecture[label]) for label in order[len(given) :])
+        raise PostprocessorError(
+            f"activation_postproc has {len(given)} post-processors for {len(order)} recorded "
+            f"layers, which leaves none for {missing}: give one for each, in the order in which "
+            "the layers return, or a single callable for all of them"
+        )
+    chosen = dict(zip(order, given, strict=False))
+    for label, function in chosen.items():
+        if not callable(function):
+            _check_callable(function, f"layer {architecture[label]}")
+    return chosen
+
+
+def assign_by_key(
+    keys: Mapping[object, tuple[DepthIdx, ...]], given: Mapping[Any, Postprocessor]
+) -> dict[DepthIdx, Postprocessor]:
+    """Say which post-processor acts on which recorded layer, with no more than dictionaries.
+
+    Parameters
+    ----------
+    keys : mapping
+        Labels and names of recorded layers -> labels.
+    given : mapping
+        By label or name.
+
+    Returns
+    -------
+    dict
+        Label -> post-processor.
+
+    Raises
+    ------
+    PostprocessorError
+        A key that is neither a label nor a name of a recorded layer.
+
+    Examples
+    --------
+    >>> assign_by_key({"0": ((1, 1),)}, {"0": abs})
+    {(1, 1): <built-in function abs>}
+    """
+    chosen: dict[DepthIdx, Postprocessor] = {}
+    for key, function in given.items():
+        if key not in keys:
+            raise PostprocessorError(
+                "under torch.compile, the keys of activation_postproc are labels or qualified "
+                "names of recorded layers, not patterns or other selectors"
+            )
+        for label in keys[key]:
+            chosen[label] = function
+    return chosen
+
+
+def _by_selector(
+    architecture: Architecture, order: Sequence[DepthIdx], given: Mapping[Any, Postprocessor]
+) -> dict[DepthIdx, Postprocessor]:
+    chosen: dict[DepthIdx, Postprocessor] = {}
+    for selector, function in given.items():
+        _check_callable(function, f"selector {selector!r}")
+        matching = select(architecture, [selector])
+        recorded = [label for label in matching if label in order]
+        if not recorded:
+            raise PostprocessorError(
+                f"selector {selector!r} names no recorded layer: post-processors act on recorded "
+                "layers only, so record() it too"
+            )
+        for label in recorded:
+            if label in chosen:
+                raise PostprocessorError(
+                    f"two post-processors match layer {architecture[label]}, the second by "
+                    f"{selector!r}: make the selectors disjoint, or compose the two in one function"
+                )
+            chosen[label] = function
+    return chosen
+
+
+def _check_callable(function: object, where: str) -> None:
+    if not callable(function):
+        raise PostprocessorError(
+            f"the post-processor for {where} is {function!r}: it must be callable, "
+            "Tensor -> Tensor or None"
+        )
+
+
+def apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
+    """Post-process one output; a result of None means that it was changed in place, or not at all.
+
+    Parameters
+    ----------
+    function : callable
+        The post-processor.
+    output : Any
+        What the module returned: a tensor or a structure of them.
+    layer : Layer
+        For messages.
+
+    Returns
+    -------
+    Any
+        What the network goes on with.
+
+    Raises
+    ------
+    PostprocessorError
+        The post-processor raised (the error is then also of the type that it raised), or returned
+        something that can't stand in for the output.
+
+    Examples
+    --------
+    >>> import torch
+    >>> apply(torch.neg, torch.ones(2), "1-1")
+    tensor([-1., -1.])
+    """
+    before = versions_on_graph(output)
+    try:
+        result = function(output)
+    except Exception as error:
+        raise _failure(error, layer) from error
+    explain_overwriting(before, layer)
+    if result is None:
+        return output
+    expected = Tensor if isinstance(output, Tensor) else type(output)
+    if not isinstance(result, expected):
+        raise PostprocessorError(
+            f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
+            f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None to "
+            "go on with the output as it is"
+        )
+    return result
+
+
+def _failure(error: Exception, layer: Layer) -> PostprocessorError:
+    """Make an error that is caught as ours and as what was raised."""
+    if isinstance(error, PostprocessorError):
+        error.add_note(f"raised by the post-processor of layer {layer}")
+        return error
+    text = f"the post-processor of layer {layer} raised {type(error).__name__}: {error}"
+    try:
+        both: PostprocessorError = type(
+            "PostprocessorError", (PostprocessorError, type(error)), {}
+        )(text)
+    except TypeError:
+        # Some built-in exceptions can't share an instance layout, or want other arguments.
+        return PostprocessorError(text)
+    return both
+
+
+def signature(function: Postprocessor) -> object:
+    """Return what tells whether two post-processors work alike, in place or not.
+
+    Lambdas made anew for every pass share their code.
+    """
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__code__", type(inner))

@@ -1,0 +1,1 @@
+"""Running recorded calls again."""

@@ -1,0 +1,317 @@
+"""Keeping every n-th activation of a chain of layers, and recomputing those between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import ArgumentError, RecomputeError
+from scio_recorder.nets.state.random import RandomState
+from scio_recorder.nets.state.restoring import preserved_rng
+from scio_recorder.tensors.structures import flatten, tensors
+
+__all__ = ["ActivationCheckpointer", "CheckpointConfig"]
+
+ForwardFunction: TypeAlias = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which activations an :class:`ActivationCheckpointer` keeps, and how.
+
+    Parameters
+    ----------
+    every : int, default 4
+        Layers whose index is a multiple of this are boundaries, whose activation is kept.
+    max_checkpoints : int, optional
+        How many activations to keep at most; boundaries are kept beyond it too.
+    mixed_precision : bool, default False
+        Keep floating-point numbers of more than 16 bits as bfloat16, of which 8 bits of precision
+        are left.
+
+    Raises
+    ------
+    ArgumentError
+        ``every`` is no integer from 1 on, or ``max_checkpoints`` none from 0 on.
+
+    Examples
+    --------
+    >>> CheckpointConfig(every=2)
+    CheckpointConfig(every=2, max_checkpoints=None, mixed_precision=False)
+    """
+
+    every: int = 4
+    max_checkpoints: int | None = None
+    mixed_precision: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_index(self.every) or self.every < 1:
+            raise ArgumentError(
+                f"every={self.every!r}: write an integer from 1 on, such as every=4"
+            )
+        limit = self.max_checkpoints
+        if limit is not None and not _is_index(limit):
+            raise ArgumentError(
+                f"max_checkpoints={limit!r}: write an integer from 0 on, or None for no limit"
+            )
+
+
+class ActivationCheckpointer:
+    """Keeps what layers at boundaries return, and recomputes what those between returned.
+
+    An activation belongs to the layer that returned it. Kept ones are copies off the graph; with
+    each goes the state of the global random number generators, so that dropout and the like are
+    recomputed as they were.
+
+    Parameters
+    ----------
+    config : CheckpointConfig, optional
+        Which to keep, and how.
+
+    Notes
+    -----
+    Keeping every n-th of N activations and recomputing the others needs N / n + n of them in
+    memory at a time instead of N (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+    2016).
+
+    Examples
+    --------
+    >>> layers = [torch.nn.Linear(3, 3) for _ in range(6)]
+    >>> checkpointer = ActivationCheckpointer(CheckpointConfig(every=3))
+    >>> forward = lambda x, i: layers[i](x)
+    >>> out = checkpointer.checkpointed_forward(torch.ones(1, 3), range(6), forward)
+    >>> checkpointer.num_checkpoints  # of layers 0 and 3
+    2
+    >>> again = checkpointer.recompute_from_checkpoint(5, range(6), forward)
+    >>> torch.equal(out, again)
+    True
+    """
+
+    def __init__(self, config: CheckpointConfig | None = None) -> None:
+        self._config = config or CheckpointConfig()
+        self._kept: dict[int, _Checkpoint] = {}
+        self._saved_bytes = 0
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """The configuration."""
+        return self._config
+
+    @property
+    def num_checkpoints(self) -> int:
+        """How many activations are kept."""
+        return len(self._kept)
+
+    @property
+    def memory_stored_bytes(self) -> int:
+        """Bytes that the kept activations take."""
+        return sum(_num_bytes(kept.value) for kept in self._kept.values())
+
+    @property
+    def memory_saved_bytes(self) -> int:
+        """Bytes of the activations that the last :meth:`checkpointed_forward` did not keep."""
+        return self._saved_bytes
+
+    def is_checkpoint_layer(self, layer: int) -> bool:
+        """Whether a layer is a boundary, whose activation is kept.
+
+        Parameters
+        ----------
+        layer : int
+            Its index.
+
+        Returns
+        -------
+        bool
+            True for multiples of ``config.every``.
+        """
+        return layer % self._config.every == 0
+
+    def save(self, layer: int, activation: Any) -> None:
+        """Keep a copy of what a layer returned, in place of one kept before.
+
+        Parameters
+        ----------
+        layer : int
+            Its index.
+        activation : torch.Tensor or structure of tensors
+            What it returned.
+
+        Raises
+        ------
+        ArgumentError
+            The index is no integer from 0 on.
+        RecomputeError
+            There are ``config.max_checkpoints`` already, and this layer is no boundary.
+        """
+        if not _is_index(layer):
+            raise ArgumentError(
+                f"layer {layer!r}: write the index of a layer, an integer from 0 on"
+            )
+        limit = self._config.max_checkpoints
+        is_extra = layer not in self._kept and not self.is_checkpoint_layer(layer)
+        if limit is not None and is_extra and len(self._kept) >= limit:
+            raise RecomputeError(
+                f"layer {layer} is no boundary (they are multiples of every={self._config.every}), "
+                f"and max_checkpoints={limit} activations are kept already: raise max_checkpoints, "
+                "or choose `every` so that this layer is a boundary"
+            )
+        self._kept[layer] = _Checkpoint(activation, self._config.mixed_precision)
+
+    def get(self, layer: int) -> Any:
+        """Return a copy of what was kept of a layer.
+
+        Parameters
+        ----------
+        layer : int
+            Its index.
+
+        Returns
+        -------
+        torch.Tensor or structure of tensors
+            The activation, in its original dtype, off the graph.
+
+        Raises
+        ------
+        RecomputeError
+            Nothing was kept of this layer.
+        """
+        if layer not in self._kept:
+            raise RecomputeError(
+                f"nothing is kept of layer {layer}; kept are {self._shown()}. Recompute it with "
+                f"recompute_from_checkpoint({layer}, layers, forward_fn)"
+            )
+        return self._kept[layer].restored()
+
+    def checkpointed_forward(
+        self, x: Any, layers: Sequence[int], forward_fn: ForwardFunction
+    ) -> Any:
+        """Run layers one after the other, keeping what those at boundaries return.
+
+        What was kept before is dropped first.
+
+        Parameters
+        ----------
+        x : torch.Tensor or structure of tensors
+            What the first layer gets.
+        layers : sequence of int
+            The indices in the order in which to run, each once.
+        forward_fn : callable
+            ``forward_fn(x, i)`` returns what layer ``i`` makes of ``x``.
+
+        Returns
+        -------
+        torch.Tensor or structure of tensors
+            What the last layer returned.
+
+        Raises
+        ------
+        RecomputeError
+            An index appears twice.
+        """
+        _check_distinct(layers)
+        self._kept.clear()
+        self._saved_bytes = 0
+        for layer in layers:
+            x = forward_fn(x, layer)
+            if self.is_checkpoint_layer(layer):
+                self.save(layer, x)
+            else:
+                self._saved_bytes += _num_bytes(x)
+        return x
+
+    def recompute_from_checkpoint(
+        self, target: int, layers: Sequence[int], forward_fn: ForwardFunction
+    ) -> Any:
+        """Return what a layer returned, from the nearest activation kept at or before it.
+
+        Bit for bit, if ``forward_fn`` depends on nothing else that has changed, and the activation
+        was kept in full precision.
+
+        Parameters
+        ----------
+        target : int
+            Index of the layer.
+        layers : sequence of int
+            All indices in the order in which they ran.
+        forward_fn : callable
+            The function that :meth:`checkpointed_forward` was given.
+
+        Returns
+        -------
+        torch.Tensor or structure of tensors
+            The activation.
+
+        Raises
+        ------
+        RecomputeError
+            The target is not among the layers, or nothing is kept at or before it.
+        """
+        _check_distinct(layers)
+        order = list(layers)
+        if target not in order:
+            raise RecomputeError(f"layer {target} is not among the layers that were given: {order}")
+        until = order.index(target) + 1
+        start = next((at for at in reversed(range(until)) if order[at] in self._kept), None)
+        if start is None:
+            raise RecomputeError(
+                f"no activation is kept at or before layer {target}; kept are {self._shown()}. "
+                "Run checkpointed_forward first, from a boundary on"
+            )
+        checkpoint = self._kept[order[start]]
+        x = checkpoint.restored()
+        with preserved_rng():
+            checkpoint.random_state.restore()
+            for layer in order[start + 1 : until]:
+                x = forward_fn(x, layer)
+        return x
+
+    def __copy__(self) -> ActivationCheckpointer:
+        copied = ActivationCheckpointer(self._config)
+        copied._kept = dict(self._kept)
+        copied._saved_bytes = self._saved_bytes
+        return copied
+
+    def _shown(self) -> str:
+        return f"those of layers {sorted(self._kept)}" if self._kept else "none"
+
+
+class _Checkpoint:
+    """A copy of one activation, which later in-place operations don't reach."""
+
+    def __init__(self, activation: Any, shrinks: bool) -> None:
+        self.random_state = RandomState()
+        leaves, self._rebuild = flatten(activation)
+        self._dtypes = [leaf.dtype for leaf in leaves]
+        self.value = [_copy(leaf, shrinks) for leaf in leaves]
+
+    def restored(self) -> Any:
+        pairs = zip(self.value, self._dtypes, strict=True)
+        return self._rebuild([kept.to(dtype, copy=True) for kept, dtype in pairs])
+
+
+def _copy(leaf: Tensor, shrinks: bool) -> Tensor:
+    if shrinks and leaf.is_floating_point() and leaf.element_size() > 2:
+        return leaf.detach().to(torch.bfloat16)
+    return leaf.detach().clone()
+
+
+def _num_bytes(activation: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors(activation))
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_distinct(layers: Sequence[int]) -> None:
+    twice = sorted({layer for layer in layers if list(layers).count(layer) > 1})
+    if twice:
+        raise RecomputeError(
+            f"layers {twice} appear more than once, so their activations can't be told apart: "
+            "give every call an index of its own"
+        )

@@ -1,0 +1,281 @@
+"""Running a recorded call of a module again, as it ran then.
+
+NOTE [How it is made sure that a recomputed activation is the one of then]
+
+The nearest recorded module around the layer runs again on the inputs recorded for it, in the state
+noted at that call: random numbers, modes, training flags, buffers. Post-processors of that pass act
+again. What the module returns must be bit for bit what was recorded of it, or nothing is handed
+out. For what does not show in the output, the weights themselves are compared: in a live recorder
+their version counters and some numbers of each, in a collected recording a digest of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.capture.hooks import follow
+from scio_recorder.errors import RecomputeError
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.nets.state.restoring import preserved_rng, restored
+from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.tensors.copies import StridedCopy, is_plain
+from scio_recorder.tensors.structures import flatten, map_tensors
+
+if TYPE_CHECKING:
+    from scio_recorder.layer import Layer
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+
+__all__ = ["Call", "copied", "enclosing_layers", "rerun", "untouched"]
+
+_NOT_KEPT = (
+    "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "
+    "forward writes in evaluation mode, inputs that share memory with each other or with weights "
+    "and are changed in place, or a few numbers of the weights written through .data"
+)
+_OTHER_KERNELS = (
+    "not deterministic (see torch.use_deterministic_algorithms), other ones chosen for attention "
+    "or matrix products, other ones where inner modules have hooks, another number of threads or "
+    "another version of torch"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call of a module that can be run again.
+
+    Parameters
+    ----------
+    label : (int, int)
+        The layer.
+    inputs : Inputs
+        What its forward received.
+    is_output : callable
+        Whether what it is given is just what the call returned then.
+    moment : Moment
+        The state at that call.
+    explain_change : callable
+        Says what of a module is known to have changed since, None for nothing.
+    posts : mapping
+        The post-processors of that pass, by label.
+    """
+
+    label: DepthIdx
+    inputs: Inputs
+    is_output: Callable[[Any], bool]
+    moment: Moment
+    explain_change: Callable[[nn.Module], str | None]
+    posts: Mapping[DepthIdx, Postprocessor] = field(default_factory=dict)
+
+
+def enclosing_layers(architecture: Architecture, target: DepthIdx) -> list[DepthIdx]:
+    """Return the calls inside which a layer ran, the nearest first.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    target : (int, int)
+        The layer.
+
+    Returns
+    -------
+    list of (int, int)
+        Without the layer itself.
+
+    Examples
+    --------
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> _, architecture = label_net(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
+    >>> enclosing_layers(architecture, (2, 1))
+    [(1, 1), (0, 1)]
+    """
+    # Rows stand in the order in which calls started.
+    rows = list(architecture.values())
+    own = next(at for at, row in enumerate(rows) if row.label == target)
+    ended = rows[own].completion
+    return [row.label for row in rows[own::-1] if _ended_later(row, ended)]
+
+
+def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dict[DepthIdx, Any]:
+    """Run a recorded call again, and return what it returns, or layers inside it.
+
+    To be called inside `untouched`.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers, with their modules.
+    call : Call
+        What to run.
+    targets : set of (int, int)
+        Layers inside it, itself among them or not.
+
+    Returns
+    -------
+    dict
+        Label -> activation, copied and off the graph.
+
+    Raises
+    ------
+    RecomputeError
+        The call returns something else now.
+    """
+    layer = architecture[call.label]
+    module = layer.module
+    if module is None:
+        raise RecomputeError(f"layer {layer} has no module: this architecture was read from disk")
+    change = call.explain_change(module)
+    if change is not None:
+        raise RecomputeError(f"layer {layer} can't be run again: {change}")
+    again = _Again(architecture, call, targets)
+    with again.watching(module):
+        _run(call, module, layer)
+    again.check()
+    return again.found
+
+
+@contextlib.contextmanager
+def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterator[None]:
+    """Put back, at the end of the block, all that re-runs of these layers change.
+
+    Parameters are copied like everything else: a forward may write them behind the back of version
+    counters (``parameter.data``), and that a re-run has done so would be known too late.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers, with their modules.
+    labels : iterable of (int, int)
+        Layers that run again in the block.
+    """
+    modules = {architecture[label].module for label in labels}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved_rng())
+        for module in modules:
+            if module is not None:
+                stack.enter_context(restored(module, keep_hooks=True))
+        yield
+
+
+def _run(call: Call, module: nn.Module, layer: Layer) -> None:
+    with call.moment.entered(module):
+        args, kwargs = _inputs_again(call)
+        try:
+            module(*args, **kwargs)
+        except RecomputeError:
+            raise
+        except Exception as error:
+            raise RecomputeError(
+                f"layer {layer} failed when it was run again: {type(error).__name__}: {error}"
+            ) from error
+
+
+class _Again:
+    """One re-run: what layers inside return, and whether the call itself returns what it did."""
+
+    def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
+        self._architecture = architecture
+        self._call = call
+        self._targets = targets
+        self._counts: Counter[nn.Module] = Counter()
+        self._is_same = False
+        self.found: dict[DepthIdx, Any] = {}
+        wanted = targets | set(call.posts) | {call.label}
+        modules = {architecture[label].module for label in wanted}
+        numbered = enumerate(architecture.items())
+        rows = {label: (at, row.completion or 0) for at, (label, row) in numbered}
+        start, end = rows[call.label]
+        # The calls of these modules inside the call, in the order in which they return.
+        self._order = {
+            module: [
+                label
+                for label in architecture.calls(module)
+                if rows[label][0] >= start and rows[label][1] <= end
+            ]
+            for module in modules
+            if module is not None
+        }
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Take what modules return, for the length of the block."""
+        handles = [
+            follow(watched, self._receive) for watched, calls in self._order.items() if calls
+        ]
+        # The recorded inputs are what forward received: these hooks have acted on them already.
+        before, module._forward_pre_hooks = module._forward_pre_hooks, OrderedDict()
+        try:
+            yield
+        finally:
+            module._forward_pre_hooks = before
+            for handle in handles:
+                handle.remove()
+
+    def _receive(self, module: nn.Module, args: Any, output: Any) -> Any:
+        calls, count = self._order[module], self._counts[module]
+        self._counts[module] += 1
+        if count >= len(calls):
+            return None
+        label = calls[count]
+        handed = output
+        if label in self._call.posts:
+            handed = apply(self._call.posts[label], output, self._architecture[label])
+        if label in self._targets:
+            self.found[label] = map_tensors(copied, output)
+        if label == self._call.label:
+            self._is_same = self._call.is_output(output)
+        return None if handed is output else handed
+
+    def check(self) -> None:
+        """Raise where the re-run was another one than the recorded call."""
+        layer = self._architecture[self._call.label]
+        runs = [self._counts[module] == len(calls) for module, calls in self._order.items()]
+        if not self._is_same or not all(runs):
+            raise RecomputeError(
+                f"layer {layer} returns something else than was recorded when it is run again. "
+                f"Either it depends on what is not kept: {_NOT_KEPT}. Or its kernels are others: "
+                f"{_OTHER_KERNELS}. Recompute with the net and the settings of then"
+            )
+
+
+def _inputs_again(call: Call) -> Inputs:
+    """Copy the inputs, as like those of then as can be; in the state of then."""
+    leaves, rebuild = flatten(call.inputs)
+    moment = call.moment
+    if len(leaves) != len(moment.devices):
+        raise RecomputeError("the recorded inputs have changed since that pass")
+    copies = [
+        _input_again(leaf.to(device), requires_grad)
+        for leaf, device, requires_grad in zip(
+            leaves, moment.devices, moment.requires_grad, strict=True
+        )
+    ]
+    again: Inputs = rebuild(copies)
+    return again
+
+
+def _input_again(leaf: Tensor, requires_grad: bool) -> Tensor:
+    copy = StridedCopy(leaf) if is_plain(leaf) else None
+    memory = leaf.detach().clone() if copy is None else copy.kept
+    if requires_grad and not memory.is_inference():
+        with torch.enable_grad():
+            # No leaf: modules may work in place on what they receive.
+            memory = memory.requires_grad_().clone()
+    return memory if copy is None else copy.restored(memory)
+
+
+def _ended_later(row: Layer, completion: int | None) -> bool:
+    return row.completion is not None and completion is not None and row.completion > completion
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy off the graph."""
+    return tensor.detach().clone()

@@ -1,0 +1,5 @@
+"""The front door: it delegates, and holds no state of a pass."""
+
+from scio_recorder.recorder.recorder import Recorder
+
+__all__ = ["Recorder"]

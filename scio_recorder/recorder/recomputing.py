@@ -1,0 +1,166 @@
+"""Activations that were not recorded, from those that were: the module around them runs again."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from scio_recorder.errors import RecomputeError, SelectorTypeError
+from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.selection import select
+from scio_recorder.recompute.run_again import Call, copied, enclosing_layers, rerun, untouched
+from scio_recorder.stores import labelled_bytes
+from scio_recorder.tensors.copies import is_plain, same_bits
+from scio_recorder.tensors.structures import map_tensors, tensors
+
+if TYPE_CHECKING:
+    from scio_recorder.capture import Capture
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+
+__all__ = ["Recomputing"]
+
+
+class Recomputing:
+    """The part of a recorder that recomputes."""
+
+    architecture: Architecture
+    _capture: Capture
+
+    @property
+    def activations(self) -> Records:
+        """The activations of the latest pass."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> Records:
+        """The inputs of the latest pass."""
+        raise NotImplementedError
+
+    def recompute(self, *selectors: Any) -> LayerMapping[Any]:
+        """Return activations of the latest pass that were not recorded.
+
+        After ``record(..., inputs=True)``: the nearest recorded module around each layer runs again
+        as it did then, and its output is compared with the record. Nothing of the net is changed.
+        Hooks of the user's on inner modules are called again.
+
+        Parameters
+        ----------
+        *selectors
+            What :meth:`record` takes; recorded layers are given as they were recorded.
+
+        Returns
+        -------
+        LayerMapping
+            Copies, off the graph, bit for bit what the layers returned; keys as in
+            :attr:`activations`.
+
+        Raises
+        ------
+        RecomputeError
+            No module around a layer was recorded with its inputs in the latest pass; or weights or
+            anything else have changed since, so that it returns something else now.
+        LayerNotFoundError
+            A selector matches no layer.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> rnet.record("0", inputs=True)
+        >>> x = torch.ones(4, 2)
+        >>> _ = rnet(x)
+        >>> torch.equal(rnet.recompute("0.0")["0.0"], net[0][0](x))
+        True
+        """
+        if not selectors:
+            raise SelectorTypeError('no layers are named: write recompute("layer3.*")')
+        found: dict[DepthIdx, Any] = {}
+        wanted: dict[DepthIdx, set[DepthIdx]] = {}
+        activations = self.activations
+        for target in select(self.architecture, selectors):
+            if target in activations:
+                found[target] = map_tensors(copied, activations[target])
+            else:
+                wanted.setdefault(self._enclosing(target), set()).add(target)
+        with untouched(self.architecture, wanted):
+            for label, targets in wanted.items():
+                found.update(rerun(self.architecture, self._recorded_call(label), targets))
+        return LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
+
+    @property
+    def memory_stored_bytes(self) -> int:
+        """What activations, inputs and states of calls of the latest pass take.
+
+        Memory that they share counts once. Where a record refers to a tensor of the pass instead of
+        copying it, the memory of that tensor counts.
+        """
+        moments, _ = self._capture.scene
+        held = [*self.activations.values(), *self.inputs.values()]
+        found = [moment.tensors for moment in moments.values()] + [tensors(one) for one in held]
+        return sum(dict(map(_memory, chain.from_iterable(found))).values())
+
+    @property
+    def memory_saved_bytes(self) -> int:
+        """What the layers that can be recomputed, and are not recorded, would take.
+
+        By their shapes at labelling, for so many samples as the recorded module around them
+        received; 0 without a pass that recorded inputs.
+        """
+        architecture, activations, inputs = self.architecture, self.activations, self.inputs
+        total = 0
+        for label, layer in architecture.items():
+            around = enclosing_layers(architecture, label) if layer.executed else []
+            nearest = next((one for one in around if one in inputs), None)
+            if nearest is not None and label not in activations:
+                rows = next((t.shape[0] for t in tensors(inputs[nearest]) if t.ndim), 1)
+                total += rows * labelled_bytes(architecture, [label])[label]
+        return total
+
+    def _enclosing(self, target: DepthIdx) -> DepthIdx:
+        around = enclosing_layers(self.architecture, target)
+        recorded = self._capture.program.recording
+        nearest = next((label for label in around if label in recorded), None)
+        if nearest is None:
+            best = f'"{self.architecture[around[0]].name}"' if around else "around it"
+            raise RecomputeError(
+                f"no module around layer {self.architecture[target]} is recorded: write "
+                f"record({best}, inputs=True) before the pass, or any module that contains that one"
+            )
+        if not self._capture.program.options.inputs:
+            raise RecomputeError(
+                f"layer {self.architecture[nearest]} is recorded without its inputs: write "
+                "record(..., inputs=True) before the pass"
+            )
+        if nearest not in self.activations or nearest not in self.inputs:
+            raise RecomputeError(
+                f"the latest pass has left no record of layer {self.architecture[nearest]}: run "
+                "the recorder first, without dont_record"
+            )
+        return nearest
+
+    def _recorded_call(self, label: DepthIdx) -> Call:
+        moments, posts = self._capture.scene
+        inputs, output = self.inputs[label], self.activations[label]
+        moment = moments[label]
+        return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory is, and how much of it there is."""
+    if not is_plain(tensor):
+        return id(tensor), tensor.nbytes
+    memory = tensor.untyped_storage()
+    return memory.data_ptr(), memory.nbytes()
+
+
+def _equal(recorded: Any, output: Any) -> bool:
+    ours, theirs = tensors(output), tensors(recorded)
+    return len(ours) == len(theirs) and all(
+        same_bits(one.to(other.device), other) for one, other in zip(ours, theirs, strict=True)
+    )

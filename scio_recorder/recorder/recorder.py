@@ -1,0 +1,382 @@
+"""The front door: a network with its layers labelled, recorded and changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import nn
+
+from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
+from scio_recorder.capture.hooks import remove_inert
+from scio_recorder.display import Outline, Outlined, outline, visible
+from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
+from scio_recorder.events import Tracker, track
+from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
+from scio_recorder.recorder.collecting import Collecting
+from scio_recorder.recorder.differentiating import Differentiating
+from scio_recorder.recorder.recomputing import Recomputing
+
+if TYPE_CHECKING:
+    from torch.nn.parameter import Parameter
+    from torchinfo import ModelStatistics
+
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+
+__all__ = ["Recorder"]
+
+
+class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
+    """A network whose layers are labelled, and can be recorded and changed while it runs.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network. It is not copied, and not changed by the construction.
+    force_static_flow : bool, default True
+        Refuse a net whose control flow depends on the values in its input, since labels would mean
+        another layer from one input to the next. With False, each pass is still checked against
+        the labelling, and raises :class:`~scio_recorder.errors.FlowError` where they differ.
+    **summary_kwargs
+        Passed to :func:`torchinfo.summary`, which runs the net once, on a copy. ``input_size``
+        (with the batch dimension) or ``input_data`` is required.
+
+    Attributes
+    ----------
+    summary : torchinfo.ModelStatistics
+        The table that labels come from.
+    architecture : Architecture
+        The layers by label.
+
+    Raises
+    ------
+    MissingInputError
+        Neither ``input_size`` nor ``input_data`` was given.
+    UnsupportedNetError
+        No module, or one that hooks can't observe (scripted, compiled, ``DataParallel``, lazy).
+    LabellingError
+        The net failed on the input.
+    FlowError
+        The control flow depends on the data.
+
+    Examples
+    --------
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    >>> rnet = Recorder(net, input_size=(1, 5))
+    >>> rnet.record((1, 1), nn.ReLU)
+    >>> rnet.recording
+    ((1, 1), (1, 2))
+    >>> out = rnet(torch.ones(2, 5))
+    >>> torch.equal(rnet.activations["1-1"], net[0](torch.ones(2, 5)))
+    True
+    """
+
+    summary: ModelStatistics
+    architecture: Architecture
+
+    def __init__(
+        self, net: nn.Module, /, *, force_static_flow: bool = True, **summary_kwargs: Any
+    ) -> None:
+        statistics, architecture = label_net(
+            net, force_static_flow=force_static_flow, **summary_kwargs
+        )
+        super().__init__()
+        self.training = net.training
+        self._net = net
+        self.summary = statistics
+        self.architecture = architecture
+        self._install(Capture(net, architecture))
+
+    def _install(self, capture: Capture) -> None:
+        capture.gradient_hooks = weakref.ref(self._gradient_hooks)
+        self._capture = capture
+        self._finalizer = detach_when_dead(self, capture)
+
+    @property
+    def net(self) -> nn.Module:
+        """The wrapped network."""
+        return self._net
+
+    def record(
+        self,
+        *selectors: Any,
+        inputs: bool = False,
+        gradients: bool | Literal["accumulate"] = False,
+        copy: CopyPolicy = "auto",
+        offload: bool = False,
+    ) -> None:
+        """Choose the layers to record, in place of those chosen before; none to stop.
+
+        Parameters
+        ----------
+        *selectors
+            Each is a label (``(1, 3)`` or ``"1-3"``), a qualified name or a glob over names
+            (``*`` crosses dots), a compiled pattern to be searched in the name, a module type, a
+            module, or a predicate on :class:`~scio_recorder.layer.Layer`.
+        inputs : bool, default False
+            Record what the modules' forward receives as well, see :attr:`inputs`.
+        gradients : bool or "accumulate", default False
+            Record gradients with respect to the activations as well, see :attr:`gradients`; with
+            "accumulate", the sum over all backward passes through the latest pass.
+        copy : {"auto", "always", "never"}
+            When to copy what modules return. "auto" copies in the first pass of each setting, and
+            then only what that pass has shown to be overwritten later. "never" is for when memory
+            is short: a record that was overwritten raises when it is read.
+        offload : bool, default False
+            Keep detached copies in host memory (pinned, from a GPU) instead.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches no layer. The selection stays as it was.
+
+        Examples
+        --------
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("*", gradients=True)
+        >>> rnet.recording
+        ((0, 1), (1, 1), (1, 2))
+        """
+        if copy not in ("auto", "always", "never"):
+            raise SelectorTypeError(f'copy={copy!r}: write "auto", "always" or "never"')
+        if isinstance(gradients, str) and gradients != "accumulate":
+            raise SelectorTypeError(f'gradients={gradients!r}: write True, False or "accumulate"')
+        recording = select(self.architecture, selectors)
+        options = Options(bool(inputs), gradients, copy, bool(offload))
+        self._replace_capture(Capture(self._net, self.architecture, recording, options))
+
+    def remove(self) -> None:
+        """Take all hooks off the network and drop all records; the selection becomes empty.
+
+        Examples
+        --------
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> rnet.remove()
+        >>> len(rnet.net[0]._forward_hooks), rnet.recording
+        (0, ())
+        """
+        self._replace_capture(Capture(self._net, self.architecture))
+
+    def _replace_capture(self, capture: Capture) -> None:
+        self._finalizer.detach()
+        self._capture.remove()
+        self._install(capture)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def forward(
+        self,
+        *args: Any,
+        activation_postproc: Postprocessors | None = None,
+        dont_record: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the network, recording the selected layers and changing them if asked.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Passed to the network.
+        activation_postproc : callable, list or mapping, optional
+            What to do to the output of recorded layers before the network goes on with it: one
+            callable for all of them; one each, in the order in which the layers return; or a
+            mapping from selectors to callables. Each takes what the layer returned, and returns
+            what to go on with, or None. It is called after recording and not on a copy: one that
+            works in place changes the record too. Where no layer is recorded, one for all of them
+            acts on none.
+        dont_record : bool, default False
+            Record nothing, and still post-process.
+
+        Returns
+        -------
+        Any
+            What the network returns.
+
+        Raises
+        ------
+        FlowError
+            A module with a recorded layer ran more or less often than at labelling.
+        PostprocessorError
+            Too few post-processors, or one that failed.
+        MutationError
+            An in-place operation overwrote a record in a way that no pass in this setting had
+            shown before; from the next pass on, that layer is copied.
+
+        Examples
+        --------
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> rnet(torch.tensor([[1.0, 3.0]]), activation_postproc=lambda t: t.clamp(max=2))
+        tensor([[1., 2.]])
+        >>> rnet.activations["0"]
+        tensor([[1., 3.]])
+        """
+        if torch.compiler.is_compiling():
+            return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
+        return self._capture.run(
+            self._net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
+        )
+
+    def _forward_compiled(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Postprocessors | None,
+        dont_record: bool,
+    ) -> Any:
+        program = self._capture.program
+        if isinstance(given, Mapping):
+            posts: Any = assign_by_key(program.keys, given)
+        else:
+            posts = None if given is None else assign(self.architecture, program.order, given)
+        if torch.compiler.is_exporting():
+            # What is exported runs elsewhere: nothing can be recorded here.
+            dont_record = True
+        return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)
+
+    def extract(self, *args: Any, **kwargs: Any) -> Records:
+        """Run the network no further than the last recorded layer.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            What :meth:`forward` takes.
+
+        Returns
+        -------
+        Records
+            The activations, as :attr:`activations` gives them from then on.
+
+        Raises
+        ------
+        SelectorTypeError
+            Nothing is recorded.
+
+        Examples
+        --------
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Softmax(1)), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> rnet.extract(torch.tensor([[-1.0, 3.0]]))["0"]
+        tensor([[0., 3.]])
+        """
+        if not self.recording:
+            raise SelectorTypeError("nothing to extract: choose layers with record(...) first")
+        given = kwargs.pop("activation_postproc", None)
+        self._capture.run(self._net, args, kwargs, given=given, stop=True)
+        return self.activations
+
+    def track(self, **options: Any) -> Tracker:
+        """Log what the modules of the net return, and the gradients that come back.
+
+        Parameters
+        ----------
+        **options
+            The keywords of :func:`scio_recorder.track`; names are those of :attr:`net`.
+
+        Returns
+        -------
+        Tracker
+            The log, and a context manager.
+
+        Examples
+        --------
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+        >>> with rnet.track(grad=False) as events:
+        ...     _ = rnet(torch.ones(1, 2))
+        >>> [event.name for event in events]
+        ['0', '']
+        """
+        return track(self._net, **options)
+
+    @property
+    def recording(self) -> tuple[DepthIdx, ...]:
+        """The labels of the recorded layers, sorted."""
+        return self._capture.program.recording
+
+    @property
+    def activations(self) -> Records:
+        """What the recorded layers returned in the latest pass that this thread has run.
+
+        A read-only mapping; keys are ``(1, 3)``, ``"1-3"`` or unambiguous qualified names. It stays
+        as it is when the next pass runs.
+        """
+        return self._capture.activations
+
+    @property
+    def inputs(self) -> Records:
+        """What the forward of the recorded modules received, after ``record(..., inputs=True)``.
+
+        Values are named tuples ``(args, kwargs)``.
+        """
+        return self._capture.inputs
+
+    @property
+    def gradients(self) -> Records:
+        """Gradients of what was differentiated with respect to the activations.
+
+        After ``record(..., gradients=True)``, a pass and a backward pass. A layer that got none is
+        absent; a new backward pass replaces them. Under gradient scaling they are scaled.
+        """
+        return self._capture.gradients
+
+    @property
+    def recorded_modules(self) -> LayerMapping[nn.Module]:
+        """The modules of the recorded layers, by label."""
+        modules = {label: self.architecture[label].module for label in self.recording}
+        found = {label: module for label, module in modules.items() if module is not None}
+        return LayerMapping(self.architecture, found, "module")
+
+    @property
+    def recorded_params(self) -> dict[str, Parameter]:
+        """The parameters inside recorded layers by their names in this module.
+
+        A parameter that the net holds under several names appears under each.
+        """
+        modules = self.recorded_modules.values()
+        own = {id(parameter) for module in modules for parameter in module.parameters()}
+        every = self.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in every if id(parameter) in own}
+
+    def __repr__(self) -> str:
+        table = "\n".join(map(visible, repr(self.summary).split("\n")))
+        line = table[0] * table.find("\n")
+        labels = ", ".join(f"{depth}-{index}" for depth, index in self.recording)
+        return (
+            f"Recorder instance for the following network\n{table}\n"
+            f"Currently recording: {labels or None}\n{line}\n"
+        )
+
+    def _outline(self) -> Outline:
+        return outline("Recorder", list(self.architecture.values()), self.recording)
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise UnsupportedNetError(
+            "torch.nn.DataParallel runs replicas that share hooks, and would mix their records: "
+            "use DistributedDataParallel, or wrap the net in DataParallel without a recorder"
+        )
+
+    # Hooks lead back to this recorder, so a copy attaches its own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_capture", "_finalizer", "_compiled_call_impl", "_hooks_on_gradients"):
+            state.pop(name, None)
+        state["_selection"] = (self.recording, self._capture.program.options)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        recording, options = state.pop("_selection")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        remove_inert(self._net)
+        self._install(Capture(self._net, self.architecture, recording, options))

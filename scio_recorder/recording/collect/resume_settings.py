@@ -1,0 +1,134 @@
+"""What must agree when a recording is resumed, as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from scio_recorder.recording import recipes_of
+from scio_recorder.reductions import Reduction
+from scio_recorder.stores.disk_format.chunks import block_checksums, dense
+
+if TYPE_CHECKING:
+    from scio_recorder.nets.architecture import DepthIdx
+
+__all__ = ["mode_of", "settings_of", "weights_digest"]
+
+
+def settings_of(
+    net: nn.Module,
+    recording: Sequence[DepthIdx],
+    reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
+    dtype: torch.dtype | None,
+    every: int,
+    inputs: bool,
+    *,
+    transforms: Iterable[DepthIdx],
+    has_to_inputs: bool,
+    has_sample_ids: bool,
+) -> dict[str, Any]:
+    """Return what decides the values of a recording, besides the data and the architecture.
+
+    Of functions only whether there are any: what they do can't be compared.
+    """
+    return {
+        "layers": _labels(recording),
+        "reductions": {
+            f"{depth}-{index}": recipes_of(given) for (depth, index), given in reductions.items()
+        },
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "every": every,
+        "inputs": inputs,
+        "transforms": _labels(sorted(transforms)),
+        "to_inputs": has_to_inputs,
+        "sample_ids": has_sample_ids,
+        "mode": mode_of(net),
+        "autocast": _autocast(),
+        "weights": weights_digest(net),
+    }
+
+
+def mode_of(net: nn.Module) -> str:
+    """Return in words which modules are in training mode.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+    >>> mode_of(net)
+    'eval mode'
+    >>> net[1].train()
+    Dropout(p=0.5, inplace=False)
+    >>> mode_of(net)
+    "eval mode, but for '1'"
+    """
+    base = "train mode" if net.training else "eval mode"
+    others = list(_others(net, ""))
+    return f"{base}, but for {', '.join(map(repr, others))}" if others else base
+
+
+def _others(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield the names of modules whose mode is another one than that of the module around them."""
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if child.training != module.training:
+            yield path
+        yield from _others(child, path)
+
+
+def weights_digest(net: nn.Module) -> str:
+    """Return a digest of all parameters and buffers of a net, in hexadecimal.
+
+    Running statistics of normalisations in training mode are left out: every pass changes them, and
+    what these layers return does not depend on them.
+
+    Examples
+    --------
+    >>> net = nn.Linear(2, 2)
+    >>> before = weights_digest(net)
+    >>> _ = net.bias.data.add_(1)
+    >>> weights_digest(net) == before
+    False
+    """
+    moving = {
+        f"{name}.{key}".removeprefix(".")
+        for name, module in net.named_modules()
+        if isinstance(module, _NormBase) and module.training
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    named = {
+        name: value
+        for name, value in net.state_dict(keep_vars=False).items()
+        if isinstance(value, Tensor) and name not in moving
+    }
+    plain = {name: _plain(tensor) for name, tensor in named.items()}
+    lines = [
+        [name, str(tensor.dtype), list(tensor.shape), checksums]
+        for (name, tensor), checksums in zip(plain.items(), block_checksums(plain), strict=True)
+    ]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def _labels(labels: Iterable[DepthIdx]) -> list[str]:
+    return [f"{depth}-{index}" for depth, index in labels]
+
+
+def _autocast() -> dict[str, str]:
+    """Return the dtype by device type, where autocast is on."""
+    return {
+        kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    }
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return dense(tensor.to_dense() if tensor.layout != torch.strided else tensor)

@@ -1,0 +1,128 @@
+"""Sample ids: integers or strings, kept compactly."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import index as as_integer
+from typing import Any, TypeAlias, overload
+
+from scio_recorder.stores.disk_format.jsons import JSON, expect
+from scio_recorder.stores.disk_format.tables import MAX_SIZE
+
+__all__ = ["Ids", "SampleIds", "ids_from_json", "ids_to_json", "to_ids"]
+
+Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
+
+
+class SampleIds(Sequence[int | str]):
+    """The ids of many chunks as one sequence; consecutive numbers take no memory.
+
+    Examples
+    --------
+    >>> ids = SampleIds()
+    >>> ids.add(range(1000))
+    >>> ids.add(to_ids([7, 5]))
+    >>> ids[-2:], len(ids), list(ids)[999]
+    ([7, 5], 1002, 999)
+    >>> ids
+    SampleIds([0, 1, 2, 3, 4, 5, ...], 1002 in all)
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Ids] = []
+        self._ends = [0]
+
+    def add(self, part: Ids) -> None:
+        """Append the ids of one chunk; `ValueError` if `check` refuses them."""
+        self.check(part)
+        if len(part):
+            self._parts.append(part)
+            self._ends.append(len(self) + len(part))
+
+    def check(self, part: Ids) -> None:
+        """Raise `ValueError` for ids of another type than the others, or for too many."""
+        if (
+            len(part)
+            and self._parts
+            and isinstance(self._parts[0], tuple) != isinstance(part, tuple)
+        ):
+            raise ValueError("integers and strings are mixed as sample ids")
+        if len(self) + len(part) > MAX_SIZE:
+            raise ValueError(f"more than {MAX_SIZE} samples")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> int | str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int | str]: ...
+    def __getitem__(self, index: int | slice) -> int | str | Sequence[int | str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        number = bisect_right(self._ends, position) - 1
+        return self._parts[number][position - self._ends[number]]
+
+    def __iter__(self) -> Iterator[int | str]:
+        return chain.from_iterable(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # ids can still be added
+
+    def __repr__(self) -> str:
+        few = ", ".join(map(repr, self[:6]))
+        return f"SampleIds([{few}{', ...' if len(self) > 6 else ''}], {len(self)} in all)"
+
+    def tolist(self) -> list[int | str]:
+        """Return the ids as a list."""
+        return list(self)
+
+
+def to_ids(ids: Sequence[Any]) -> Ids:
+    """Return ids in the form in which they are kept.
+
+    Raises
+    ------
+    ValueError
+        If they are neither all integers of 64 bits nor all strings.
+    """
+    if isinstance(ids, range) and ids.step == 1:
+        return ids
+    if all(isinstance(value, str) for value in ids):
+        return tuple(ids)
+    try:
+        numbers = array("q", [as_integer(value) for value in ids])
+    except (TypeError, OverflowError):
+        raise ValueError("sample ids must be integers of 64 bits, or strings") from None
+    consecutive = range(numbers[0], numbers[0] + len(numbers))
+    return consecutive if numbers.tolist() == list(consecutive) else numbers
+
+
+def ids_to_json(ids: Ids) -> JSON:
+    """Return ids as JSON, consecutive numbers as their range."""
+    if isinstance(ids, range):
+        return {"start": ids.start, "count": len(ids)}
+    return list(ids)
+
+
+def ids_from_json(value: Any) -> Ids:
+    """Return what `ids_to_json` was given; `ValueError` for anything else."""
+    if isinstance(value, dict):
+        start, count = expect(value["start"], int), expect(value["count"], int)
+        if abs(start) > 1 << 63 or not 0 <= count <= MAX_SIZE:
+            raise ValueError("sample ids out of bounds")
+        return range(start, start + count)
+    kinds = {type(entry) for entry in expect(value, list)}
+    if kinds <= {str}:
+        return tuple(value)
+    if kinds != {int}:
+        raise ValueError("sample ids that are neither all integers nor all strings")
+    return array("q", value)

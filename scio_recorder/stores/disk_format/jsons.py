@@ -1,0 +1,124 @@
+"""JSON that is bounded, strict and checksummed.
+
+A sealed file is a JSON object whose every byte counts: a fixed frame around the canonical form of
+its content, and the checksum of that form inside the frame.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeAlias, TypeVar
+
+from scio_recorder.stores.disk_format.checksums import DIGITS, checksum
+
+__all__ = ["JSON", "MAX_FILE_BYTES", "differences", "dump", "expect", "parse", "seal", "unseal"]
+
+JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
+
+MAX_FILE_BYTES = 64 << 20
+MAX_DEPTH = 64
+
+_T = TypeVar("_T")
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_BEFORE_CHECKSUM = b'{"xxh3_64":"'
+_BEFORE_CONTENT = b'","content":'
+_AFTER_CONTENT = b"}\n"
+
+
+def dump(value: object) -> bytes:
+    """Return the canonical form: ASCII, no spaces, keys in the order given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If ``value`` is not JSON; infinities and NaN are not.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def parse(data: bytes) -> Any:
+    """Return the value of a JSON text; `ValueError` for any text that `dump` would not write.
+
+    Constants outside the standard, repeated keys and deep nesting are refused: the first two are
+    read differently by different programs, the last exhausts the stack.
+    """
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(data)
+    return json.loads(
+        data.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+    )
+
+
+def expect(value: Any, kind: type[_T]) -> _T:
+    """Return ``value`` if it is of just this type (a bool is no int); `ValueError` if not."""
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def seal(content: object) -> bytes:
+    r"""Return the bytes of a sealed file.
+
+    Examples
+    --------
+    >>> seal({"a": 1})
+    b'{"xxh3_64":"c5e3762ffc8453c6","content":{"a":1}}\n'
+    """
+    payload = dump(content)
+    frame = _BEFORE_CHECKSUM, checksum(payload).encode(), _BEFORE_CONTENT, payload, _AFTER_CONTENT
+    return b"".join(frame)
+
+
+def unseal(data: bytes) -> Any:
+    """Return the content of a sealed file; `ValueError` if any byte of it has changed."""
+    start = len(_BEFORE_CHECKSUM) + DIGITS + len(_BEFORE_CONTENT)
+    payload = data[start : -len(_AFTER_CONTENT)]
+    frame = _BEFORE_CHECKSUM + checksum(payload).encode() + _BEFORE_CONTENT
+    if data[:start] != frame or data[start + len(payload) :] != _AFTER_CONTENT:
+        raise ValueError("its checksum does not match its content")
+    return parse(payload)
+
+
+def differences(stored: Any, given: Any, path: str = "") -> list[str]:
+    """Say where two JSON values differ, one line for each place."""
+    if isinstance(stored, dict) and isinstance(given, dict):
+        keys = stored | given
+        lines = []
+        for key in keys:
+            where = f"{path}.{key}" if path else key
+            if key not in stored:
+                lines.append(f"{where} is not stored")
+            elif key not in given:
+                lines.append(f"{where} is stored and was not given")
+            else:
+                lines += differences(stored[key], given[key], where)
+        return lines
+    if type(stored) is type(given) and stored == given:
+        return []
+    return [f"{path} is {_short(stored)} there and {_short(given)} here"]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_depth(data: bytes) -> None:
+    depth = 0
+    for match in _TOKEN.finditer(data):
+        token = match[0]
+        depth += (token in b"[{") - (token in b"]}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a key is repeated")
+    return mapping
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

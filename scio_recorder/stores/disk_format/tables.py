@@ -1,0 +1,149 @@
+"""What a file holds: named tensors, their dtypes and shapes, and how they lie in the file."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.jsons import JSON, dump, expect
+
+__all__ = ["Table", "TensorSpec", "encode_header", "from_json", "require_little_endian", "to_json"]
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMENSIONS = 64
+# Where the header fills whole pages the data begins aligned, and is read faster.
+_PAGE_BYTES = 4096
+# Products of sizes below this stay exact in every program that reads them as doubles.
+MAX_SIZE = 1 << 48
+
+# What safetensors calls each dtype; None for those that it lacks, which are kept as bytes.
+_FORMAT_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: None,
+    torch.float8_e5m2fnuz: None,
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex32: None,
+    torch.complex64: "C64",
+    torch.complex128: None,
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES}
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor; of one sample where a layer is meant."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What the elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, rows: int) -> TensorSpec:
+        """Return the spec of ``rows`` samples together."""
+        return TensorSpec((rows, *self.shape), self.dtype)
+
+
+Table: TypeAlias = Mapping[str, TensorSpec]
+
+
+def to_json(table: Table) -> dict[str, JSON]:
+    """Return a table as JSON.
+
+    Raises
+    ------
+    ValueError
+        For a dtype or a name that the format can't hold.
+
+    Examples
+    --------
+    >>> to_json({"1-3": TensorSpec((64, 7), torch.bfloat16)})
+    {'1-3': {'dtype': 'bfloat16', 'shape': [64, 7]}}
+    """
+    for name, spec in table.items():
+        if spec.dtype not in _FORMAT_NAMES:
+            raise ValueError(f"{name}: {spec.dtype} can't be kept on disk; convert the tensor")
+        if name == "__metadata__":
+            raise ValueError("the name __metadata__ has a meaning of its own in safetensors files")
+        if not name.isascii() and name != name.encode(errors="replace").decode():
+            raise ValueError(f"the name {name!r} can't be written as UTF-8")
+    return {name: _spec_to_json(spec) for name, spec in table.items()}
+
+
+def from_json(value: Any) -> dict[str, TensorSpec]:
+    """Return the table that `to_json` wrote; `ValueError` for anything else."""
+    return {name: _spec_from_json(entry) for name, entry in expect(value, dict).items()}
+
+
+def encode_header(table: Table) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file and the offset of each tensor in that file.
+
+    Tensors lie in the order of the table, those of wider elements first, which keeps every one of
+    them aligned. Nothing is left to choice, so that a reader need not trust a header: it knows
+    every byte that must be there.
+
+    Returns
+    -------
+    header : bytes
+        What precedes the data: length, JSON and padding.
+    offsets : dict of str to int
+        Bytes from the start of the file.
+    """
+    entries: dict[str, JSON] = {}
+    starts = {}
+    end = 0
+    for name, spec in sorted(table.items(), key=lambda item: -item[1].dtype.itemsize):
+        start, end = end, end + spec.num_bytes
+        starts[name] = start
+        entries[name] = {**_format_entry(spec), "data_offsets": [start, end]}
+    text = dump(entries)
+    text += b" " * (-(8 + len(text)) % _PAGE_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes: too many tensors for one file")
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + starts[name] for name in table}
+
+
+def _format_entry(spec: TensorSpec) -> dict[str, JSON]:
+    name = _FORMAT_NAMES[spec.dtype]
+    if name is not None:
+        return {"dtype": name, "shape": list(spec.shape)}
+    return {"dtype": "U8", "shape": [*spec.shape, spec.dtype.itemsize]}
+
+
+def _spec_to_json(spec: TensorSpec) -> JSON:
+    return {"dtype": str(spec.dtype).removeprefix("torch."), "shape": list(spec.shape)}
+
+
+def _spec_from_json(value: Any) -> TensorSpec:
+    shape = [expect(size, int) for size in expect(value["shape"], list)]
+    if len(shape) >= MAX_DIMENSIONS or not all(0 <= size <= MAX_SIZE for size in shape):
+        raise ValueError(f"{shape} is not a shape")
+    if math.prod(size for size in shape if size) > MAX_SIZE:
+        raise ValueError(f"{shape} is too large")
+    return TensorSpec(tuple(shape), _DTYPES[expect(value["dtype"], str)])
+
+
+def require_little_endian() -> None:
+    """Refuse a machine whose memory does not hold numbers as the files do."""
+    if sys.byteorder != "little":
+        raise RecordingError("recordings on disk can only be used on little-endian machines")

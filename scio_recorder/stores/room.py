@@ -1,0 +1,191 @@
+"""How many bytes a collection takes, and where there is room for them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.filesize import decimal
+
+from scio_recorder.errors import CollectError
+from scio_recorder.layer import TensorSpec
+from scio_recorder.tensors.arguments import whole
+
+if TYPE_CHECKING:
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
+
+__all__ = ["Plan", "choose", "labelled_bytes", "make_plan"]
+
+# The net needs memory too, and so does whatever else runs.
+_USABLE = {"device": 0.5, "host": 0.9, "disk": 0.95}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by layer, and free bytes by store.
+
+    Parameters
+    ----------
+    num_samples : int
+        How many samples there will be.
+    num_bytes : mapping of (int, int) to int
+        What all samples of each layer take.
+    free_bytes : mapping of str to int
+        What is free on the "device" (if that is a GPU), in "host" memory and on the "disk".
+    names : mapping of (int, int) to str
+        How layers are shown.
+
+    Examples
+    --------
+    >>> plan = Plan(10, {(1, 1): 4000}, {"host": 5000, "disk": 0}, {(1, 1): "1-1 fc (Linear)"})
+    >>> plan.total_bytes, plan.stores
+    (4000, ('host',))
+    >>> print(plan)
+    10 samples take 4.0 kB
+      1-1 fc (Linear): 4.0 kB
+    host: 5.0 kB free, enough
+    disk: 0 bytes free, not enough
+    """
+
+    num_samples: int
+    num_bytes: Mapping[DepthIdx, int]
+    free_bytes: Mapping[str, int]
+    names: Mapping[DepthIdx, str]
+
+    @property
+    def total_bytes(self) -> int:
+        """What all layers take together."""
+        return sum(self.num_bytes.values())
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The stores that have room enough, the fastest first."""
+        return tuple(
+            store
+            for store, free in self.free_bytes.items()
+            if self.total_bytes <= _USABLE[store] * free
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_samples} samples take {decimal(self.total_bytes)}"]
+        lines += [f"  {self.names[k]}: {decimal(n)}" for k, n in self.num_bytes.items()]
+        for store, free in self.free_bytes.items():
+            verdict = "enough" if store in self.stores else "not enough"
+            lines.append(f"{store}: {decimal(free)} free, {verdict}")
+        return "\n".join(lines)
+
+
+def make_plan(
+    architecture: Architecture,
+    sample_bytes: Mapping[DepthIdx, int],
+    num_samples: int,
+    device: torch.device,
+) -> Plan:
+    """Return the plan for layers of which a sample takes so many bytes.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    sample_bytes : mapping
+        Bytes of one sample, by label.
+    num_samples : int
+        How many samples there will be.
+    device : torch.device
+        Where the net is, of which the free memory counts.
+
+    Returns
+    -------
+    Plan
+        Bytes by layer and store, and what is free.
+
+    Raises
+    ------
+    CollectError
+        ``num_samples`` is no whole number from 0 on.
+    """
+    whole("num_samples", num_samples, 0)
+    free: dict[str, int] = {}
+    if device.type == "cuda":
+        free["device"] = torch.cuda.mem_get_info(device)[0]
+    free["host"] = _free_host_bytes()
+    free["disk"] = shutil.disk_usage(Path.cwd()).free
+    num_bytes = {label: size * num_samples for label, size in sample_bytes.items()}
+    names = {label: str(architecture[label]) for label in sample_bytes}
+    return Plan(num_samples, num_bytes, free, names)
+
+
+def choose(plan: Plan) -> str:
+    """Return the fastest store in memory that has room.
+
+    Raises
+    ------
+    CollectError
+        There is none; the message shows the plan.
+    """
+    fitting = [store for store in plan.stores if store != "disk"]
+    if fitting:
+        return fitting[0]
+    raise CollectError(
+        'there is no room in memory: write store="disk:PATH", record fewer layers, or reduce them '
+        f"(reduce=, every=, dtype=, transform=)\n{plan}"
+    )
+
+
+def labelled_bytes(architecture: Architecture, labels: Sequence[DepthIdx]) -> dict[DepthIdx, int]:
+    """Return what one sample of each layer took at labelling.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    labels : sequence of (int, int)
+        Its layers that are asked for.
+
+    Returns
+    -------
+    dict of (int, int) to int
+        Bytes by label.
+    """
+    return {
+        label: sum(
+            spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] > 0 else spec.nbytes
+            for spec in _specs(architecture[label].output_spec)
+        )
+        for label in labels
+    }
+
+
+def _specs(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _specs(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _specs(item)
+
+
+def _free_host_bytes() -> int:
+    """Return what could be allocated without swapping, also inside a container."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
+    if limit and used and limit[0].isdecimal():
+        free = min(free, max(0, int(limit[0]) - int(used[0])))
+    return free
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,186 @@
+"""A recorder under `torch.compile(fullgraph=True)`: the eager records, and no graph break."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import RecorderError
+from tests.zoo.base import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Tracing is what can break; the code generator behind it would only cost time here.
+BACKENDS = ("eager", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), nn.Sequential(linear(), nn.Tanh()))
+
+
+def recorder(net: nn.Module, *selectors: str) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors)
+    return rnet
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_recorder_gives_the_records_of_the_eager_net(backend: str, grad: bool) -> None:
+    net = small_net()
+    rnet = recorder(net, "0", "1", "2.0", "2")
+    compiled = torch.compile(rnet, fullgraph=True, backend=backend)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            output = compiled(x)
+            first = net[0].forward(x)
+            hidden = net[2][0].forward(torch.relu(first))
+            torch.testing.assert_close(rnet.activations["0"], first)
+            torch.testing.assert_close(rnet.activations["1"], torch.relu(first))
+            torch.testing.assert_close(rnet.activations["2.0"], hidden)
+            torch.testing.assert_close(rnet.activations["2"], torch.tanh(hidden))
+            torch.testing.assert_close(output, torch.tanh(hidden))
+            assert not any(value.requires_grad for value in rnet.activations.values())
+
+
+def test_compiled_recorder_intervenes_and_trains() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    compiled = torch.compile(rnet, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 4)
+    output = compiled(x, activation_postproc=double)
+    truth = torch.tanh(net[2][0].forward(torch.relu(net[0].forward(x) * 2)))
+    torch.testing.assert_close(output, truth)
+    torch.testing.assert_close(rnet.activations["0"], net[0].forward(x))
+    output.sum().backward()
+    mine = net[0].weight.grad.clone()
+    net.zero_grad()
+    truth.sum().backward()
+    torch.testing.assert_close(mine, net[0].weight.grad)
+
+
+def test_compiled_and_eager_passes_alternate() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    compiled = torch.compile(rnet, fullgraph=True, backend="eager")
+    for call in (compiled, rnet, compiled, rnet):
+        x = torch.randn(3, 4)
+        call(x)
+        torch.testing.assert_close(rnet.activations["0"], net[0].forward(x))
+
+
+def test_net_that_is_compiled_already_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RecorderError, match="compile"):
+        Recorder(torch.compile(small_net(), backend="eager"), input_size=(3, 4), verbose=0)
+
+
+def test_compiled_part_of_an_eager_net_is_not_silently_missing() -> None:
+    net = nn.Sequential(linear(), nn.Sequential(linear(), nn.Tanh()))
+    rnet = recorder(net, "0", "1.0")
+    with torch.no_grad():
+        rnet(torch.randn(3, 4))
+    net[1].compile(backend="eager")
+    rnet.remove()
+    rnet = recorder(net, "0", "1.0")
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        try:
+            rnet(x)
+        except RecorderError as error:
+            missing = str(error)
+        else:
+            missing = ""
+            truth = net[1][0].forward(net[0].forward(x))
+            torch.testing.assert_close(rnet.activations["1.0"], truth)
+    assert missing == "" or "1.0" in missing
+
+
+def _hash(x: Tensor) -> int:
+    return hash(x)
+
+
+def test_failed_compilation_of_something_else_leaves_records_on_the_graph() -> None:
+    """Dynamo stays installed then, and calls take other paths in the interpreter."""
+    net = small_net()
+    rnet = recorder(net, "0")
+    for compile_now in (False, True):
+        if compile_now:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(_hash, fullgraph=True, backend="eager")(torch.ones(1))
+        fresh = recorder(net, "0")
+        for each in (rnet, fresh):
+            x = torch.randn(3, 4)
+            output = each(x)
+            record = each.activations["0"]
+            hidden = net[0].forward(x).detach().requires_grad_()
+            truth = torch.tanh(net[2][0].forward(torch.relu(hidden))).sum()
+            (gradient,) = torch.autograd.grad(output.sum(), record)
+            torch.testing.assert_close(gradient, torch.autograd.grad(truth, hidden)[0])
+
+
+FORMS = {
+    "callable": double,
+    "list": [double, torch.neg],
+    "by name": {"0": double, "1": torch.neg},
+    "by label": {(1, 1): double, (1, 2): torch.neg},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_postprocessors_compiles(form: str) -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    rnet = recorder(net, "0", "1")
+    compiled = torch.compile(rnet, fullgraph=True, backend="eager")
+    last = double if form == "callable" else torch.neg
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = compiled(x, activation_postproc=FORMS[form])
+        first = torch.nn.functional.linear(x, net[0].weight, net[0].bias)
+        torch.testing.assert_close(rnet.activations["0"], first)
+        torch.testing.assert_close(rnet.activations["1"], (first * 2).relu())
+        torch.testing.assert_close(output, last((first * 2).relu()))
+
+
+class _Breaks(nn.Module):
+    is_failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        if self.is_failing:
+            raise ArithmeticError
+        return x * 1
+
+
+# Dynamo hides this warning of its own, which it can't where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
+    net = nn.Sequential(linear(), _Breaks())
+    rnet = recorder(net, "0", "1")
+    compiled = torch.compile(rnet, backend="eager")
+    compiled(torch.randn(3, 4))
+    net[1].is_failing = True
+    with pytest.raises(ArithmeticError):
+        compiled(torch.randn(3, 4))
+    net[1].is_failing = False
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        truth = torch.nn.functional.linear(x, net[0].weight, net[0].bias)
+        assert torch.equal(rnet(x), truth)
+        assert torch.equal(rnet.activations["0"], truth)

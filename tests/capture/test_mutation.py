@@ -1,0 +1,277 @@
+"""T1 where something is overwritten: by a later layer, by the caller, by a post-processor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import MutationError
+from tests.harness import executed, make_recorder
+from tests.oracle import Watch, differences, freeze, same_bits
+from tests.zoo import BY_NAME
+from tests.zoo.base import Net, linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COPIES = ("auto", "always", "never")
+
+
+def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors, **settings)
+    return rnet
+
+
+def refusal(action: Callable[[], Any]) -> MutationError | None:
+    try:
+        action()
+    except MutationError as error:
+        return error
+    return None
+
+
+def assert_true_or_refused(rnet: Recorder, key: Any, truth: Tensor) -> None:
+    refused = refusal(lambda: rnet.activations[key])
+    if refused is None:
+        assert same_bits(rnet.activations[key], truth)
+    else:
+        assert str(rnet.architecture[key].label) in str(refused)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_caller_changing_its_output_is_noticed(copy: str, grad: bool, passes: int) -> None:
+    rnet = recorder(nn.Sequential(linear(), nn.Tanh(), linear()), "", "2", copy=copy)
+    with torch.set_grad_enabled(grad):
+        for _ in range(passes):
+            output = rnet(torch.randn(3, 4))
+    truth = output.detach().clone()
+    with torch.no_grad():
+        output.add_(1)
+    if copy == "never":
+        for key in ("", "2"):
+            with pytest.raises(MutationError):
+                rnet.activations[key]
+    elif copy == "always":
+        assert same_bits(rnet.activations[""], truth)
+    for key in ("", "2"):
+        assert_true_or_refused(rnet, key, truth)
+
+
+def test_caller_changing_its_input_is_noticed() -> None:
+    for copy in COPIES:
+        rnet = recorder(nn.Sequential(nn.Identity(), linear()), "0", copy=copy)
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            truth = x.clone()
+            with torch.no_grad():
+                rnet(x)
+            x.mul_(3)
+            assert_true_or_refused(rnet, "0", truth)
+
+
+def test_optimiser_step_after_a_returned_parameter_is_noticed() -> None:
+    weight = nn.Parameter(torch.randn(4))
+    returns = Net(lambda net, _: net.weight, weight=weight)
+    net = Net(lambda net, x: x * net.inner(x), inner=returns)
+    rnet = recorder(net, "inner")
+    for _ in range(3):
+        truth = weight.detach().clone()
+        rnet(torch.randn(3, 4)).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        assert not same_bits(weight, truth)
+        assert_true_or_refused(rnet, "inner", truth)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_reading_what_was_not_overwritten_is_always_right(copy: str) -> None:
+    case = BY_NAME["mlp"]
+    watched, net = case.fresh().eval(), case.fresh().eval()
+    rnet = make_recorder(net, case)
+    rnet.record(*executed(rnet), copy=copy)
+    for seed in range(4):
+        args, _ = case.inputs(seed)
+        with torch.no_grad(), Watch(watched) as watch:
+            watched(*args)
+        with torch.no_grad():
+            rnet(*args)
+        for label in executed(rnet):
+            truth = watch.calls[rnet.architecture[label].name, 0]
+            assert not differences(freeze(rnet.activations[label]), truth, str(label))
+
+
+def pass_and_read(rnet: Recorder, x: Tensor, key: str) -> Tensor:
+    rnet(x)
+    return rnet.activations[key]
+
+
+def test_never_copying_refuses_what_was_overwritten_in_the_pass() -> None:
+    rnet = recorder(nn.Sequential(linear(), nn.ReLU(inplace=True)), "0", copy="never")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with torch.no_grad(), pytest.raises(MutationError, match="1-1"):
+            pass_and_read(rnet, x, "0")
+
+
+def test_always_copying_is_right_in_every_pass() -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True))
+    rnet = recorder(net, "0", copy="always")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            rnet(x)
+            assert same_bits(rnet.activations["0"], net[0](x))
+
+
+class Late(nn.Module):
+    """Starts to overwrite its first layer's output when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+        self.overwrite = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        result = self.last(hidden)
+        if self.overwrite:
+            hidden.detach().zero_()
+        return result
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_net_that_starts_overwriting_is_refused_once_and_then_right(grad: bool) -> None:
+    net = Late()
+    rnet = recorder(net, "first")
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            rnet(torch.randn(3, 4))
+        net.overwrite = True
+        errors: list[str] = []
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            truth = nn.functional.linear(x, net.first.weight, net.first.bias).detach()
+            error = refusal(lambda x=x: pass_and_read(rnet, x, "first"))
+            errors += [] if error is None else [str(error)]
+            if error is None:
+                assert same_bits(rnet.activations["first"], truth)
+        assert all("first" in text for text in errors)
+        assert len(errors) <= 1
+        assert same_bits(rnet.activations["first"], truth)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_inplace_postprocessor_changes_the_record(grad: bool) -> None:
+    net = nn.Sequential(linear(), nn.Sigmoid(), linear())
+    rnet = recorder(net, "0")
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            output = rnet(x, activation_postproc=lambda tensor: tensor.mul_(2))
+            changed = net[0].forward(x) * 2
+            assert same_bits(rnet.activations["0"], changed)
+            assert same_bits(output, net[2].forward(torch.sigmoid(changed)))
+
+
+def test_postprocessor_that_returns_something_new_leaves_the_record() -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True))
+    rnet = recorder(net, "0")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            output = rnet(x, activation_postproc=lambda tensor: tensor * 2)
+            assert same_bits(rnet.activations["0"], net[0].forward(x))
+            assert same_bits(output, torch.relu(net[0].forward(x) * 2))
+
+
+def change_nothing(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def relu_in_place(hidden: Tensor) -> Tensor:
+    return hidden.relu_()
+
+
+def residual_in_place(hidden: Tensor) -> Tensor:
+    hidden += 1
+    return hidden
+
+
+def view_in_place(hidden: Tensor) -> Tensor:
+    hidden.view(-1)[:6].mul_(2)
+    return hidden
+
+
+GRADIENTS: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
+    change_nothing: lambda hidden: torch.ones_like(hidden),
+    relu_in_place: lambda hidden: (hidden > 0).float(),
+    residual_in_place: lambda hidden: torch.ones_like(hidden),
+    view_in_place: lambda hidden: 1 + (torch.arange(12).view(3, 4) < 6).float(),
+}
+
+
+@pytest.mark.parametrize("change", GRADIENTS, ids=lambda change: change.__name__)
+def test_gradient_at_an_overwritten_record(change: Callable[[Tensor], Tensor]) -> None:
+    """By hand: d out.sum() / d hidden = derivative of the change * column sums of the weight."""
+    net = Net(lambda net, x: net.last(change(net.first(x))), first=linear(), last=linear())
+    rnet = recorder(net, "first")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        record = rnet.activations["first"]
+        hidden = net.first.forward(x).detach()
+        assert same_bits(record, hidden)
+        (gradient,) = torch.autograd.grad(output.sum(), record)
+        expected = GRADIENTS[change](hidden) * net.last.weight.sum(0)
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_only_what_was_overwritten_is_copied_after_the_first_pass(grad: bool) -> None:
+    seen: list[Tensor] = []
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.Tanh())
+    for layer in (net[0], net[2]):
+        layer.register_forward_hook(lambda _module, _args, output: seen.append(output.detach()))
+    rnet = recorder(net, "0", "2")
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            seen.clear()
+            rnet(torch.randn(3, 4))
+    assert rnet.activations["2"].data_ptr() == seen[1].data_ptr()
+    if not grad:
+        assert rnet.activations["0"].data_ptr() != seen[0].data_ptr()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_offloaded_records_are_true_and_detached(grad: bool) -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
+    rnet = recorder(net, "0", "2", offload=True)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with torch.set_grad_enabled(grad):
+            output = rnet(x)
+        truth = output.detach().clone()
+        with torch.no_grad():
+            output.add_(1)
+        assert same_bits(rnet.activations["0"], net[0].forward(x))
+        assert same_bits(rnet.activations["2"], truth)
+        assert not any(record.requires_grad for record in rnet.activations.values())
+
+
+def test_hook_registered_after_recording_began_is_not_missed() -> None:
+    """What the module returns is what its caller gets: with every hook, whenever registered."""
+    net = nn.Sequential(linear(), nn.Tanh())
+    rnet = recorder(net, "0")
+    rnet(torch.randn(3, 4))
+    net[0].register_forward_hook(lambda _module, _args, output: output * 3)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        assert same_bits(output, torch.tanh(net[0].forward(x) * 3))
+        assert same_bits(rnet.activations["0"], net[0].forward(x) * 3)

@@ -1,0 +1,113 @@
+"""T2: nets that could tell whether they are watched, by identity, references or hooks, can't."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from scio_recorder import Recorder
+from tests.zoo.base import Net, linear
+
+PASSES = 3
+
+
+def recorder(net: nn.Module, *selectors: str, **options: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*(selectors or ("*",)), **options)
+    return rnet
+
+
+def assert_undisturbed(net: nn.Module, *selectors: str) -> None:
+    x = torch.randn(3, 4)
+    truth = net(x)
+    rnet = recorder(net, *selectors)
+    for _ in range(PASSES):
+        assert torch.equal(rnet(x), truth)
+
+
+def test_list_that_is_returned_twice_stays_one_list() -> None:
+    def twice(net: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        outputs = [net.linear(x)]
+        return outputs, outputs
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        one, other = net.inner(x)
+        one.append(x)
+        return other[-1] + other[0]
+
+    assert_undisturbed(Net(forward, inner=Net(twice, linear=linear())), "inner")
+
+
+def test_state_that_a_module_hands_out_stays_its_state() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y, log = net.inner(x)
+        log.append("seen")
+        return y
+
+    net = Net(forward, inner=Net(lambda net, x: (net.linear(x), net.log), linear=linear()))
+    net.inner.log = []
+    rnet = recorder(net, "inner")
+    del net.inner.log[:]
+    for count in range(1, PASSES + 1):
+        rnet(torch.randn(3, 4))
+        assert net.inner.log == ["seen"] * count
+
+
+def test_weak_reference_to_an_output_finds_what_the_net_goes_on_with() -> None:
+    def inner(net: Any, x: Tensor) -> Tensor:
+        y = net.linear(x)
+        net.seen = weakref.ref(y)
+        return y
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.inner(x)
+        return y * (2 if net.inner.seen() is y else 3)
+
+    assert_undisturbed(Net(forward, inner=Net(inner, linear=linear())), "inner")
+
+
+def hook_count(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ())
+
+
+def test_gradient_hooks_do_not_pile_up_on_parameters_and_inputs() -> None:
+    net = Net(
+        lambda net, x: net.linear(net.same(x)) * net.scale(x),
+        same=nn.Identity(),
+        linear=linear(),
+        scale=Net(lambda net, x: net.factor, factor=nn.Parameter(torch.ones(4))),
+    )
+    rnet = recorder(net, gradients=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    counts = []
+    for _ in range(PASSES):
+        rnet(x).sum().backward()
+        counts.append((hook_count(net.scale.factor), hook_count(x)))
+    # The sum of outputs is linear in the factor: its gradient is what it multiplies.
+    truth = net.linear.forward(x).sum(0)
+    torch.testing.assert_close(rnet.gradients["scale"], truth)
+    assert counts == [counts[0]] * PASSES
+    rnet.remove()
+    del rnet
+    gc.collect()
+    assert (hook_count(net.scale.factor), hook_count(x)) == (0, 0)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_global_hooks_of_the_user_see_no_foreign_modules(grad: bool) -> None:
+    net = nn.Sequential(linear(), nn.Unflatten(1, (2, 2)), nn.LSTM(2, 2, batch_first=True))
+    rnet = recorder(net)
+    seen: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        with torch.set_grad_enabled(grad):
+            rnet(torch.randn(3, 4))
+    finally:
+        handle.remove()
+    assert seen == [*net, net, rnet]

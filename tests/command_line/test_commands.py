@@ -1,0 +1,265 @@
+"""The command line, called in this process and, once for each command, as a user would."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import Recorder
+from scio_recorder.command_line.commands import main
+
+NETS = """
+import torch
+from torch import nn
+
+class Small(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.mix = nn.Bilinear(4, 3, 2)
+
+    def forward(self, words, features):
+        assert words.dtype == torch.int64 and features.dtype == torch.float32
+        return self.mix(self.embed(words), features)
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() >= 0 else x
+
+net = Small()
+build = lambda: Small()
+tensor = torch.zeros(5, 3)
+pair = (torch.zeros(5, dtype=torch.int64), torch.zeros(5, 3))
+keywords = {"words": pair[0], "features": pair[1]}
+make_pair = lambda: pair
+number = 3
+def broken(): raise RuntimeError("no weights here")
+def leaving(): raise SystemExit(4)
+def wants(argument): return Small()
+"""
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cli_nets.py").write_text(NETS)
+    (tmp_path / "cli_broken.py").write_text("import no_such_module_anywhere")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cli_leaving.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
+    for name in ("cli_nets", "cli_broken", "cli_leaving", "cli_interrupted"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    path = list(sys.path)
+    assert main(["summary", *arguments]) == 0
+    assert sys.path == path
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def expected(net: nn.Module, **inputs: object) -> str:
+    return str(Recorder(net, **inputs)) + "\n"
+
+
+@pytest.mark.parametrize("name", ["net", "Small", "build"])
+def test_summary_is_what_the_recorder_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, f"cli_nets:{name}", "--input-size", "2,3")
+    import cli_nets
+
+    assert text == expected(cli_nets.Small(), input_size=(2, 3))
+    for label in ("1-1", "1-2", "1-3"):
+        assert label in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        (["--input-size=5", "--dtype=int64", "--input-size=5,3", "--dtype=torch.float32"], "pair"),
+        (["--input-data=cli_nets:pair"], "pair"),
+        (["--input-data=cli_nets:keywords"], "keywords"),
+        (["--input-data=cli_nets:make_pair"], "pair"),
+    ],
+)
+def test_several_inputs(
+    arguments: list[str], same: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = out(capsys, "cli_nets:Words", *arguments)
+    import cli_nets
+
+    assert text == expected(cli_nets.Words(), input_data=getattr(cli_nets, same))
+
+
+def test_one_tensor_as_data_and_one_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "cli_nets:Small", "--input-data", "cli_nets:tensor")
+    import cli_nets
+
+    assert text == expected(cli_nets.Small(), input_size=(5, 3))
+    text = out(capsys, "torch.nn:Identity", "--input-size", "1,2", "--dtype", "int64")
+    assert text == expected(nn.Identity(), input_size=(1, 2), dtypes=[torch.int64])
+
+
+def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["summary", "cli_nets:Branching", "--input-size", "1,2"]) == 2
+    assert "error:" in capsys.readouterr().err
+    text = out(capsys, "cli_nets:Branching", "--input-size", "1,2", "--allow-dynamic-flow")
+    assert "Linear" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cli_nets"], ["'cli_nets'", "MODULE:NAME"]),
+        (["cli_nets:"], ["MODULE:NAME"]),
+        (["no_such_module_at_all:net"], ["ModuleNotFoundError", "no_such_module_at_all"]),
+        (["cli_broken:net"], ["cli_broken:net", "no_such_module_anywhere"]),
+        (["cli_nets:missing"], ["AttributeError", "missing"]),
+        (["cli_nets:number"], ["is an int", "can't be called"]),
+        (["cli_leaving:net"], ["can't load cli_leaving:net", "it called sys.exit(3)"]),
+        (["cli_nets:leaving"], ["cli_nets:leaving", "it called sys.exit(4)"]),
+        (["cli_nets:broken"], ["failed", "RuntimeError: no weights here"]),
+        (["cli_nets:wants"], ["without arguments", "argument"]),
+        (["builtins:dict"], ["dict", "torch.nn.Module"]),
+        (["cli_nets:net", "--dtype", "int64", "--dtype", "int64"], ["2 --dtype", "1 --input-size"]),
+    ],
+)
+def test_wrong_use_is_one_line(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["summary", *arguments, "--input-size", "2,3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("scio-recorder: error: ")
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_dtype_with_data_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["cli_nets:net", "--input-data", "cli_nets:tensor", "--dtype", "int64"]
+    assert main(["summary", *arguments]) == 2
+    assert "--dtype" in capsys.readouterr().err
+
+
+def test_input_that_the_net_can_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["summary", "cli_nets:net", "--input-size", "2,5"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("scio-recorder: error: ")
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["unknown"], "unknown"),
+        (["summary", "cli_nets:net"], "--input-size"),
+        (["summary", "cli_nets:net", "--input-size", "1,x"], "1,3,32,32"),
+        (["summary", "cli_nets:net", "--input-size", "-1,3"], "--input-size"),
+        (["summary", "cli_nets:net", "--input-size=2,-3"], "no shape"),
+        (["summary", "cli_nets:net", "--input-size", "2,3", "--dtype", "nn"], "'nn' is no dtype"),
+        (["summary", "a:b", "--input-size", "2", "--input-data", "c:d"], "not allowed with"),
+        (["demo", "--epochs", "0"], "from 1 on"),
+        (["demo", "--seed", "-1"], "--seed"),
+    ],
+)
+def test_what_the_parser_refuses(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_demo_without_scikit_learn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # None in sys.modules makes the import fail as a missing package does.
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(["demo"]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_demo_takes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--epochs", "1", "--seed", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "AUROC" in text
+    assert main(["demo", "--epochs", "1", "--seed", "1"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scio_recorder.command_line.demo.run_demo", interrupt)
+    assert main(["demo"]) == 130
+    assert main(["summary", "cli_interrupted:net", "--input-size", "2"]) == 130
+
+
+@pytest.mark.parametrize(("encoding", "corner"), [("ascii", "?"), ("cp1252", "?"), ("utf-8", "├")])
+def test_signs_that_the_output_can_not_take(
+    encoding: str, corner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_out, encoding=encoding))
+    assert main(["summary", "cli_nets:net", "--input-size", "2,3"]) == 0
+    text = bytes_out.getvalue().decode(encoding)
+    (row,) = (line for line in text.splitlines() if "Linear (0): 1-1" in line)
+    assert row.startswith(corner)
+
+
+def test_an_output_that_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no device that is always full")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["summary", "cli_nets:net", "--input-size", "2,3"]) == 1
+        # What could not be written is not tried again at the end.
+        full.flush()
+    said = capsys.readouterr().err
+    assert said.startswith("scio-recorder: error: ")
+    assert "No space left" in said
+    assert said.count("\n") == 1
+
+
+def test_as_a_program() -> None:
+    command = [sys.executable, "-m", "scio_recorder"]
+    arguments = ["summary", "cli_nets:Small", "--input-size", "2,3"]
+    # The folder of this checkout, in case the package is not installed.
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": root},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Linear" in done.stdout
+    done = subprocess.run(
+        [*command, "summary", "cli_nets"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": root},
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,148 @@
+"""The commands collect, inspect and verify."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import open_recording
+from scio_recorder.command_line.commands import main
+
+CODE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 3))
+data = [torch.full((3, 4), float(i)) for i in range(4)]
+def loader():
+    return iter(data)
+def failing():
+    yield from data[:2]
+    raise OSError("the share is gone")
+def empty_handed():
+    yield 1 / 0
+"""
+COMMAND = ["collect", "collect_nets:net", "--input-size", "1,4", "--data", "collect_nets:loader"]
+
+
+@pytest.fixture(autouse=True)
+def code(tmp_path, monkeypatch):
+    (tmp_path / "collect_nets.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "collect_nets", raising=False)
+
+
+def test_collect_inspect_verify(capsys):
+    assert main([*COMMAND, "--layers", "0", "1-3", "--out", "run"]) == 0
+    assert "12 samples, complete" in capsys.readouterr().out
+    net = sys.modules["collect_nets"].net
+    data = torch.cat(sys.modules["collect_nets"].data)
+    with torch.no_grad():
+        assert torch.equal(open_recording("run")["0"][:], net[0](data))
+        assert torch.equal(open_recording("run")["2"][:], net(data))
+    assert isinstance(net, nn.Module)
+    assert not net.training
+
+    assert main(["inspect", "run"]) == 0
+    shown = capsys.readouterr().out
+    row = next(line for line in shown.splitlines() if line.strip().startswith("1-3"))
+    with torch.no_grad():
+        values = net(data).double()
+    figures = [
+        f"{value:.4g}" for value in (values.mean(), values.std(), values.min(), values.max())
+    ]
+    assert row.split()[:5] == ["1-3", "2", type(net[2]).__name__, "[3]", "float32"]
+    assert row.split()[5:10] == ["144", *figures]
+    assert row.split()[-2:] == ["0", "0"]
+    assert main(["verify", "run"]) == 0
+    assert "every checksum is right; complete" in capsys.readouterr().out
+
+
+def test_thinned_and_rounded(capsys):
+    options = ["--every", "2", "--max-batches", "1", "--keep-dtype", "float16"]
+    assert main([*COMMAND, "--layers", "0", "--out", "run", *options]) == 0
+    assert open_recording("run")["0"].dtype == torch.float16
+    assert open_recording("run").num_samples == 3
+
+
+def test_what_is_there_is_only_gone_on_with_when_asked(capsys):
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 2
+    assert "already holds a recording" in capsys.readouterr().err
+    assert main([*COMMAND, "--layers", "0", "--out", "run", "--resume"]) == 0
+
+
+def test_damage_is_told(tmp_path, capsys):
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
+    (chunk,) = (tmp_path / "run").glob("*/chunk-*")
+    content = bytearray(chunk.read_bytes())
+    content[-1] ^= 1
+    chunk.write_bytes(content)
+    assert main(["verify", "run"]) == 1
+    assert chunk.name in capsys.readouterr().err
+
+
+def test_a_journal_that_is_cut_off_is_damage(tmp_path, capsys):
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
+    for chunk in (tmp_path / "run").glob("*/chunk-*"):
+        chunk.write_bytes(b"")
+    capsys.readouterr()
+    for command in ("inspect", "verify", "report"):
+        assert main([command, "run"]) == 1
+        assert is_one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "report"])
+@pytest.mark.parametrize("path", ["nowhere", ""])
+def test_nothing_there(command, path, capsys):
+    assert main([command, path]) == 2
+    said = capsys.readouterr().err
+    assert repr(path) in said
+    assert is_one_line(said)
+
+
+def is_one_line(said):
+    return said.startswith("scio-recorder: error: ") and said.count("\n") == 1
+
+
+def with_data(name):
+    return [*COMMAND[:-1], f"collect_nets:{name}", "--layers", "0", "--out", "run"]
+
+
+def test_a_loader_that_raises_midway(capsys):
+    assert main(with_data("failing")) == 1
+    said = capsys.readouterr().err
+    assert is_one_line(said)
+    assert "OSError: the share is gone; 6 samples are safe, --resume goes on behind them" in said
+    assert main([*with_data("loader"), "--resume"]) == 0
+    assert open_recording("run").num_samples == 12
+
+
+def test_a_loader_that_raises_at_once_leaves_nothing_to_go_on_with(capsys):
+    assert main(with_data("empty_handed")) == 1
+    said = capsys.readouterr().err
+    assert is_one_line(said)
+    assert said.endswith("error: ZeroDivisionError: division by zero\n")
+
+
+def test_where_an_error_comes_from_is_shown_when_asked(capsys):
+    assert main([*with_data("failing"), "--traceback"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in failing" in said
+    assert said.endswith("--resume goes on behind them\n")
+
+
+def test_a_disk_that_fails_is_no_wrong_use(capsys, monkeypatch):
+    monkeypatch.setattr("scio_recorder.stores.disk_format.system.fsync", fail)
+    assert main(with_data("loader")) == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+def fail(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,1 +1,0 @@
-"""The nets of the zoo, by topic; `tests.zoo` puts them in one table."""

@@ -1,0 +1,244 @@
+"""T1, T4, T5, T7: nets and users that do what nobody expects get right records, or an error."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from scio_recorder import Recorder
+from scio_recorder.errors import FlowError, MutationError, UnsupportedNetError
+from tests.zoo.base import Net, linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def recorder(net: nn.Module, *selectors: str, **options: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*(selectors or ("*",)), **options)
+    return rnet
+
+
+def by_hand(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["forward", "extract"])
+def test_surplus_call_is_refused_also_where_the_pass_stops_early(stops: bool) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.c(net.b(net.a(y) if net.is_twice else y))
+
+    net = Net(forward, a=linear(), b=linear(), c=linear())
+    net.is_twice = False
+    rnet = recorder(net, "a", "b")
+    run = rnet.extract if stops else rnet
+    run(torch.randn(3, 4))
+    net.is_twice = True
+    with pytest.raises(FlowError, match="1 calls of the module at labelling, 2 now"):
+        run(torch.randn(3, 4))
+
+
+def test_inputs_are_those_of_the_call_that_returned() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        try:
+            return net.a(x[:, :2])
+        except RuntimeError:
+            return net.a(x)
+
+    net = Net(forward, a=linear())
+    rnet = recorder(net, "a", inputs=True)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        rnet(x)
+        assert torch.equal(rnet.inputs["a"].args[0], x)
+        assert torch.equal(rnet.activations["a"], by_hand(net.a, x))
+
+
+def test_buffer_that_batch_norm_writes_later_is_recorded_as_it_was() -> None:
+    norm = nn.BatchNorm1d(4)
+    # Returned by a module that does not own it.
+    mean = Net(lambda net, x: norm.running_mean)
+    net = Net(lambda net, x: net.mean(x) + net.norm(x), mean=mean, norm=norm).train()
+    rnet = recorder(net, "mean")
+    for _ in range(3):
+        before = norm.running_mean.clone()
+        rnet(torch.randn(3, 4) + 5)
+        assert not torch.equal(norm.running_mean, before)
+        assert torch.equal(rnet.activations["mean"], before)
+
+
+class Stateful:
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def batch_feature(tensor: Tensor) -> Any:
+    return pytest.importorskip("transformers").BatchFeature({"a": tensor})
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "deque": (lambda tensor: deque([tensor]), lambda held: held[0]),
+    "set": (lambda tensor: {tensor}, lambda held: next(iter(held))),
+    "mapping proxy": (lambda tensor: MappingProxyType({"a": tensor}), lambda held: held["a"]),
+    "object with a state": (Stateful, lambda held: held.a),
+    "BatchFeature": (batch_feature, lambda held: held["a"]),
+    "dict of deque": (lambda tensor: {"a": deque([tensor])}, lambda held: held["a"][0]),
+}
+
+
+@pytest.mark.parametrize("copy", ["auto", "always"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("make", "get"), STRUCTURES.values(), ids=STRUCTURES)
+def test_overwritten_tensors_inside_rare_structures(
+    make: Any, get: Any, grad: bool, copy: str
+) -> None:
+    inner = Net(lambda net, x: make(net.linear(x)), linear=linear())
+    net = Net(lambda net, x: get(net.inner(x)).mul_(2).sum(), inner=inner)
+    rnet = recorder(net, "inner", copy=copy)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        truth = by_hand(inner.linear, x)
+        with torch.set_grad_enabled(grad):
+            output = rnet(x)
+        assert torch.equal(output, (truth * 2).sum())
+        assert type(rnet.activations["inner"]) is type(make(x))
+        assert torch.equal(get(rnet.activations["inner"]), truth)
+
+
+def test_generator_is_refused_rather_than_recorded_used_up() -> None:
+    inner = Net(lambda net, x: (net.linear(x) * factor for factor in range(3)), linear=linear())
+    rnet = recorder(Net(lambda net, x: sum(net.inner(x)), inner=inner), "inner")
+    with pytest.raises(UnsupportedNetError, match=r"generator.*record the layers inside"):
+        rnet(torch.randn(3, 4))
+
+
+def test_module_under_vmap_is_refused_rather_than_recorded_dead() -> None:
+    rnet = recorder(Net(lambda net, x: torch.vmap(net.a)(x), a=linear()), "a")
+    with pytest.raises(UnsupportedNetError, match="record a layer around the transform"):
+        rnet(torch.randn(3, 4))
+
+
+VIEWS = {
+    "view of a recorded layer": lambda: nn.Sequential(linear(), nn.Unflatten(1, (2, 2))),
+    "slice": lambda: Net(lambda net, x: net.linear(x)[:, :2], linear=linear()),
+}
+
+
+@pytest.mark.parametrize("inner", VIEWS.values(), ids=VIEWS)
+def test_record_of_a_view_that_is_overwritten_stays_on_the_graph(inner: Any) -> None:
+    net = Net(lambda net, x: net.inner(x).relu_().sum(), inner=inner())
+    rnet = recorder(net)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        record = rnet.activations["inner"]
+        assert torch.equal(record, net.inner.forward(x))
+        (gradient,) = torch.autograd.grad(output, record)
+        assert torch.equal(gradient, (record > 0).float())
+
+
+def test_advice_after_a_mutation_is_not_what_was_done_already() -> None:
+    rnet = recorder(nn.Sequential(nn.Identity(), linear()), "0", copy="always")
+    x = torch.randn(3, 4, requires_grad=True)
+    rnet(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(MutationError, match="work on a clone") as caught:
+        rnet.activations["0"]
+    assert "always" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_part_beside_recorded_layers_runs() -> None:
+    net = nn.Sequential(linear(), torch.jit.script(nn.ReLU()))
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    truth = by_hand(net[0], x)
+    assert torch.equal(rnet(x), truth.relu())
+    assert torch.equal(rnet.activations["0"], truth)
+
+
+def test_extract_through_a_recorder_that_records() -> None:
+    inner = recorder(nn.Sequential(linear(), linear()), "0", "1")
+    outer = recorder(nn.Sequential(inner, nn.ReLU()), "0._net.0")
+    x = torch.randn(3, 4)
+    (record,) = outer.extract(x).values()
+    assert torch.equal(record, by_hand(inner.net[0], x))
+
+
+class Fails(nn.Module):
+    is_failing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_failing:
+            raise ArithmeticError
+        return x * 1
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in a function of the recorder, ahead of its n-th bytecode."""
+
+    def __init__(self, function: str, bytecode: int) -> None:
+        self.function = function
+        self.remaining = bytecode
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "scio_recorder" not in frame.f_code.co_filename:
+            return None
+        if frame.f_code.co_qualname == self.function:
+            frame.f_trace_opcodes = True
+            self.remaining -= event == "opcode"
+            if self.remaining == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+INTERRUPTS = [
+    ("Capture.run", 1),
+    ("Capture.run", 40),
+    ("Capture._run", 20),
+    ("Capture._expect_rerun", 5),
+    ("ModuleHook.after", 20),
+    ("Pass.receive", 60),
+    ("Keeper.keep", 90),
+    ("Capture._finish", 20),
+    ("Pass.learned", 40),
+]
+
+
+@pytest.mark.parametrize(("function", "bytecode"), INTERRUPTS)
+def test_interrupt_inside_the_recorder_leaves_it_usable(function: str, bytecode: int) -> None:
+    net = nn.Sequential(linear(), Fails(), linear())
+    rnet = recorder(net)
+    interrupt = Interrupt(function, bytecode)
+    outer = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rnet(torch.randn(3, 4), activation_postproc=lambda tensor: tensor * 2)
+    finally:
+        sys.settrace(outer)
+    assert not rnet.activations
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        first = by_hand(net[0], x)
+        assert torch.equal(rnet(x), by_hand(net[2], first))
+        assert torch.equal(rnet.activations["0"], first)
+        assert torch.equal(rnet.activations["2"], by_hand(net[2], first))
+        # The post-processor of the interrupted pass must not act outside it.
+        assert torch.equal(net(x), by_hand(net[2], first))
+    net[1].is_failing = True
+    with pytest.raises(ArithmeticError):
+        rnet(torch.randn(3, 4))
+    assert not any(module._forward_hooks for module in net.modules())

@@ -1,0 +1,157 @@
+"""T4 and T5: layers that run more often, less often or unseen are an error that names them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import FlowError, RecorderError
+from tests.oracle import same_bits
+from tests.zoo.base import Net, linear
+from tests.zoo.flow import Optional
+
+
+class Repeats(nn.Module):
+    """Calls `step` as often as `times` says."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.step, self.last = linear(), linear(), linear()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = self.step(x)
+        return self.last(x)
+
+
+def recorder(net: nn.Module, *selectors: str) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors)
+    return rnet
+
+
+@pytest.mark.parametrize("seen", [0, 1, 3, 9])
+def test_other_number_of_calls_is_named(seen: int) -> None:
+    net = Repeats(2)
+    rnet = recorder(net, "first", "step")
+    rnet(torch.randn(3, 4))
+    net.times = seen
+    with pytest.raises(FlowError) as caught:
+        rnet(torch.randn(3, 4))
+    message = str(caught.value)
+    assert "step" in message
+    assert "2" in message
+    assert str(seen) in message
+    assert "'first'" not in message
+    assert len(rnet.activations) == 0
+
+
+def test_right_again_after_a_wrong_number_of_calls() -> None:
+    net = Repeats(2)
+    rnet = recorder(net, "step")
+    net.times = 5
+    with pytest.raises(FlowError):
+        rnet(torch.randn(3, 4))
+    net.times = 2
+    x = torch.randn(3, 4)
+    rnet(x)
+    once = net.step.forward(net.first.forward(x))
+    found = [rnet.activations[label] for label in rnet.recording]
+    assert same_bits(found[0], once)
+    assert same_bits(found[1], net.step.forward(once))
+
+
+def test_one_selected_call_of_several_is_counted_too() -> None:
+    """More calls could shift which call a label means, also where only one call is recorded."""
+    net = Repeats(2)
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(rnet.architecture.labels_of("step")[0])
+    net.times = 3
+    with pytest.raises(FlowError, match="step"):
+        rnet(torch.randn(3, 4))
+
+
+def test_unselected_modules_may_run_as_often_as_they_like() -> None:
+    net = Repeats(2)
+    rnet = recorder(net, "first")
+    net.times = 7
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["first"], net.first.forward(x))
+
+
+def test_skipped_branch_is_an_error_that_lists_exactly_it() -> None:
+    net = Optional()
+    rnet = recorder(net, "first", "middle", "last")
+    net.use_middle = False
+    with pytest.raises(RecorderError) as caught:
+        rnet(torch.randn(3, 4))
+    assert "middle" in str(caught.value)
+    assert "first" not in str(caught.value)
+    assert "'last'" not in str(caught.value)
+    net.use_middle = True
+    rnet(torch.randn(3, 4))
+    assert len(rnet.activations) == 3
+
+
+def test_hooks_cleared_by_someone_else_are_noticed() -> None:
+    net = nn.Sequential(linear(), nn.Tanh(), linear())
+    rnet = recorder(net, "0", "1", "2")
+    rnet(torch.randn(3, 4))
+    net[1]._forward_hooks.clear()
+    net[1]._forward_pre_hooks.clear()
+    with pytest.raises(RecorderError) as caught:
+        rnet(torch.randn(3, 4))
+    labels = {index: str(rnet.architecture[str(index)].label) for index in range(3)}
+    assert labels[1] in str(caught.value)
+    assert labels[0] not in str(caught.value)
+    assert labels[2] not in str(caught.value)
+
+
+def test_call_that_goes_round_the_hooks_is_noticed() -> None:
+    net = Net(lambda net, x: net.call(net.first, x), first=linear())
+    net.call = lambda module, x: module(x)
+    rnet = recorder(net, "first")
+    rnet(torch.randn(3, 4))
+    net.call = lambda module, x: module.forward(x)
+    with pytest.raises(RecorderError, match="first"):
+        rnet(torch.randn(3, 4))
+
+
+def test_calls_outside_a_pass_do_not_count() -> None:
+    net = nn.Sequential(linear(), nn.Tanh())
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    rnet(x)
+    truth = rnet.activations["0"].detach().clone()
+    net[0](torch.randn(3, 4))
+    net(torch.randn(3, 4))
+    assert same_bits(rnet.activations["0"], truth)
+    rnet(x)
+    assert same_bits(rnet.activations["0"], truth)
+
+
+def test_data_that_changes_the_flow_is_named_when_it_was_let_through() -> None:
+    class WhileLarge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.halve = Net(lambda _, x: x / 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            while x.norm() > 1:
+                x = self.halve(x)
+            return x
+
+    x = torch.tensor([3.0])
+    with pytest.raises(FlowError):
+        Recorder(WhileLarge(), input_data=x, verbose=0)
+    rnet = Recorder(WhileLarge(), input_data=x, force_static_flow=False, verbose=0)
+    rnet.record("halve")
+    rnet(torch.tensor([-3.5]))
+    assert [rnet.activations[label].item() for label in rnet.recording] == [-1.75, -0.875]
+    with pytest.raises(FlowError, match="halve"):
+        rnet(torch.tensor([30.0]))

@@ -1,0 +1,437 @@
+"""Branches on data are refused, and nothing else is."""
+
+from __future__ import annotations
+
+import logging
+import random
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from scio_recorder.errors import FlowError
+from scio_recorder.nets.labelling.data_flow import check_static_flow
+from scio_recorder.nets.labelling.label import label_net
+from tests.zoo import CASES
+from tests.zoo.base import Net, linear
+from tests.zoo.transformers import GROUPED, text
+
+DATA = torch.linspace(-1, 2, 12).reshape(3, 4)
+
+
+def build(function: Any) -> Net:
+    flag, steps = torch.tensor(True), torch.tensor(2)
+    return Net(
+        function,
+        a=linear(),
+        b=linear(),
+        flag=flag,
+        steps=steps,
+        norm=nn.BatchNorm1d(4, momentum=None),
+    )
+
+
+def branch_on_sum(net, x):
+    if x.sum() > 0:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_item(net, x):
+    if x.max().item() > 0:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_float(net, x):
+    if float(x.mean()) > 0.1:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_tensor(net, x):
+    total = x.sum()
+    if total:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_negation(net, x):
+    if not (x > 0).all():
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_second_condition(net, x):
+    if x.dim() == 3:
+        x = net.a(x)
+    elif x.dim() == 2 and x.sum() > 0:
+        x = net.b(x)
+    return x
+
+
+def branch_on_equal(net, x):
+    if torch.equal(x, x.round()):
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_allclose(net, x):
+    if torch.allclose(x, x.round()):
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_number_of_hits(net, x):
+    if x[x > 0].shape[0] > 3:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_in_expression(net, x):
+    return net.a(x) if x.mean() > 0 else net.b(x)
+
+
+def branch_on_helper(net, x):
+    def is_small(y):
+        return bool(y.norm() < 1)
+
+    if is_small(x):
+        x = net.a(x)
+    return net.b(x)
+
+
+def loop_until_small(net, x):
+    while x.norm() > 1:
+        x = net.a(x) * 0.1
+    return x
+
+
+def loop_as_often_as_data_say(net, x):
+    for _ in range(int(x.max())):
+        x = net.a(x)
+    return x
+
+
+def loop_over_hits(net, x):
+    for _ in x.nonzero():
+        x = net.a(x)
+    return x
+
+
+def loop_over_counted_hits(net, x):
+    for _ in enumerate(x.sum(0).nonzero()):
+        x = net.a(x)
+    return x
+
+
+def loop_over_list_of_hits(net, x):
+    for _ in x.sum(0).nonzero().tolist():
+        x = net.a(x)
+    return x
+
+
+def loop_in_comprehension(net, x):
+    return sum([net.a(x) for _ in x.sum(0).nonzero()])
+
+
+DYNAMIC = (
+    branch_on_sum,
+    branch_on_item,
+    branch_on_float,
+    branch_on_tensor,
+    branch_on_negation,
+    branch_on_second_condition,
+    branch_on_equal,
+    branch_on_allclose,
+    branch_on_number_of_hits,
+    branch_in_expression,
+    branch_on_helper,
+    loop_until_small,
+    loop_as_often_as_data_say,
+    loop_over_hits,
+    loop_over_counted_hits,
+    loop_over_list_of_hits,
+    loop_in_comprehension,
+)
+
+
+def looks_at_shapes(net, x):
+    if x.shape[0] > 1 and x.numel() > 3 and len(x) > 2:
+        x = net.a(x)
+    for _ in range(x.size(1)):
+        x = net.b(x)
+    return x
+
+
+def branches_on_options(net, x):
+    if net.training or x.dtype is torch.float64 or x.requires_grad:
+        return net.a(x)
+    return net.b(x)
+
+
+def branches_on_its_own_state(net, x):
+    if net.flag:
+        x = net.a(x)
+    for _ in range(int(net.steps)):
+        x = net.b(x)
+    return x
+
+
+def indexes_with_a_mask(net, x):
+    y = net.a(x).clone()
+    y[y < 0] = 0
+    y[x > 0] += x[x > 0]
+    chosen = torch.masked_select(x, x < 0)
+    return y + x[x > 0].sum() + chosen.mean() + x.nonzero().float().sum()
+
+
+def counts_hits_in_arithmetic(net, x):
+    return net.a(x) * x[x > 0].shape[0]
+
+
+def reshapes_hits(net, x):
+    return net.a(x[x > -9].view(-1, 4))
+
+
+def gathers_rows(net, x):
+    rows = torch.where(x[:, 0] > -9)[0]
+    return net.a(x).index_add(0, rows, x[rows])
+
+
+def branches_on_the_rank_of_hits(net, x):
+    # torch itself needs the number of hits to split them; the branch does not.
+    if torch.chunk(x[x > 0], 2)[0].dim() == 1:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branches_on_the_rank_of_hits_in_other_words(net, x):
+    split = torch.chunk
+    if split(x[x > 0], 2)[0].dim() == 1:
+        x = net.a(x)
+    return net.b(x)
+
+
+def uses_items_in_arithmetic(net, x):
+    return net.a(x) * x.max().item() + x.min().item()
+
+
+def uses_floats_in_arithmetic(net, x):
+    return net.a(x) * float(x.max())
+
+
+def uses_integers_in_arithmetic(net, x):
+    return net.a(x) * int(x.max())
+
+
+def compares_in_arithmetic(net, x):
+    return net.a(x) * torch.equal(x, x)
+
+
+def normalises_by_cumulative_average(net, x):
+    return net.norm(net.a(x))
+
+
+def checks_its_input(net, x):
+    assert (x < 99).all()
+    if torch.isnan(x).any():
+        raise ValueError("not a number")
+    return net.a(x)
+
+
+def chooses_elementwise(net, x):
+    return torch.where(x > 0, net.a(x), net.b(x))
+
+
+def samples(net, x):
+    return net.a(torch.distributions.Normal(x, x.exp()).rsample())
+
+
+def leaves_torch(net, x):
+    return net.a(x) + torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def takes_any_inputs(net, x, *rest, **options):
+    return net.a(x) * (1 + len(rest) + len(options))
+
+
+STATIC = (
+    looks_at_shapes,
+    branches_on_options,
+    branches_on_its_own_state,
+    indexes_with_a_mask,
+    counts_hits_in_arithmetic,
+    reshapes_hits,
+    gathers_rows,
+    branches_on_the_rank_of_hits,
+    branches_on_the_rank_of_hits_in_other_words,
+    uses_items_in_arithmetic,
+    uses_floats_in_arithmetic,
+    uses_integers_in_arithmetic,
+    compares_in_arithmetic,
+    normalises_by_cumulative_average,
+    checks_its_input,
+    chooses_elementwise,
+    samples,
+    leaves_torch,
+    takes_any_inputs,
+)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("function", DYNAMIC)
+def test_flow_that_depends_on_data_is_refused_with_the_place(function, mode):
+    with pytest.raises(FlowError) as caught:
+        check_static_flow(build(function), (DATA,), {}, mode=mode)
+    first = function.__code__.co_firstlineno
+    place = [f"{__file__}:{line} (" in str(caught.value) for line in range(first, first + 9)]
+    assert any(place)
+    assert isinstance(caught.value, RuntimeError)
+    assert "force_static_flow=False" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("function", STATIC)
+def test_other_flow_is_not_refused(function, mode):
+    check_static_flow(build(function), (DATA,), {}, mode=mode)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_nets_of_the_zoo(case):
+    args, kwargs = case.inputs(0)
+    net = case.fresh()
+    if case.static_flow:
+        check_static_flow(net, args, kwargs)
+    else:
+        with pytest.raises(FlowError):
+            check_static_flow(net, args, kwargs)
+
+
+def test_labelling_refuses_unless_told_otherwise():
+    net = build(branch_on_sum)
+    with pytest.raises(FlowError, match=r"control flow of Net depends on the data"):
+        label_net(net, input_data=DATA)
+    assert label_net(net, input_data=DATA, force_static_flow=False)[1]["b"].executed
+
+
+def test_the_mode_of_the_labelling_counts():
+    def only_in_training(net, x):
+        if net.training and x.sum() > 0:
+            return net.a(x)
+        return net.b(x)
+
+    label_net(build(only_in_training), input_data=DATA)
+    with pytest.raises(FlowError):
+        label_net(build(only_in_training), input_data=DATA, mode="train")
+
+
+def test_a_branch_on_the_state_that_data_changed_is_refused():
+    def count(net, x):
+        net.steps.add_((x > 0).sum())
+        if net.steps > 3:
+            return net.a(x)
+        return net.b(x)
+
+    with pytest.raises(FlowError):
+        check_static_flow(build(count), (DATA,), {})
+
+
+def test_a_mixture_of_experts_in_a_loop_is_refused_where_it_loops():
+    transformers = pytest.importorskip("transformers")
+    settings = {**GROUPED, "num_experts_per_tok": 1, "num_local_experts": 2, "pad_token_id": 0}
+    configuration = transformers.MixtralConfig(**settings, experts_implementation="eager")
+    net = transformers.MixtralForCausalLM(configuration)
+    with pytest.raises(FlowError, match=r"modeling_mixtral.py:\d+ \(for expert"):
+        label_net(net, input_data=text(0)[0][0])
+    assert label_net(net, input_data=text(0)[0][0], force_static_flow=False)[1]["model"].executed
+
+
+def test_no_value_is_looked_at_and_no_state_left():
+    def remember(net, x):
+        net.cache["x"] = net.a(x)
+        net.last = x
+        net.steps.add_(1)
+        x.add_(random.random() + np.random.rand() + torch.rand(()))
+        return net.cache["x"]
+
+    net = build(remember)
+    net.cache = {}
+    hooks = []
+    net.a.register_forward_hook(lambda *_: hooks.append(1))
+    data = DATA.clone()
+    before = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+    attributes = set(vars(net))
+    check_static_flow(net, (data,), {})
+    after = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
+    assert after == before
+    assert set(vars(net)) == attributes
+    assert (net.cache, int(net.steps), hooks) == ({}, 2, [])
+    assert torch.equal(data, DATA)
+    assert not any(isinstance(tensor, FakeTensor) for tensor in net.state_dict().values())
+
+
+def test_shared_state_that_can_not_be_copied_gets_no_fake_tensors():
+    kept = types.SimpleNamespace(x=None)
+
+    class Uncopyable:
+        def __deepcopy__(self, memo):
+            raise TypeError("shared on purpose")
+
+        def keep(self, x: Tensor) -> None:
+            kept.x = x
+
+    def remember(net, x):
+        net.uncopyable.keep(x)
+        return net.a(x)
+
+    net = build(remember)
+    net.uncopyable = Uncopyable()
+    check_static_flow(net, (DATA,), {})
+    assert kept.x is None
+
+
+def test_what_torch_logs_about_the_failure_is_not_seen(capfd):
+    name = "torch.fx.experimental.symbolic_shapes"
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record)
+
+    def log_and_branch(net, x):
+        # Versions of torch differ in what they log, so this stands in for all of them.
+        logging.getLogger(name).error("data-dependent")
+        return branch_on_sum(net, x)
+
+    handler = Handler()
+    logging.getLogger(name).addHandler(handler)
+    try:
+        with pytest.raises(FlowError):
+            check_static_flow(build(log_and_branch), (DATA,), {})
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+    assert seen == []
+    assert capfd.readouterr() == ("", "")
+    assert not logging.getLogger("torch.fx.experimental.recording").disabled
+    assert not logging.getLogger("torch.fx.experimental.symbolic_shapes").disabled
+
+
+def test_torch_keeps_no_fake_mode():
+    before = dict(FakeTensorMode.cache)
+    # Of a shape that no other test uses, so that its entries would be new ones.
+    check_static_flow(build(looks_at_shapes), (torch.ones(13, 4),), {})
+    assert dict(FakeTensorMode.cache) == before
+    assert type(torch.ones(1)) is Tensor
+
+
+def test_code_without_source_is_judged_by_its_instructions():
+    namespace: dict[str, Any] = {}
+    source = "def branch(net, x):\n    return net.a(x) if x.sum() > 0 else net.b(x)\n"
+    exec(compile(source, "<nowhere>", "exec"), namespace)
+    with pytest.raises(FlowError, match="<nowhere>:2"):
+        check_static_flow(build(namespace["branch"]), (DATA,), {})

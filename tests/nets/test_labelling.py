@@ -1,0 +1,626 @@
+"""Labels are torchinfo's, they name the calls that were made, and labelling leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import sys
+import threading
+import warnings
+import weakref
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchinfo
+from torch import Tensor, nn
+from torchinfo import torchinfo as engine
+from torchinfo.layer_info import LayerInfo
+
+from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedNetError
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.state import copying
+from tests.zoo import BY_NAME, CASES
+from tests.zoo.base import Net, linear
+
+# Outputs that torchinfo itself gives up on.
+BEYOND_TORCHINFO = (
+    "dataclass_output",
+    "frozen_dataclass_output",
+    "slotted_dataclass_output",
+    "object_output",
+    "namespace_output",
+    "assigns_into_returned_container",
+    "scalars",
+)
+COMPARED = [case for case in CASES if case.name not in BEYOND_TORCHINFO]
+
+
+def architecture_of(net: nn.Module, *args: Any, **kwargs: Any) -> Architecture:
+    return label_net(net, input_data=list(args), force_static_flow=False, **kwargs)[1]
+
+
+def label_case(name: str) -> Architecture:
+    case = BY_NAME[name]
+    args, kwargs = case.inputs(0)
+    return architecture_of(case.fresh(), *args, **kwargs)
+
+
+def snapshot(net: nn.Module) -> dict[str, Any]:
+    """Everything about a net and the generators that labelling could change."""
+    attributes = [dict(vars(module)) for module in net.modules()]
+    tensors = net.state_dict(keep_vars=True)
+    return {
+        "attributes": [
+            {k: v for k, v in each.items() if not k.startswith("_")} for each in attributes
+        ],
+        "containers": [
+            {k: (id(v), list(v)) for k, v in each.items() if isinstance(v, dict | list | set)}
+            for each in attributes
+        ],
+        "tensors": {
+            k: (id(t), t.data_ptr(), t._version, t.requires_grad) for k, t in tensors.items()
+        },
+        "values": {k: t.detach().clone().tolist() for k, t in tensors.items()},
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": [np.asarray(part).tolist() for part in np.random.get_state()],
+        "random": random.getstate(),
+        "cache": dict(engine._cached_forward_pass),
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+@pytest.mark.parametrize("case", COMPARED, ids=repr)
+def test_rows_and_labels_are_those_of_torchinfo(case):
+    args, kwargs = case.inputs(0)
+    architecture = architecture_of(case.fresh(), *args, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = torchinfo.summary(case.fresh(), input_data=list(args), verbose=0, **kwargs)
+    rows = {(row.depth, row.depth_index): row for row in expected.summary_list}
+    assert list(architecture) == list(rows)
+    assert [layer.type_name for layer in architecture.values()] == [
+        row.class_name for row in rows.values()
+    ]
+    assert [layer.num_params for layer in architecture.values()] == [
+        row.num_params for row in rows.values()
+    ]
+
+
+@pytest.mark.parametrize("name", BEYOND_TORCHINFO)
+def test_nets_that_torchinfo_gives_up_on_are_labelled(name):
+    case = BY_NAME[name]
+    args, kwargs = case.inputs(0)
+    with pytest.raises(RuntimeError, match="Failed to run torchinfo"):
+        torchinfo.summary(case.fresh(), input_data=list(args), verbose=0, **kwargs)
+    architecture = label_case(name)
+    assert architecture[0, 1].executed
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_calls_and_their_order_are_those_of_a_real_pass(case):
+    net = case.fresh().eval()
+    args, kwargs = case.inputs(0)
+    architecture = architecture_of(net, *args, **kwargs)
+    returned: list[tuple[int, Any]] = []
+    for module in net.modules():
+        module.register_forward_hook(lambda m, a, out: returned.append((id(m), shapes(out))))
+    with torch.no_grad():
+        net(*args, **kwargs)
+    ran = [layer for layer in architecture.values() if layer.executed]
+    ran.sort(key=lambda layer: layer.completion)
+    assert [id(layer.module) for layer in ran] == [module for module, _ in returned]
+    for layer, (_, shape) in zip(ran, returned, strict=True):
+        if shape is not None:
+            assert layer.output_shape == shape
+
+
+def shapes(output: Any) -> Any:
+    return tuple(output.shape) if isinstance(output, Tensor) else None
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_labelling_leaves_no_trace(case, mode):
+    if mode == "train" and not case.train:
+        pytest.skip("the net can't be trained")
+    net = case.fresh()
+    args, kwargs = case.inputs(0)
+    before, inputs = snapshot(net), copy.deepcopy((args, kwargs))
+    architecture_of(net, *args, mode=mode, **kwargs)
+    assert str(snapshot(net)) == str(before)
+    assert str((args, kwargs)) == str(inputs)
+
+
+def test_training_flags_of_each_submodule_are_kept():
+    net = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(4), linear()))
+    net.train()
+    net[1].eval()
+    architecture_of(net, torch.ones(2, 4))
+    assert [module.training for module in net.modules()] == [True, True, False, False, False]
+
+
+def test_a_net_that_draws_random_numbers_everywhere_changes_no_generator():
+    def draw(net: nn.Module, x: Tensor) -> Tensor:
+        return net.a(x) * random.random() * float(np.random.rand()) * torch.rand(())
+
+    net = Net(draw, a=linear())
+    before = snapshot(net)
+    label_net(net, input_size=(1, 4))
+    assert str(snapshot(net)) == str(before)
+
+
+def test_a_net_that_changes_its_own_state_in_forward_is_left_as_it_was():
+    def forget(net: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            net.a.weight.mul_(0.5)
+            net.steps.add_(1)
+        net.cache.append(x)
+        net.last = x
+        return net.a(x)
+
+    net = Net(forget, a=linear(), steps=torch.zeros(()))
+    net.cache = []
+    before = snapshot(net)
+    label_net(net, input_size=(1, 4))
+    assert str(snapshot(net)) == str(before)
+    assert net.cache == []
+    assert not hasattr(net, "last")
+
+
+def test_parameters_of_a_large_net_are_not_cloned(monkeypatch):
+    monkeypatch.setattr(copying, "CLONED_PARAMETER_BYTES", 16)
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    twin = copying.copy_net(net)
+    assert twin[0].weight is not net[0].weight
+    assert twin[0].weight.data_ptr() == net[0].weight.data_ptr()
+    assert twin[1].running_mean.data_ptr() != net[1].running_mean.data_ptr()
+    before = snapshot(net)
+    label_net(net, input_size=(2, 4), mode="train")
+    assert str(snapshot(net)) == str(before)
+
+
+def test_hooks_of_the_user_do_not_run_and_stay():
+    calls = []
+    net = nn.Sequential(linear(), nn.ReLU())
+    net[0].register_forward_hook(lambda *_: calls.append("forward"))
+    net.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    label_net(net, input_size=(1, 4))
+    assert calls == []
+    net(torch.ones(1, 4))
+    assert calls == ["pre", "forward"]
+
+
+def test_hooks_that_the_net_needs_are_run():
+    def widen(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0].repeat(1, 2),)
+
+    net = nn.Sequential(nn.Linear(8, 3))
+    net[0].register_forward_pre_hook(widen)
+    architecture = label_net(net, input_size=(1, 4))[1]
+    assert architecture[1, 1].output_shape == (1, 3)
+    assert len(net[0]._forward_pre_hooks) == 1
+
+
+def test_what_can_not_be_copied_is_no_obstacle():
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    net.lock = threading.Lock()
+    net.unfinished = (x for x in range(3))
+    net.inside_a_graph = {"x": net[0].weight * 2}
+    with pytest.raises(TypeError):
+        copy.deepcopy(nn.Sequential(net))
+    before = snapshot(net)
+    architecture = label_net(net, input_size=(2, 4), mode="train")[1]
+    assert [layer.name for layer in architecture.values()] == ["", "0", "1"]
+    assert str(snapshot(net)) == str(before)
+
+
+class _LeadsBack(nn.Module):
+    """Its forward is a closure over the module itself, so that a copy of it runs the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.cache = {}
+        self.forward = lambda x: self._keep(self.norm(x))
+
+    def _keep(self, x: Tensor) -> Tensor:
+        self.cache["x"] = x
+        return x
+
+
+def test_a_net_whose_copy_leads_back_to_it_is_labelled_and_left_as_it_was():
+    net = nn.Sequential(_LeadsBack())
+    calls = []
+    net[0].norm.register_forward_hook(lambda *_: calls.append("hook"))
+    before = snapshot(net)
+    architecture = label_net(net, input_size=(3, 4), mode="train")[1]
+    assert [layer.name for layer in architecture.values()] == ["", "0", "0.norm"]
+    assert all(layer.executed for layer in architecture.values())
+    assert architecture["0.norm"].module is net[0].norm
+    after = snapshot(net)
+    # The net itself was run, and version counters can't be turned back.
+    del before["tensors"], after["tensors"]
+    assert str(after) == str(before)
+    assert calls == []
+
+
+def test_summary_and_architecture_hold_the_modules_of_the_net_and_no_copy():
+    alive = []
+
+    class Watched(nn.Module):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            alive.append(weakref.ref(self))
+
+        def forward(self, x):
+            return x
+
+    net = Net(
+        lambda net, x: net.last(net.listed[0](net.first(x))),
+        first=nn.Sequential(Watched()),
+        listed=nn.ModuleList([linear()]),
+        last=linear(),
+    )
+    statistics, architecture = label_net(net, input_size=(1, 4))
+    own = {id(module) for module in net.modules()}
+    rows = list(statistics.summary_list)
+    rows += [row.parent_info for row in rows if row.parent_info is not None]
+    assert {id(row.module) for row in rows} <= own
+    assert all(row.layer_id == id(row.module) for row in rows)
+    assert {id(layer.module) for layer in architecture.values()} <= own
+    gc.collect()
+    assert alive
+    assert [ref() for ref in alive] == [None] * len(alive)
+
+
+def test_torchinfo_is_as_it_was_also_after_a_failure():
+    names = ("calculate_size", "calculate_macs", "get_kernel_size", "calculate_num_params")
+    before = [vars(LayerInfo)[name] for name in names]
+    functions = [engine.set_device, engine.get_input_data_sizes, engine.get_total_memory_used]
+    engine.clear_cached_forward_pass()
+    engine._cached_forward_pass["Sequential"] = kept = []
+    try:
+        label_net(nn.Sequential(linear()), input_size=(1, 4))
+        with pytest.raises(LabellingError):
+            label_net(nn.Sequential(linear()), input_size=(1, 5))
+        assert engine._cached_forward_pass == {"Sequential": kept}
+    finally:
+        engine.clear_cached_forward_pass()
+    assert [vars(LayerInfo)[name] for name in names] == before
+    assert [
+        engine.set_device,
+        engine.get_input_data_sizes,
+        engine.get_total_memory_used,
+    ] == functions
+
+
+def test_torchinfos_cache_is_not_used():
+    torchinfo.summary(nn.Sequential(linear()), input_size=(1, 4), verbose=0)
+    assert "Sequential" in engine._cached_forward_pass
+    architecture = label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4), cache_forward_pass=True)[
+        1
+    ]
+    assert architecture[1, 1].type_name == "ReLU"
+
+
+def test_neither_size_nor_data():
+    with pytest.raises(MissingInputError, match="input_size=") as caught:
+        label_net(linear())
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_message_of_a_net_that_fails_is_passed_on():
+    with pytest.raises(LabellingError) as caught:
+        label_net(nn.Sequential(linear()), input_size=(1, 5))
+    message = str(caught.value)
+    assert "(1, 5)" in message
+    assert "mat1 and mat2 shapes cannot be multiplied" in message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_failing_net_is_left_as_it_was():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 1))
+    before = snapshot(net)
+    with pytest.raises(LabellingError):
+        label_net(net, input_size=(2, 4), mode="train")
+    assert str(snapshot(net)) == str(before)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (nn.ReLU, r"write ReLU\(\.\.\.\)"),
+        (len, "must be a torch.nn.Module"),
+        (nn.DataParallel(nn.ReLU()), "DistributedDataParallel"),
+        (nn.Sequential(nn.LazyLinear(3)), "run the net once"),
+        (nn.LazyBatchNorm1d(), "run the net once"),
+    ],
+)
+def test_nets_that_can_not_be_observed(net, message):
+    with pytest.raises(UnsupportedNetError, match=message):
+        label_net(net, input_size=(2, 4))
+
+
+def test_compiled_nets_are_refused_with_the_order_that_works():
+    compiled = nn.Sequential(nn.ReLU())
+    compiled.compile(backend="eager")
+    for net in (torch.compile(nn.Sequential(nn.ReLU()), backend="eager"), compiled):
+        with pytest.raises(UnsupportedNetError, match=r"torch\.compile\(Recorder"):
+            label_net(net, input_size=(2, 4))
+
+
+def test_a_module_that_contains_itself_is_refused():
+    net = nn.Sequential(nn.Sequential())
+    net[0].parent = net
+    with pytest.raises(UnsupportedNetError, match=r"'0\.parent' contains itself"):
+        label_net(net, input_size=(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_scripted_modules_inside_did_not_run_as_far_as_hooks_can_tell():
+    scripted = torch.jit.script(nn.ReLU())
+    with pytest.raises(UnsupportedNetError, match="TorchScript"):
+        label_net(scripted, input_size=(2, 4))
+    architecture = label_net(nn.Sequential(linear(), scripted), input_size=(2, 4))[1]
+    assert architecture["0"].executed
+    assert not architecture["1"].executed
+
+
+@dataclass
+class _Batch:
+    x: Tensor
+    name: str = "first"
+
+
+@pytest.mark.parametrize(
+    ("data", "function"),
+    [
+        (torch.ones(2, 4), lambda net, x: net.a(x)),
+        ((torch.ones(2, 4), torch.ones(2, 4)), lambda net, x, y: net.a(x + y)),
+        ({"x": torch.ones(2, 4)}, lambda net, x: net.a(x)),
+        (UserDict(x=torch.ones(2, 4), flag=True), lambda net, x, flag: net.a(x)),
+        (_Batch(torch.ones(2, 4)), lambda net, batch: net.a(batch.x)),
+        ([_Batch(torch.ones(2, 4)), {1, 2}], lambda net, batch, other: net.a(batch.x)),
+        ([{"x": torch.ones(2, 4), "s": "text"}], lambda net, batch: net.a(batch["x"])),
+        ([torch.ones(2, 4), None, range(3)], lambda net, x, y, z: net.a(x)),
+        (np.ones((2, 4), dtype=np.float32), lambda net, x: net.a(torch.from_numpy(x))),
+    ],
+)
+def test_inputs_of_every_kind(data, function):
+    architecture = label_net(Net(function, a=linear()), input_data=data)[1]
+    assert architecture["a"].output_shape == (2, 4)
+
+
+def test_further_keywords_go_to_the_net():
+    net = Net(lambda net, x, scale, names=(): net.a(x) * scale, a=linear())
+    architecture = label_net(net, input_size=(2, 4), scale=3.0, names={"a": object()})[1]
+    assert architecture["a"].executed
+    assert architecture[0, 1].input_shape == ((2, 4), {"scale": None, "names": {"a": None}})
+
+
+def test_inputs_are_not_changed_by_a_net_that_works_in_place():
+    x, y = torch.ones(2, 4), torch.ones(2, 4)
+    net = Net(lambda net, x, y: net.a(x.mul_(2)) + y.add_(1), a=linear())
+    label_net(net, input_data=[x], y=y)
+    assert (x._version, y._version) == (0, 0)
+
+
+def test_a_call_that_failed_and_was_caught_did_not_run():
+    def fall_back(net: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return net.wrong(x)
+        except RuntimeError:
+            return net.right(x)
+
+    net = Net(fall_back, wrong=nn.Linear(5, 1), right=linear())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert [layer.executed for layer in architecture.values()] == [True, False, True]
+    assert [layer.completion for layer in architecture.values()] == [1, None, 0]
+
+
+def test_a_module_that_calls_itself_returns_in_another_order_than_it_starts():
+    def recurse(net: nn.Module, x: Tensor, depth: int = 2) -> Tensor:
+        return net.a(x) if depth == 0 else net(x, depth=depth - 1)
+
+    net = Net(recurse, a=linear())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert [(str(layer.label), layer.call) for layer in architecture.values()] == [
+        ("0-1", 0),
+        ("0-2", 1),
+        ("0-3", 2),
+        ("1-1", 0),
+    ]
+    assert architecture.calls(net) == ((0, 3), (0, 2), (0, 1))
+
+
+def test_a_shared_module_has_all_its_names():
+    shared = linear()
+    net = nn.Sequential(shared, nn.ReLU(), shared)
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert architecture.labels_of("0") == architecture.labels_of("2") == ((1, 1), (1, 3))
+    assert [architecture[label].call for label in ((1, 1), (1, 3))] == [0, 1]
+
+
+def test_containers_that_are_not_called_have_a_row_and_did_not_run():
+    net = Net(lambda net, x: net.items[0](x), items=nn.ModuleList([linear()]))
+    architecture = label_net(net, input_size=(2, 4))[1]
+    row = architecture["items"]
+    assert (row.executed, row.completion, row.output_shape, row.output_spec) == (False,) + (
+        None,
+    ) * 3
+    assert architecture["items.0"].executed
+
+
+def test_a_container_listed_twice_has_one_layer():
+    def interleave(net: nn.Module, x: Tensor) -> Tensor:
+        return net.b[0](net.a[1](net.b[0](net.a[0](x))))
+
+    build = {"a": nn.ModuleList([linear(), linear()]), "b": nn.ModuleList([linear()])}
+    net = Net(interleave, **build)
+    statistics, architecture = label_net(net, input_size=(2, 4))
+    labels = [(row.depth, row.depth_index) for row in statistics.summary_list]
+    assert len(set(labels)) < len(labels)
+    assert list(architecture) == list(dict.fromkeys(labels))
+    assert [layer.name for layer in architecture.values() if layer.executed] == [
+        "",
+        "a.0",
+        "b.0",
+        "a.1",
+        "b.0",
+    ]
+
+
+def test_structures_and_types_are_described():
+    net = Net(lambda net, x: {"out": (net.a(x), x.long()), "n": 3}, a=linear())
+    layer = label_net(net, input_size=(2, 4))[1][0, 1]
+    assert layer.output_shape == {"out": ((2, 4), (2, 4)), "n": None}
+    assert layer.output_spec["out"][1].dtype is torch.int64
+    assert layer.output_spec["out"][1].nbytes == 64
+
+
+def test_nothing_is_printed_unless_asked_for(capsys):
+    def talk(net: nn.Module, x: Tensor) -> Tensor:
+        print("inside")
+        warnings.warn("inside", stacklevel=1)
+        return net.a(x)
+
+    statistics, _ = label_net(Net(talk, a=linear()), input_size=(1, 4))
+    assert capsys.readouterr() == ("", "")
+    label_net(Net(talk, a=linear()), input_size=(1, 4), verbose=1)
+    assert capsys.readouterr().out == f"{statistics}\n"
+
+
+def test_other_threads_go_on_printing(capsys):
+    def talk(net: nn.Module, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=print, args=("outside",))
+        thread.start()
+        thread.join()
+        return net.a(x)
+
+    label_net(Net(talk, a=linear()), input_size=(1, 4), force_static_flow=False)
+    assert capsys.readouterr().out == "outside\n"
+
+
+def test_keywords_of_torchinfo_override_the_defaults():
+    net = nn.Sequential(nn.Sequential(linear()))
+    statistics, architecture = label_net(net, input_size=(4,), batch_dim=0, depth=1, col_names=())
+    assert "2-1" not in str(statistics)
+    assert architecture[2, 1].output_shape == (1, 4)
+
+
+def test_a_net_without_parameters_stays_on_the_cpu():
+    devices = []
+    net = Net(lambda net, x: devices.append(x.device.type) or x)
+    label_net(net, input_size=(1, 4), force_static_flow=False)
+    assert devices == ["cpu"]
+
+
+def test_a_net_on_another_device_is_labelled_there():
+    net = nn.Sequential(nn.Linear(4, 3, device="meta"))
+    assert label_net(net, input_size=(2, 4))[1]["0"].output_shape == (2, 3)
+    assert net[0].weight.device.type == "meta"
+
+
+def test_sizes_are_flat_also_for_dictionaries_with_a_batch_dimension():
+    net = Net(lambda net, x: {"out": net.a(x)}, a=linear())
+    statistics, _ = label_net(net, input_size=(4,), batch_dim=0)
+    assert statistics.summary_list[0].output_size == [1, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cpu_net_stays_on_the_cpu_where_there_is_a_gpu():
+    net = nn.Sequential(nn.BatchNorm1d(4), linear())
+    before = snapshot(net)
+    statistics, _ = label_net(net, input_size=(2, 4))
+    assert {row.module.training for row in statistics.summary_list} == {True}
+    assert str(snapshot(net)) == str(before)
+
+
+def test_deep_nets_are_summarised_in_time_linear_in_their_depth():
+    net: nn.Module = linear()
+    for _ in range(60):
+        net = nn.Sequential(net)
+    # Sixty levels are out of reach of anything exponential.
+    statistics, architecture = label_net(net, input_size=(1, 4))
+    assert len(architecture) == 61
+    assert "60-1" in str(statistics)
+    assert statistics.total_params == 20
+
+
+def test_threads_label_side_by_side():
+    nets = [nn.Sequential(*(linear() for _ in range(n + 1))) for n in range(4)]
+    found: dict[int, Architecture] = {}
+
+    def label(n: int) -> None:
+        found[n] = label_net(nets[n], input_size=(1, 4), force_static_flow=False)[1]
+
+    threads = [threading.Thread(target=label, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {n: len(architecture) for n, architecture in found.items()} == {0: 2, 1: 3, 2: 4, 3: 5}
+
+
+def test_buffers_that_share_memory_share_it_in_the_copy():
+    net = linear()
+    net.register_buffer("whole", torch.zeros(4))
+    net.register_buffer("front", net.whole[:2])
+    twin = copying.copy_net(net)
+    twin.front.fill_(1)
+    assert twin.whole.tolist() == [1, 1, 0, 0]
+    assert net.whole.tolist() == [0, 0, 0, 0]
+
+
+def test_of_a_slice_of_a_dataset_only_the_slice_is_copied():
+    dataset = torch.zeros(1000, 4)
+    copied = copying.copy_inputs([dataset[:2]])[0]
+    assert copied.untyped_storage().nbytes() == 2 * 4 * 4
+
+
+def test_a_compiled_submodule_runs_as_if_it_were_not():
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    net = nn.Sequential(torch.compile(nn.Sequential(linear()), backend=backend), nn.ReLU())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert architecture["0"].executed
+    assert compilations == []
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+)
+def test_labelling_inside_contexts(context):
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    expected = label_net(net, input_size=(2, 4))[1].fingerprint
+    with context():
+        before = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+        assert label_net(net, input_size=(2, 4))[1].fingerprint == expected
+        assert (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")) == before
+
+
+def test_streams_and_warning_filters_survive_threads_that_label():
+    before = (sys.stdout, sys.stderr, list(warnings.filters))
+    threads = [
+        threading.Thread(target=label_net, args=(linear(),), kwargs={"input_size": (1, 4)})
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sys.stdout, sys.stderr, list(warnings.filters)) == before

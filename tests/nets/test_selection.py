@@ -1,0 +1,237 @@
+"""Selectors: each kind finds what it names, and says what is wrong where it finds nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
+from scio_recorder.nets.architecture import Architecture, Layer
+from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.selection import select
+from tests.zoo.base import Net, linear
+
+
+def _forward(net: nn.Module, x: Tensor) -> Tensor:
+    return net.head(net.act(net.stem(x)) + net.act(net.blocks[1](net.blocks[0](x))))
+
+
+NET = Net(
+    _forward,
+    stem=nn.Sequential(linear(), nn.Tanh()),
+    act=nn.ReLU(),
+    blocks=nn.ModuleList([linear(), nn.Sequential(linear(), nn.ReLU())]),
+    alias=None,
+    head=linear(),
+    unused=nn.Conv1d(1, 1, 1),
+)
+NET.alias = NET.stem[0]
+ARCHITECTURE = label_net(NET, input_size=(2, 4))[1]
+LAYERS = tuple(ARCHITECTURE.values())
+RAN = tuple(layer for layer in LAYERS if layer.executed)
+NAMES = tuple(name for name, _ in NET.named_modules(remove_duplicate=False))
+
+
+def by_hand(keep: Callable[[Layer], Any]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(layer.label for layer in RAN if keep(layer)))
+
+
+def names_of(layer: Layer) -> list[str]:
+    return [n for n, m in NET.named_modules(remove_duplicate=False) if m is layer.module]
+
+
+@pytest.mark.parametrize(
+    ("selector", "keep"),
+    [
+        ((1, 2), lambda layer: layer.label == (1, 2)),
+        ("1-2", lambda layer: layer.label == (1, 2)),
+        (" 1 - 2 ", lambda layer: layer.label == (1, 2)),
+        ((np.int64(1), torch.tensor(2)), lambda layer: layer.label == (1, 2)),
+        (LAYERS[1].label, lambda layer: layer is LAYERS[1]),
+        ("", lambda layer: layer.module is NET),
+        ("act", lambda layer: layer.module is NET.act),
+        ("stem.0", lambda layer: layer.module is NET.stem[0]),
+        ("alias", lambda layer: layer.module is NET.stem[0]),
+        ("blocks.*", lambda layer: layer.name.startswith("blocks.")),
+        ("*.0", lambda layer: any(name.endswith(".0") for name in names_of(layer))),
+        ("a*s", lambda layer: layer.module is NET.alias),
+        ("stem.[01]", lambda layer: {"stem.0", "stem.1"} & {*names_of(layer)}),
+        ("hea?", lambda layer: layer.name == "head"),
+        ("*", lambda layer: True),
+        (re.compile(r"^blocks\.\d$"), lambda layer: layer.name in ("blocks.0", "blocks.1")),
+        (re.compile("ALIAS", re.IGNORECASE), lambda layer: layer.module is NET.alias),
+        (nn.ReLU, lambda layer: isinstance(layer.module, nn.ReLU)),
+        (nn.Module, lambda layer: True),
+        (NET.act, lambda layer: layer.module is NET.act),
+        (NET, lambda layer: layer.module is NET),
+        (lambda layer: layer.depth == 2, lambda layer: layer.depth == 2),
+        (lambda layer: np.bool_(layer.num_params > 0), lambda layer: layer.num_params > 0),
+    ],
+)
+def test_each_kind_of_selector(selector, keep):
+    expected = by_hand(keep)
+    assert expected
+    assert select(ARCHITECTURE, [selector]) == expected
+
+
+def test_nothing_selects_nothing():
+    assert select(ARCHITECTURE, []) == ()
+
+
+def test_the_result_is_made_of_plain_tuples():
+    chosen = select(ARCHITECTURE, ["*"])
+    assert {type(label) for label in chosen} == {tuple}
+
+
+_LABELS = st.sampled_from([layer.label for layer in RAN])
+_EXACT_NAMES = st.sampled_from([name for name in NAMES if ARCHITECTURE.labels_of(name)])
+_SELECTORS = st.one_of(
+    _LABELS,
+    _LABELS.map(str),
+    _EXACT_NAMES,
+    _EXACT_NAMES.map(lambda name: re.compile(re.escape(name))),
+    st.sampled_from([layer.module for layer in RAN]),
+    st.sampled_from([type(layer.module) for layer in RAN]),
+    st.sampled_from(["*", "stem*", "*.0", "[a-h]*"]),
+)
+
+
+@given(st.lists(_SELECTORS, max_size=6))
+def test_a_selection_is_the_sorted_union_of_its_parts(selectors):
+    union = {label for selector in selectors for label in select(ARCHITECTURE, [selector])}
+    assert select(ARCHITECTURE, selectors) == tuple(sorted(union))
+    assert all(ARCHITECTURE[label].executed for label in union)
+
+
+@given(st.lists(_SELECTORS, max_size=5), st.randoms())
+def test_order_and_repetition_do_not_matter(selectors, generator):
+    shuffled = [*selectors, *selectors]
+    generator.shuffle(shuffled)
+    assert select(ARCHITECTURE, shuffled) == select(ARCHITECTURE, selectors)
+
+
+@given(st.lists(_SELECTORS, max_size=5))
+def test_a_selection_selects_itself(selectors):
+    chosen = select(ARCHITECTURE, selectors)
+    assert select(ARCHITECTURE, chosen) == chosen
+    assert select(ARCHITECTURE, [f"{depth}-{index}" for depth, index in chosen]) == chosen
+
+
+@given(st.text(alphabet="abcehklmst.*?[01]!", max_size=8))
+def test_globs_are_those_of_fnmatch(pattern):
+    matching = [
+        layer.label
+        for layer in RAN
+        if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names_of(layer))
+    ]
+    if matching:
+        assert select(ARCHITECTURE, [pattern]) == tuple(sorted(matching))
+    else:
+        with pytest.raises(LayerNotFoundError):
+            select(ARCHITECTURE, [pattern])
+
+
+@given(st.one_of(st.integers(), st.floats(), st.binary(), st.none(), st.lists(st.integers())))
+def test_anything_else_is_an_error_of_ours(selector):
+    with pytest.raises(SelectorTypeError):
+        select(ARCHITECTURE, [selector])
+
+
+@given(st.tuples(st.integers(-3, 9), st.integers(-3, 9)))
+def test_a_label_is_found_or_is_an_error_of_ours(label):
+    if label in [layer.label for layer in RAN]:
+        assert select(ARCHITECTURE, [label]) == (label,)
+    else:
+        with pytest.raises(LayerNotFoundError):
+            select(ARCHITECTURE, [label])
+
+
+@pytest.mark.parametrize(
+    ("selector", "parts"),
+    [
+        (3, ["record((1, 3))", "record(1, 3)"]),
+        ([(1, 2)], ["unpack it with *"]),
+        ({"act"}, ["unpack it with *"]),
+        ((1, 2, 3), ["unpack it with *"]),
+        ({"act": 1}, ["unpack it with *"]),
+        (int, ["int", "module type"]),
+        (1.5, ["1.5", "qualified name"]),
+        (re.compile(b"act"), ["drop the b"]),
+        (lambda layer: "yes", ["'yes'", "0-1 (root) (Net)", "True or False"]),
+        (lambda layer: None, ["None", "True or False"]),
+    ],
+)
+def test_what_can_not_select(selector, parts):
+    with pytest.raises(SelectorTypeError) as caught:
+        select(ARCHITECTURE, [selector])
+    for part in parts:
+        assert part in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("selector", "parts"),
+    [
+        ((1, 99), ["1-99", "from 1-1 to 1-"]),
+        ("1-99", ["1-99", "from 1-1 to 1-"]),
+        ((7, 1), ["7-1", "depths go from 0 to"]),
+        ("stem.O", ["'stem.O'", "'stem.0'"]),
+        ("stme", ["'stem'"]),
+        ("step*", ["'step*'", "'stem'"]),
+        (re.compile("xyz"), ["xyz", "matches no layer"]),
+        (nn.Conv3d, ["Conv3d", "Linear"]),
+        (nn.ReLU(), ["ReLU", "no module of this net"]),
+        (lambda layer: False, ["matches no layer"]),
+        (lambda layer: layer.nothing, ["AttributeError", "0-1 (root) (Net)"]),
+        ("blocks", ["'blocks'", "did not run at labelling"]),
+        ("unused", ["'unused'", "did not run at labelling"]),
+        (NET.blocks, ["ModuleList", "did not run at labelling"]),
+        (nn.ModuleList, ["ModuleList", "only layers that did not run"]),
+        (re.compile("^blocks$"), ["blocks", "only layers that did not run"]),
+        ("block[s]", ["block[s]", "only layers that did not run"]),
+    ],
+)
+def test_what_selects_nothing(selector, parts):
+    with pytest.raises(LayerNotFoundError) as caught:
+        select(ARCHITECTURE, [selector])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_label_of_a_layer_that_did_not_run():
+    label = ARCHITECTURE["blocks"].label
+    with pytest.raises(LayerNotFoundError, match="did not run at labelling"):
+        select(ARCHITECTURE, [label])
+
+
+def test_predicates_never_see_layers_that_did_not_run():
+    seen = []
+    select(ARCHITECTURE, [lambda layer: seen.append(layer) or True])
+    assert seen == list(RAN)
+
+
+def test_an_exact_name_with_the_characters_of_a_glob():
+    net = nn.Sequential()
+    net.add_module("a[0]", nn.ReLU())
+    net.add_module("a0", nn.ReLU())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert select(architecture, ["a[0]"]) == ((1, 1),)
+    assert select(architecture, ["a[[]0]"]) == ((1, 1),)
+    assert select(architecture, ["a*"]) == ((1, 1), (1, 2))
+
+
+def test_without_modules_names_and_labels_still_select():
+    read = Architecture.from_dict(ARCHITECTURE.to_dict())
+    assert select(read, ["alias", "*.1", (0, 1)]) == select(ARCHITECTURE, ["alias", "*.1", (0, 1)])
+    assert select(read, [nn.ReLU]) == select(ARCHITECTURE, [nn.ReLU])
+    with pytest.raises(LayerNotFoundError, match="read from disk"):
+        select(read, [NET.act])

@@ -1,0 +1,277 @@
+"""Post-processors, extract, recorded inputs and gradients, against nets composed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import PostprocessorError
+from tests.oracle import same_bits
+from tests.zoo.base import Net, linear
+from tests.zoo.inplace import Overwrites
+
+
+def three_layers() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors, **settings)
+    return rnet
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+def negate(tensor: Tensor) -> Tensor:
+    return -tensor
+
+
+def by_hand(net: nn.Sequential, x: Tensor, *changes: Any) -> Tensor:
+    for layer, change in zip(net, changes, strict=True):
+        x = layer.forward(x)
+        x = x if change is None else change(x)
+    return x
+
+
+def test_one_callable_acts_on_every_recorded_layer() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0", "2")
+    x = torch.randn(3, 4)
+    assert same_bits(rnet(x, activation_postproc=double), by_hand(net, x, double, None, double))
+    assert same_bits(rnet.activations["0"], net[0].forward(x))
+
+
+def test_list_acts_in_call_order() -> None:
+    net = three_layers()
+    rnet = recorder(net, "2", "0", "1")
+    x = torch.randn(3, 4)
+    changes = [double, negate, torch.square]
+    assert same_bits(rnet(x, activation_postproc=changes), by_hand(net, x, *changes))
+
+
+def test_call_order_is_not_the_order_of_registration() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.a(net.b(x))
+
+    net = Net(forward, a=linear(), b=linear())
+    rnet = recorder(net, "a", "b")
+    x = torch.randn(3, 4)
+    output = rnet(x, activation_postproc=[double, negate])
+    assert same_bits(output, -net.a.forward(net.b.forward(x) * 2))
+
+
+def test_every_call_of_a_repeated_module_has_its_own_postprocessor() -> None:
+    net = Net(lambda net, x: net.step(net.step(x)), step=linear())
+    rnet = recorder(net, "step")
+    x = torch.randn(3, 4)
+    output = rnet(x, activation_postproc=[double, negate])
+    assert same_bits(output, -net.step.forward(net.step.forward(x) * 2))
+
+
+def test_list_that_is_too_short_is_refused_and_one_too_long_is_not() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0", "2")
+    x = torch.randn(3, 4)
+    with pytest.raises(PostprocessorError, match=r"1.*2|2.*1"):
+        rnet(x, activation_postproc=[double])
+    assert len(rnet.activations) == 0
+    output = rnet(x, activation_postproc=[double, double, negate, negate])
+    assert same_bits(output, by_hand(net, x, double, None, double))
+
+
+@pytest.mark.parametrize("key", ["2", "2-3", (1, 3)])
+def test_mapping_acts_on_the_layers_that_it_selects(key: Any) -> None:
+    net = three_layers()
+    rnet = recorder(net, "0", "2")
+    key = str(rnet.architecture["2"].label) if key == "2-3" else key
+    x = torch.randn(3, 4)
+    output = rnet(x, activation_postproc={key: negate})
+    assert same_bits(output, by_hand(net, x, None, None, negate))
+
+
+def test_none_from_a_postprocessor_changes_nothing() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0", "2")
+    x = torch.randn(3, 4)
+    seen: list[Tensor] = []
+    assert same_bits(rnet(x, activation_postproc=seen.append), by_hand(net, x, None, None, None))
+    assert len(seen) == 2
+
+
+def test_postprocessor_is_given_the_structure_that_the_module_returns() -> None:
+    inner = Net(lambda _, x: {"a": x, "b": [x * 2, None]})
+    net = Net(lambda net, x: net.inner(x)["a"] + net.inner(x)["b"][0], inner=inner)
+    rnet = recorder(net, "inner")
+    x = torch.randn(3, 4)
+    seen: list[Any] = []
+
+    def change(value: Any) -> Any:
+        seen.append(type(value))
+        return {"a": value["a"] + 1, "b": [value["b"][0] + 10, None]}
+
+    torch.testing.assert_close(rnet(x, activation_postproc=change), (x + 1) + (x * 2 + 10))
+    assert seen == [dict, dict]
+
+
+def test_dont_record_still_intervenes() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    output = rnet(x, activation_postproc=double, dont_record=True)
+    assert same_bits(output, by_hand(net, x, double, None, None))
+    assert len(rnet.activations) == 0
+
+
+def test_gradients_flow_through_a_postprocessor() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0", "1")
+    x = torch.randn(3, 4)
+    rnet(x, activation_postproc=double).sum().backward()
+    mine = [value.grad.clone() for value in net.parameters() if value.grad is not None]
+    net.zero_grad()
+    by_hand(net, x, double, double, None).sum().backward()
+    theirs = [value.grad for value in net.parameters() if value.grad is not None]
+    assert len(mine) == len(theirs) == 4
+    assert all(same_bits(one, two) for one, two in zip(mine, theirs, strict=True))
+
+
+class Counts(nn.Module):
+    """Counts how often it runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_extract_runs_no_further_than_the_last_selected_layer() -> None:
+    before, after = Counts(), Counts()
+    net = nn.Sequential(linear(), before, nn.Sequential(nn.Tanh(), linear(), after), linear())
+    rnet = recorder(net, "0", "2.0")
+    before.calls = after.calls = 0
+    for count in range(1, 4):
+        x = torch.randn(3, 4)
+        with torch.no_grad():
+            found = rnet.extract(x)
+        assert (before.calls, after.calls) == (count, 0)
+        assert same_bits(found["2.0"], torch.tanh(net[0].forward(x)))
+        assert same_bits(found["0"], net[0].forward(x))
+        assert same_bits(rnet.activations["2.0"], found["2.0"])
+    rnet(torch.randn(3, 4))
+    assert (before.calls, after.calls) == (4, 1)
+
+
+def test_extract_waits_for_an_enclosing_layer_and_for_every_call() -> None:
+    counter = Counts()
+    step = nn.Sequential(linear(), nn.Tanh())
+    net = Net(lambda net, x: net.after(net.step(net.step(x))), step=step, after=counter)
+    rnet = recorder(net, "step", "step.0")
+    counter.calls = 0
+    x = torch.randn(3, 4)
+    found = rnet.extract(x)
+    once = torch.tanh(step[0].forward(x))
+    last = rnet.architecture.labels_of("step")[1]
+    assert same_bits(found[last], torch.tanh(step[0].forward(once)))
+    assert len(found) == 4
+    assert counter.calls == 0
+
+
+def test_extract_keeps_the_graph_and_an_error_of_the_net() -> None:
+    net = three_layers()
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    rnet.extract(x)["0"].sum().backward()
+    torch.testing.assert_close(net[0].weight.grad, x.sum(0).expand(4, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        rnet.extract(torch.randn(3, 9))
+    assert len(rnet.activations) == 0
+
+
+def test_recorded_inputs_are_what_forward_received() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        doubled = net.change(hidden)
+        return net.last(left=doubled, right=hidden)
+
+    last = Net(lambda _, *, left, right: left + right)
+    net = Net(forward, first=linear(), change=Overwrites(), last=last)
+    rnet = recorder(net, "change", "last", inputs=True)
+    for grad in (False, True, False, True):
+        x = torch.randn(3, 4)
+        with torch.set_grad_enabled(grad):
+            rnet(x)
+        hidden = net.first.forward(x)
+        (received,), keywords = rnet.inputs["change"]
+        assert keywords == {}
+        assert same_bits(received, hidden)
+        assert rnet.inputs["last"].args == ()
+        assert same_bits(rnet.inputs["last"].kwargs["left"], hidden * 2)
+        assert same_bits(rnet.inputs["last"].kwargs["right"], hidden * 3)
+
+
+def test_recorded_gradients_are_those_of_the_returned_values() -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
+    rnet = recorder(net, "0", "1", "2", gradients=True)
+    for scale in (1, 3):
+        x = torch.randn(3, 4)
+        (rnet(x).sum() * scale).backward()
+        weight = net[2].weight.sum(0) * scale
+        torch.testing.assert_close(rnet.gradients["2"], torch.full((3, 4), float(scale)))
+        torch.testing.assert_close(rnet.gradients["1"], weight.expand(3, 4))
+        alive = net[0].forward(x) > 0
+        torch.testing.assert_close(rnet.gradients["0"], weight * alive)
+
+
+def test_new_backward_replaces_the_gradients_of_the_last_one() -> None:
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return net.left(x), net.right(x)
+
+    rnet = recorder(Net(forward, left=linear(), right=linear()), "left", "right", gradients=True)
+    left, right = rnet(torch.randn(3, 4))
+    (left.sum() + right.sum()).backward(retain_graph=True)
+    assert len(rnet.gradients) == 2
+    (right.sum() * 5).backward()
+    assert set(rnet.gradients) == {rnet.architecture["right"].label}
+    torch.testing.assert_close(rnet.gradients["right"], torch.full((3, 4), 5.0))
+
+
+def test_layer_without_a_gradient_is_absent() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.unused(x)
+        return net.used(x)
+
+    rnet = recorder(Net(forward, used=linear(), unused=linear()), "*used", gradients=True)
+    rnet(torch.randn(3, 4)).sum().backward()
+    assert set(rnet.gradients) == {rnet.architecture["used"].label}
+
+
+def test_pass_that_raises_leaves_no_activations() -> None:
+    rnet = recorder(three_layers(), "0")
+    rnet(torch.randn(3, 4))
+    assert len(rnet.activations) == 1
+
+    def fail(_: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    with pytest.raises((ArithmeticError, PostprocessorError)):
+        rnet(torch.randn(3, 4), activation_postproc=fail)
+    assert len(rnet.activations) == 0
+
+
+@pytest.mark.parametrize("given", [{"1": torch.neg}, {"1": 5}, 5])
+def test_what_can_never_act_is_refused_also_where_nothing_is_recorded(given):
+    rnet, x = Recorder(three_layers(), input_size=(3, 4), verbose=0), torch.ones(3, 4)
+    with pytest.raises(PostprocessorError):
+        rnet(x, activation_postproc=given)
+    rnet.record("1")
+    rnet.remove()
+    with pytest.raises(PostprocessorError):
+        rnet(x, activation_postproc=given)

@@ -1,0 +1,138 @@
+"""The documentation site: built without a warning, complete, and fetching nothing from others."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+from sphinx.util.inventory import InventoryFile
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = (
+    "scio_recorder",
+    "scio_recorder.errors",
+    "scio_recorder.events",
+    "scio_recorder.integrations.lightning",
+    "scio_recorder.integrations.tensorboard",
+    "scio_recorder.postprocessors",
+    "scio_recorder.reductions",
+    "scio_recorder.stores",
+)
+# What a browser fetches to show a page; a link is only followed when clicked.
+FETCHED = {
+    "audio",
+    "embed",
+    "iframe",
+    "img",
+    "input",
+    "link",
+    "object",
+    "script",
+    "source",
+    "video",
+}
+
+
+def test_the_site(tmp_path: Path) -> None:
+    """Build it once, since that takes seconds, and look at it from all sides."""
+    site = built(tmp_path)
+    every_page_is_there(site)
+    every_public_name_is_in_the_reference(site)
+    nothing_is_fetched_from_another_host(site)
+    formulas_need_no_script(site)
+
+
+def built(folder: Path) -> Path:
+    # A process of its own: Sphinx changes the interpreter that it runs in.
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
+    command += ["-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return folder / "html"
+
+
+def every_page_is_there(site: Path) -> None:
+    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    assert len(sources) > 15
+    for source in sources:
+        home = ROOT if source.suffix == ".ipynb" else ROOT / "docs"
+        page = site / source.relative_to(home).with_suffix(".html")
+        assert page.exists(), "not built"
+
+
+def every_public_name_is_in_the_reference(site: Path) -> None:
+    with (site / "objects.inv").open("rb") as stream:
+        inventory = InventoryFile.load(stream, "", lambda base, path: path)
+    reference = {name for kind in inventory if kind.startswith("py:") for name in inventory[kind]}
+    # A name that several modules hand on has its place in one of them.
+    for module in PUBLIC:
+        missing = [
+            name
+            for name in importlib.import_module(module).__all__
+            if not any(f"{place}.{name}" in reference for place in PUBLIC)
+        ]
+        assert not missing, f"not in the reference, of {module}"
+        lost = [
+            member
+            for member, places in public_members(module)
+            if not any(f"{place}.{name}" in reference for place in PUBLIC for name in places)
+        ]
+        assert not lost, f"not in the reference, of {module}"
+
+
+def public_members(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield methods and properties, those of mixins too, and where the reference may have them."""
+    public = importlib.import_module(module)
+    for kind in filter(inspect.isclass, (getattr(public, name) for name in public.__all__)):
+        own = [base for base in kind.__mro__ if base.__module__.startswith("scio_recorder")]
+        # What overrides another package's method is documented there.
+        foreign = {member for base in set(kind.__mro__) - set(own) for member in vars(base)}
+        members = {name: value for base in own for name, value in vars(base).items()}
+        for member, value in members.items():
+            if not member.startswith("_") and member not in foreign and is_callable(value):
+                yield f"{kind.__name__}.{member}", [f"{base.__name__}.{member}" for base in own]
+
+
+def is_callable(value: object) -> bool:
+    return isinstance(value, property | classmethod | staticmethod) or inspect.isfunction(value)
+
+
+class _Fetched(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in FETCHED:
+            values = [
+                value or "" for name, value in attrs if name in ("src", "srcset", "href", "data")
+            ]
+            self.addresses += values
+
+
+def fetched(page: Path) -> Iterator[str]:
+    parser = _Fetched()
+    parser.feed(page.read_text(encoding="utf-8"))
+    yield from parser.addresses
+
+
+def nothing_is_fetched_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    addresses = {address for page in pages for address in fetched(page)}
+    assert any(address.endswith(".js") for address in addresses), "the parser sees scripts"
+    assert not [address for address in addresses if "//" in address.partition("?")[0]]
+    for sheet in site.rglob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        assert "url(http" not in text.replace('"', "").replace("'", "")
+        assert "@import" not in text
+
+
+def formulas_need_no_script(site: Path) -> None:
+    pages = [page.read_text(encoding="utf-8") for page in (site / "notebooks").glob("*.html")]
+    assert any("<math" in page for page in pages)
+    assert not any("MathJax" in page for page in pages)

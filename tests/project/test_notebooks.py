@@ -1,0 +1,101 @@
+"""Every notebook runs from its first cell to its last, and shows what it shows when it runs."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+
+from tests.project.notebooks import NOTEBOOKS, differences, environment, execute, read
+
+MAX_BYTES = 500_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where kernels of this test work and leave all their files."""
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    return tmp_path
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_gives_what_it_shows(path: Path, folder: Path) -> None:
+    stored = read(path)
+    assert not list(differences(stored, execute(stored, folder)))
+    # A page is written over by the next run; a recording would refuse it.
+    own = {Path(value) for value in environment(folder).values()}
+    assert not [left for left in set(folder.iterdir()) - own if left.suffix != ".html"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_stored_clean(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)  # type: ignore[no-untyped-call]
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert all(not cell.metadata for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    # Warnings and logs go to stderr.
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert path.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_one_title_and_no_gap_in_its_headings(path: Path) -> None:
+    prose = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", "\n".join(prose), re.MULTILINE)]
+    assert prose[0].startswith("# ")
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def notebook_of(source: str, printed: str) -> NotebookNode:
+    output = nbformat.v4.new_output("stream", text=printed)  # type: ignore[no-untyped-call]
+    cell = nbformat.v4.new_code_cell(source, outputs=[output])  # type: ignore[no-untyped-call]
+    made: NotebookNode = nbformat.v4.new_notebook(cells=[cell])  # type: ignore[no-untyped-call]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("stored", "fresh", "same"),
+    [
+        ("accuracy 0.971", "accuracy  0.969", True),
+        ("accuracy 0.971", "accuracy 0.903", True),
+        ("accuracy 0.971", "accuracy 0.771", False),
+        ("accuracy 0.971", "error 0.971", False),
+        ("(597, 16)", "(597, 17)", False),
+        ("loss 1e-05", "loss 2e-05", False),
+        ("loss 12.3", "loss -12.3", False),
+        ("loss 0.1", "", False),
+    ],
+)
+def test_differences_beyond_rounding_are_found(stored: str, fresh: str, same: bool) -> None:
+    found = list(differences(notebook_of("", stored), notebook_of("", fresh)))
+    assert (not found) == same
+
+
+def test_outputs_are_those_of_the_run(folder: Path) -> None:
+    stored = notebook_of("print(1 + 1)", "3")
+    assert list(differences(stored, execute(stored, folder)))
+
+
+def test_warnings_stop_a_notebook(folder: Path) -> None:
+    warns = notebook_of("import warnings\nwarnings.warn('old')", "")
+    with pytest.raises(RuntimeError, match="UserWarning: old"):
+        execute(warns, folder)
+
+
+def test_errors_stop_a_notebook(folder: Path) -> None:
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        execute(notebook_of("1 / 0", ""), folder)

@@ -1,0 +1,297 @@
+"""What holds for the project as a whole: imports, sizes, documentation, the tested set."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "scio_recorder"
+
+# The house, from the roof down: a room imports from its own row and from those below.
+HOUSE = (
+    "__main__",
+    "command_line",
+    "__init__",
+    "recorder",
+    "integrations",
+    "recording",
+    "stores",
+    "events recompute",
+    "capture reductions",
+    "postprocessors",
+    "nets",
+    "display",
+    "layer",
+    "tensors",
+    "errors",
+)
+ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
+
+# Installed by extras only, so imported inside the functions that use them.
+OPTIONAL = {
+    "IPython",
+    "lightning",
+    "matplotlib",
+    "pandas",
+    "psutil",
+    "sklearn",
+    "tensorboard",
+    "transformers",
+}
+
+PUBLIC = (
+    "scio_recorder",
+    "scio_recorder.errors",
+    "scio_recorder.events",
+    "scio_recorder.integrations.lightning",
+    "scio_recorder.integrations.tensorboard",
+    "scio_recorder.postprocessors",
+    "scio_recorder.reductions",
+    "scio_recorder.stores",
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 40
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def name_of(file: Path) -> str:
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file) for file in FILES}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imported(file: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield module, name in it (or nothing) and line of every import, wherever it stands."""
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: write imports from scio_recorder on"
+            yield from ((node.module or "", alias.name, node.lineno) for alias in node.names)
+
+
+def own_imports(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield the modules of this package that a file imports, by their names inside it."""
+    for module, name, line in imported(file):
+        if module.partition(".")[0] == "scio_recorder":
+            inside = ".".join(filter(None, [module.partition(".")[2], name]))
+            while inside and inside not in MODULES:
+                inside = inside.rpartition(".")[0]
+            yield inside or "__init__", line
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_room_has_its_row() -> None:
+    missing = {room(module) for module in MODULES} - set(ROWS)
+    assert not missing, f"give {sorted(missing)} a row in HOUSE"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_run_downward(file: Path) -> None:
+    here = room(name_of(file))
+    upward = [
+        f"{file.name}:{line} imports {module}"
+        for module, line in own_imports(file)
+        if ROWS[room(module)] < ROWS[here]
+    ]
+    assert not upward
+
+
+def test_no_import_leads_back() -> None:
+    graph = {
+        name_of(file): {module for module, _ in own_imports(file)} - {name_of(file)}
+        for file in FILES
+    }
+    # Raises CycleError, which shows the cycle.
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_optional_packages_are_imported_where_used(file: Path) -> None:
+    top = {
+        name.partition(".")[0]
+        for node in tree_of(file).body
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert not top & OPTIONAL
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_and_functions_are_short(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+    long = [
+        f"{node.name} ({length} lines)"
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := body_lines(node)) > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count from the first statement on: a docstring may take the room that it needs."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    for module_name in PUBLIC:
+        module: ModuleType = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", ()):
+            yield f"{module_name}.{name}", getattr(module, name)
+
+
+def documented_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a public function or class, and a class's own public methods and properties."""
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return
+    yield name, value
+    if inspect.isclass(value):
+        for attribute, member in vars(value).items():
+            if not attribute.startswith("_") and (
+                inspect.isfunction(member) or isinstance(member, property | classmethod)
+            ):
+                yield f"{name}.{attribute}", member
+
+
+PARTS = dict(part for name, value in public_objects() for part in documented_parts(name, value))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_public_docstrings_name_every_parameter(name: str) -> None:
+    part = PARTS[name]
+    # Not inspect.getdoc, which would take the docstring of a base class.
+    text = part.__doc__
+    assert text
+    if isinstance(part, property | classmethod) or issubclass_of_exception(part):
+        return
+    parameters = list(inspect.signature(part).parameters)
+    missing = [name for name in parameters if name != "self" and not explained(name, text)]
+    assert not missing
+
+
+def explained(parameter: str, docstring: str) -> bool:
+    """Whether a line of NumPy form, ``one, other : type`` or ``*args``, introduces it."""
+    line = rf"^ *([*\w]+, )*(\*+{parameter}(, [*\w]+)*$|\**{parameter}(, [*\w]+)* : )"
+    return bool(re.search(line, docstring, re.MULTILINE))
+
+
+def issubclass_of_exception(part: Any) -> bool:
+    return inspect.isclass(part) and issubclass(part, BaseException)
+
+
+def test_public_names_are_in_the_documentation() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    missing = [
+        name
+        for name, _ in public_objects()
+        # Stores are chosen by a word; who writes one of their own looks into the reference.
+        if not name.startswith("scio_recorder.stores.")
+        and not re.search(rf"\b{name.rpartition('.')[2]}\b", text)
+    ]
+    assert not missing
+
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_of_the_documentation_runs_as_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a page's Python blocks in one namespace; a block ``text`` after one is its output."""
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for block in BLOCK.finditer(text):
+        language, source = block.groups()
+        if language == "python":
+            # Line numbers of the page, so that a failure points into it.
+            padding = "\n" * (text.count("\n", 0, block.start()) + 1)
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(padding + source, page, "exec"), namespace)
+            printed = output.getvalue()
+        elif language == "text":
+            assert without_trailing_space(printed) == without_trailing_space(source)
+
+
+def without_trailing_space(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose)
+    lost = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not lost
+
+
+@cache
+def project() -> dict[str, Any]:
+    loaded: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return loaded
+
+
+def test_the_tested_set_covers_every_extra() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = project()["optional-dependencies"].values()
+    wanted = [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
+    for requirement in wanted:
+        name = canonicalize_name(requirement.name)
+        if name != project()["name"]:
+            assert requirement.specifier.contains(versions[name]), requirement
+    # A local version would exist on one index only; the others come with a GPU build of torch.
+    assert not [name for name in versions if "+" in versions[name] or "nvidia" in name]
+    assert list(versions) == sorted(versions)
+
+
+def test_commands_are_the_same_everywhere() -> None:
+    readme = (ROOT / "README.md").read_text()
+    install = 'pip install -c constraints.txt -e ".[dev]"'
+    assert f"{install} && pytest\n" in readme
+    assert 'pip install -c constraints.txt -e ".[demo]" && scio-recorder demo\n' in readme
+    assert install.removeprefix("pip install") in (ROOT / ".ci" / "run").read_text()
+    assert install in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_changelog_knows_the_version() -> None:
+    assert f"\n## [{project()['version']}]" in (ROOT / "CHANGELOG.md").read_text()

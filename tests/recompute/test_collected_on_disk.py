@@ -1,0 +1,378 @@
+"""Inputs beside samples in a folder: resumed, interrupted, refused, read lazily, and hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from scio_recorder import CollectError, Recorder, RecordingError, open_recording
+from scio_recorder.reductions import Mean
+from scio_recorder.stores import Disk
+from scio_recorder.stores.disk import header_of
+from scio_recorder.stores.disk_format import KeptBatches, RunReader, RunWriter, holds_recording
+from scio_recorder.stores.nodes import decode, encode
+from tests.recording.nets import batches, recorder
+from tests.stores.disk_format.by_the_book import read_kept
+from tests.stores.disk_format.runs import calls_of, intercepted
+from tests.zoo.base import Net
+
+SIZES = (4, 3, 4, 2)
+
+
+def assert_whole(path: Path, rnet: Recorder, data: list[Tensor]) -> None:
+    with torch.no_grad():
+        received = [rnet.net[:2](batch) for batch in data]
+    recording = open_recording(path, verify=True)
+    assert recording.complete
+    assert recording.calls.rows == [len(batch) for batch in data]
+    for (args, kwargs), wanted in zip(recording.inputs["2"], received, strict=True):
+        assert torch.equal(args[0], wanted)
+        assert kwargs == {}
+    first = recording.recompute(rnet, "2.first")["2.first"]
+    with torch.no_grad():
+        assert torch.equal(first, torch.cat([rnet.net[2].first(x) for x in received]))
+
+
+def interrupted(data: list[Tensor], count: int, error: type[BaseException]) -> Any:
+    yield from data[:count]
+    raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_resume_goes_on_with_the_next_batch(tmp_path: Path, error: type[BaseException]) -> None:
+    rnet, data = recorder("2", inputs=True), batches(*SIZES)
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+    for count in range(len(data)):
+        with pytest.raises(error):
+            rnet.collect(interrupted(data, count, error), store=store, resume=True)
+        if count:
+            found = open_recording(tmp_path / "run")
+            assert len(found.inputs["2"]) == count
+            assert found.num_samples == sum(found.calls.rows) == sum(SIZES[:count])
+    rnet.collect(data, store=store, resume=True)
+    assert_whole(tmp_path / "run", rnet, data)
+
+
+def test_resume_in_other_batches_has_to_begin_where_one_ended(tmp_path: Path) -> None:
+    rnet, data = recorder("2", inputs=True), batches(*SIZES)
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+    with pytest.raises(RuntimeError):
+        rnet.collect(interrupted(data, 2, RuntimeError), store=store)
+    whole = torch.cat(data)
+    with pytest.raises(CollectError, match=r"first 1 of 6 samples.*inputs.*whole batches"):
+        rnet.collect(whole.split(6), store=store, resume=True)
+    rest = [whole[:7], *data[2:]]
+    rnet.collect(rest, store=store, resume=True)
+    assert_whole(tmp_path / "run", rnet, data)
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+def test_resume_with_and_without_inputs_does_not_mix(tmp_path: Path, inputs: bool) -> None:
+    rnet, data = recorder("2", inputs=inputs), batches(*SIZES)
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+    with pytest.raises(RuntimeError):
+        rnet.collect(interrupted(data, 2, RuntimeError), store=store)
+    rnet.record("2", inputs=not inputs)
+    with pytest.raises(RecordingError, match=r"inputs is \w+ there and \w+ here"):
+        rnet.collect(data, store=store, resume=True)
+
+
+def test_a_batch_that_fails_leaves_neither_samples_nor_inputs(tmp_path: Path) -> None:
+    rnet, data = recorder("0", "2", inputs=True), batches(*SIZES)
+    fails = [False]
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if fails[0]:
+            raise ValueError("the third batch")
+
+    rnet.net[3].register_forward_pre_hook(fail)
+
+    def loader() -> Any:
+        for number, batch in enumerate(data):
+            fails[0] = number == 2
+            yield batch
+
+    with pytest.raises(ValueError, match="the third batch"):
+        rnet.collect(loader(), store=f"disk:{tmp_path / 'run'}")
+    found = open_recording(tmp_path / "run", verify=True)
+    assert found.num_samples == sum(found.calls.rows) == sum(SIZES[:2])
+    assert not found.complete
+
+
+def test_with_reductions_and_no_samples(tmp_path: Path) -> None:
+    rnet, data = recorder("2", inputs=True), batches(*SIZES)
+    rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=100), reduce=Mean())
+    assert len(list((tmp_path / "run").glob("shard-*/*.safetensors"))) > 2
+    assert_whole(tmp_path / "run", rnet, data)
+
+
+def test_what_can_not_be_kept_is_refused_by_layer_and_type(tmp_path: Path) -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.tensors: list[Tensor] = []
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.inner(x, net.given())  # type: ignore[no-any-return]
+
+    cases: list[tuple[Any, str]] = [
+        (Cache, "Cache, .*Call the net without it, by use_cache=False"),
+        (functools.partial(torch.eye, 2, layout=torch.strided), ""),
+        (lambda: torch.eye(2).to_sparse(), "Tensor that is no plain array"),
+        (lambda: {"deep": [(1, 2 + 3j)]}, "builtins.complex, .*without it, record"),
+        (lambda: torch.return_types.max((torch.ones(1), torch.ones(1))), "torch.return_types.max"),
+    ]
+    for number, (given, message) in enumerate(cases):
+        net = Net(forward, inner=Net(lambda net, x, given: x + 1))
+        net.given = given
+        rnet = Recorder(net, input_size=(2, 4), verbose=0)
+        rnet.record("inner", inputs=True)
+        store = f"disk:{tmp_path / str(number)}"
+        if message:
+            with pytest.raises(CollectError, match=f"layer 1-1 inner .* received a .*{message}"):
+                rnet.collect(batches(2), store=store)
+            assert not (tmp_path / str(number)).exists()
+            assert rnet.collect(batches(2)).inputs["inner"][0].args[1] is not None
+        else:
+            rnet.collect(batches(2), store=store)
+
+
+def test_what_two_batches_of_a_chunk_share_is_there_once(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net(lambda net, x, mask: x * mask[:, 0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, torch.ones(4, 50_000))  # type: ignore[no-any-return]
+
+    rnet = Recorder(Masked(), input_size=(2, 4), verbose=0)
+    rnet.record("inner", inputs=True)
+    rnet.collect(batches(*SIZES), store=f"disk:{tmp_path / 'run'}")
+    recording = open_recording(tmp_path / "run")
+    assert 800_000 < recording.calls.num_bytes < 900_000
+    assert recording.memory_stored_bytes == recording.calls.num_bytes + sum(SIZES) * 4 * 4
+    for args, _ in recording.inputs["inner"]:
+        assert torch.equal(args[1], torch.ones(4, 50_000))
+
+
+def test_one_batch_is_read_at_a_time(tmp_path: Path) -> None:
+    rnet, data = recorder("2", inputs=True), batches(*SIZES)
+    rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1))
+    with RunReader(tmp_path / "run") as reader:
+        name = reader.kept._places[2].record.file.name
+    file = tmp_path / "run" / "shard-00000-00000" / name
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    recording = open_recording(tmp_path / "run")
+    for number in (0, 1, 3):
+        assert recording.inputs["2"][number]
+    with pytest.raises(RecordingError, match="do not match their checksum"):
+        recording.inputs["2"][2]
+    with pytest.raises(RecordingError, match="damaged"):
+        recording.recompute(rnet, "2.first")
+    with pytest.raises(RecordingError, match="damaged"):
+        open_recording(tmp_path / "run", verify=True)
+
+
+def by_the_book(node: Any, leaves: list[Tensor], tensors: list[Tensor]) -> Any:
+    """Read a node as `docs/disk-format.md` says."""
+    if isinstance(node, list):
+        return [by_the_book(item, leaves, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "tuple":
+        return tuple(by_the_book(value, leaves, tensors))
+    if kind == "dict":
+        return {
+            by_the_book(key, leaves, tensors): by_the_book(item, leaves, tensors)
+            for key, item in value
+        }
+    plain = {"leaf": leaves.__getitem__, "tensor": tensors.__getitem__, "float": float}
+    plain |= {"dtype": lambda name: getattr(torch, name), "device": torch.device}
+    return {**plain, "size": torch.Size}[kind](value)
+
+
+def strided(tensor: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    memory = torch.empty(100, dtype=tensor.dtype)
+    narrow = [size if step else 1 for size, step in zip(shape, strides, strict=True)]
+    memory.as_strided(narrow, strides).copy_(tensor)
+    return memory.as_strided(shape, strides)
+
+
+def digest(*tensors: Tensor) -> str:
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_another_program_reads_the_inputs(tmp_path: Path) -> None:
+    extra = {"scale": float("-inf"), "kind": torch.bfloat16, "where": torch.device("cpu")}
+    extra |= {"sizes": torch.Size([2, 3]), "many": [None, True, 2**70, "é", {1: (0.5,)}]}
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.inner(x.t(), x[:, :1].expand(-1, 5), **extra)  # type: ignore[no-any-return]
+
+    inner = Net(lambda net, x, y, **extra: net.norm(x.t()), norm=nn.BatchNorm1d(4))
+    rnet = Recorder(Net(forward, inner=inner).train(), input_size=(2, 4), verbose=0)
+    rnet.record("inner", inputs=True)
+    data = batches(4, 3)
+    recording = rnet.collect(data, store=f"disk:{tmp_path / 'run'}")
+    mean = torch.zeros(4)
+    for number, (rows, value, tensors) in enumerate(read_kept(tmp_path / "run")):
+        assert rows == len(data[number])
+        call = value["1-1"]
+        leaves = [strided(tensors[at], *form) for at, *form in call["leaves"]]
+        args, kwargs = by_the_book(call["inputs"], leaves, tensors)
+        assert kwargs == extra
+        x = data[number]
+        for found, wanted in zip(args, (x.t(), x[:, :1].expand(-1, 5)), strict=True):
+            assert torch.equal(found, wanted)
+            assert found.stride() == wanted.stride()
+        assert tuple(map(len, call["leaves"])) == (3, 3)
+        assert call["output"] == digest(recording["inner"][4 * number : 4 * number + rows])
+        assert call["weights"] == digest(inner.norm.weight, inner.norm.bias)
+        moment = by_the_book(call["moment"], leaves, tensors)
+        assert (moment["grad"], moment["inference"], moment["training"]) == (
+            False,
+            False,
+            [True] * 2,
+        )
+        assert moment["homes"] == ["cpu"]
+        # Composed by hand, so equal to rounding only.
+        torch.testing.assert_close(moment["buffers"][0], mean)
+        mean = 0.9 * mean + 0.1 * x.mean(0)
+        assert moment["random"]["cpu"].shape == torch.get_rng_state().shape
+
+
+def changed(call: Any, *path: Any, to: Any) -> Any:
+    call = copy.deepcopy(call)
+    inner = call
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = to
+    return call
+
+
+HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "no leaves": (("leaves",), None),
+    "a tensor that is not there": (("leaves", 0, 0), 99),
+    "a tensor by name": (("leaves", 0, 0), "batch-0"),
+    "a tensor from the end": (("leaves", 0, 0), -1),
+    "a giant shape": (("leaves", 0), [0, [1 << 62, 6], [0, 1]]),
+    "fewer rows": (("leaves", 0, 1), [2, 6]),
+    "more rows, side by side": (("leaves", 0), [0, [6, 6], [6, 1]]),
+    "giant strides": (("leaves", 0, 2), [1 << 40, 1]),
+    "strides that overlap": (("leaves", 0, 2), [1, 1]),
+    "negative strides": (("leaves", 0, 2), [-6, 1]),
+    "strides of text": (("leaves", 0, 2), ["6", "1"]),
+    "too few strides": (("leaves", 0, 2), [6]),
+    "inputs that are no pair": (("inputs",), 3),
+    "inputs of a class": (("inputs",), {"os.system": ["true"]}),
+    "two kinds at once": (("inputs",), {"tuple": [], "list": []}),
+    "a leaf that is not there": (("inputs",), {"tuple": [{"tuple": [{"leaf": 7}]}, {"dict": []}]}),
+    "keys that can't be": (("inputs",), {"tuple": [{"tuple": []}, {"dict": [[[], 1]]}]}),
+    "an unknown dtype": (("inputs",), {"tuple": [{"tuple": [{"dtype": "load"}]}, {"dict": []}]}),
+    "an unknown device": (("inputs",), {"tuple": [{"tuple": [{"device": "x"}]}, {"dict": []}]}),
+    "a number that is none": (("inputs",), {"tuple": [{"tuple": [{"float": "1"}]}, {"dict": []}]}),
+    "a tensor that is no leaf": (
+        ("inputs",),
+        {"tuple": [{"tuple": [{"tensor": 0}]}, {"dict": []}]},
+    ),
+    "no moment": (("moment",), None),
+    "an empty moment": (("moment",), {"dict": []}),
+    "no weights": (("weights",), None),
+    "no digest": (("output",), 5),
+}
+
+
+def hostile(path: Path, call: Any, random: Any = None) -> None:
+    """Write a recording of one batch whose value is of somebody's making, all checksums right."""
+    rnet, data = recorder("2", inputs=True), batches(3)
+    recording = rnet.collect(data, store=f"disk:{path}-plain")
+    with RunReader(f"{path}-plain") as reader:
+        value, tensor = reader.kept.read(0)
+        tensors = [tensor(number) for number in range(4)]
+        if random is not None:
+            tree = decode(value["1-3"]["moment"], tensor)
+            random(tree["random"])
+            moment = encode(tree, lambda found: tensors.append(found) or len(tensors) - 1)
+            value["1-3"]["moment"] = moment
+        header = header_of(recording.architecture, {"layers": ["1-3"], "inputs": True})
+        kept = KeptBatches([3], [call(value)], tensors)
+        with RunWriter.create(path, layers=reader.layers, header=header) as writer:
+            writer.append({"1-3": reader.read("1-3", 0, 3)}, range(3), kept=kept)
+            writer.finish()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_calls_are_refused(tmp_path: Path, name: str) -> None:
+    where, what = HOSTILE[name]
+    hostile(tmp_path / "run", lambda value: {"1-3": changed(value["1-3"], *where, to=what)})
+    recording = open_recording(tmp_path / "run", verify=True)
+    with pytest.raises(RecordingError, match="damaged"):
+        recording.inputs["2"][0]
+
+
+@pytest.mark.parametrize("value", [None, [], {}, {"1-3": None}, {"9-9": {}}])
+def test_hostile_batches_are_refused(tmp_path: Path, value: Any) -> None:
+    hostile(tmp_path / "run", lambda _: value)
+    with pytest.raises(RecordingError, match="damaged"):
+        open_recording(tmp_path / "run").inputs["2"][0]
+
+
+def test_states_of_generators_out_of_bounds_are_refused(tmp_path: Path) -> None:
+    # NumPy would read past the end of its words.
+    def far(state: Any) -> None:
+        state["numpy"][1] = 10**6
+
+    def short(state: Any) -> None:
+        state["numpy"][0] = state["numpy"][0][:10]
+
+    def none(state: Any) -> None:
+        state["cpu"] = 3
+
+    for number, spoil in enumerate((far, short, none)):
+        hostile(tmp_path / str(number), lambda value: value, random=spoil)
+        with pytest.raises(RecordingError, match="random number generator"):
+            open_recording(tmp_path / str(number)).inputs["2"][0]
+    hostile(tmp_path / "right", lambda value: value, random=lambda state: None)
+    assert open_recording(tmp_path / "right").inputs["2"][0]
+
+
+def test_after_any_fault_samples_and_inputs_agree_and_can_be_resumed(tmp_path: Path) -> None:
+    rnet, data = recorder("2", inputs=True), batches(2, 1, 2)
+
+    def collect(path: Path) -> None:
+        rnet.collect(data, store=Disk(path, chunk_bytes=1), resume=True)
+
+    # Every fourth system call; the disk format's own tests take each.
+    for stop in range(0, len(calls_of(lambda: collect(tmp_path / "whole"))), 4):
+        path = tmp_path / str(stop)
+
+        def act(number: int, name: str, go_on: Any, arguments: Any, stop: int = stop) -> Any:
+            if number == stop:
+                raise OSError(5, "a fault")
+            return go_on()
+
+        with contextlib.suppress(OSError), intercepted(act):
+            collect(path)
+        if holds_recording(path):
+            found = open_recording(path, verify=True)
+            assert found.num_samples == sum(found.calls.rows)
+            if found.num_samples:
+                assert len(found.inputs["2"]) == len(found.calls.rows)
+        if not path.exists() or not list(path.iterdir()) or holds_recording(path):
+            collect(path)
+            assert_whole(path, rnet, data)

@@ -1,0 +1,484 @@
+"""Recomputed activations against copies that other hooks took in the pass itself."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import LayerNotFoundError, RecomputeError, Recorder, SelectorTypeError
+from scio_recorder.postprocessors import GaussianNoise
+from scio_recorder.recompute.run_again import enclosing_layers
+from tests.harness import MODES, Mode, executed, make_recorder, run_pass, trace
+from tests.oracle import Watch, differences, freeze, leaves, same_bits
+from tests.zoo import CASES, Case
+from tests.zoo.base import Net
+from tests.zoo.graphs import Mark, marked_graphs
+
+STATIC = [case for case in CASES if case.static_flow]
+
+
+def truth_of(case: Case, mode: Mode, seed: int) -> dict[tuple[str, int], Any]:
+    net = case.fresh().train(mode.training)
+    with Watch(net) as watch:
+        run_pass(net, case, mode, seed)
+    return watch.calls
+
+
+def plain(tree: Any) -> Any:
+    """Compare values only: what is recomputed is off the graph."""
+    for leaf in leaves(tree):
+        leaf.requires_grad = False
+    return tree
+
+
+@pytest.mark.parametrize("case", STATIC, ids=repr)
+def test_all_layers_from_the_root(case: Case) -> None:
+    for mode in (mode for mode in MODES if mode.allows(case) and str(mode) in CHOSEN):
+        net = case.fresh().train(mode.training)
+        rnet = make_recorder(net, case, training=mode.training)
+        rnet.record((0, 1), inputs=True)
+        run_pass(rnet, case, mode, 5)
+        before = trace(net)
+        try:
+            found = rnet.recompute(*executed(rnet))
+        except RecomputeError:
+            assert case.name in REFUSED, mode
+            continue
+        assert not differences(trace(net), before), mode
+        truth = truth_of(case, mode, 5)
+        names = {module: name for name, module in net.named_modules()}
+        for label in executed(rnet):
+            layer = rnet.architecture[label]
+            assert layer.module is not None
+            wanted = truth[names[layer.module], layer.call]
+            got = plain(freeze(found[label]))
+            for leaf, other in zip(leaves(got), leaves(wanted), strict=True):
+                leaf.kind = other.kind
+            assert not differences(got, wanted), (mode, label)
+
+
+# A Python attribute decides what the one returns; hooks, which kernels the other takes.
+REFUSED = {"counts_its_calls", "transformer_encoder"}
+# Each once: training or not, with and without a graph, in inference mode, under autocast.
+CHOSEN = ("train-grad", "eval-no_grad", "eval-inference", "train-autocast")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.norm(x)))  # type: ignore[no-any-return]
+
+
+def blocks(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Block()) for _ in range(count)))
+
+
+def recorder(net: nn.Module | None = None) -> Recorder:
+    return Recorder(blocks() if net is None else net, input_size=(3, 4), verbose=0)
+
+
+def test_only_the_nearest_recorded_module_runs() -> None:
+    rnet = recorder()
+    rnet.record("*", inputs=True)
+    rnet.record("0", "2", "", re.compile(r"^1\.1$"), inputs=True)
+    with Watch(rnet.net) as watch:
+        rnet.net.train()
+        rnet(torch.randn(3, 4))
+    ran: list[str] = []
+    for name, module in rnet.net.named_modules():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    found = rnet.recompute("1.1.drop", "1.1.norm")
+    assert ran == ["1.1.norm", "1.1.drop", "1.1.act", "1.1"]
+    for name in ("1.1.drop", "1.1.norm"):
+        assert same_bits(found[name], watch.calls[name, 0].value)
+        assert not found[name].requires_grad
+
+
+def test_after_many_other_draws_and_in_another_state() -> None:
+    rnet = recorder()
+    rnet.record(re.compile(r"^\d$"), inputs=True)
+    rnet.net.train()
+    with Watch(rnet.net) as watch, torch.autocast("cpu", dtype=torch.bfloat16):
+        rnet(torch.randn(3, 4))
+    rnet.net.eval()
+    torch.rand(1000)
+    statistics = rnet.net[1][1].norm.running_mean.clone()
+    with torch.inference_mode():
+        found = rnet.recompute("1.1.drop")
+    assert same_bits(found["1.1.drop"], watch.calls["1.1.drop", 0].value)
+    assert found["1.1.drop"].dtype == watch.calls["1.1.drop", 0].value.dtype
+    assert torch.equal(statistics, rnet.net[1][1].norm.running_mean)
+    assert not any(module.training for module in rnet.net.modules())
+
+
+def test_statistics_are_those_before_the_pass() -> None:
+    class Normed(nn.Module):
+        """Returns what it would have done in evaluation mode, and learns the statistics."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            moved = self.inner(x - self.norm.running_mean)
+            return moved + self.norm(x)
+
+    net = nn.Sequential(Normed()).train()
+    rnet = recorder(net)
+    rnet.record("0", inputs=True)
+    for _ in range(3):
+        with Watch(net) as watch:
+            rnet(torch.randn(3, 4))
+    found = rnet.recompute("0.inner", "0.norm")
+    for name in ("0.inner", "0.norm"):
+        assert same_bits(found[name], watch.calls[name, 0].value)
+    assert int(net[0].norm.num_batches_tracked) == 3
+
+
+def test_post_processors_of_that_pass_act_again() -> None:
+    rnet = recorder(blocks().eval())
+    rnet.record("1", "1.0", inputs=True)
+    with Watch(rnet.net) as watch:
+        rnet(
+            torch.randn(3, 4),
+            activation_postproc={"1.0": GaussianNoise(0.3), "1": lambda x: x.mul_(2)},
+        )
+    found = rnet.recompute("1.1.norm")
+    assert same_bits(found["1.1.norm"], watch.calls["1.1.norm", 0].value)
+    rnet(torch.randn(3, 4))
+    assert not torch.equal(rnet.recompute("1.1.norm")["1.1.norm"], found["1.1.norm"])
+
+
+def test_hooks_on_inputs_act_once() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    rnet = recorder(net)
+    net[0].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    net[0].register_forward_hook(lambda _module, _args, output: output * 3)
+    rnet.record("0", inputs=True)
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert torch.equal(rnet.recompute("0.0")["0.0"], net[0][0](x + 1))
+    assert len(net[0]._forward_pre_hooks) == 2
+
+
+def test_the_call_of_a_module_that_is_called_several_times() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    net = Net(lambda net, x: net.inner(net.inner(net.inner(x))), inner=inner)
+    rnet = recorder(net)
+    rnet.record((1, 2), inputs=True)
+    with Watch(net) as watch:
+        rnet(torch.randn(3, 4))
+    second = rnet.architecture.labels_of("inner.0")[1]
+    assert same_bits(rnet.recompute(second)[second], watch.calls["inner.0", 1].value)
+    first = rnet.architecture.labels_of("inner.0")[0]
+    with pytest.raises(RecomputeError, match="no module around layer"):
+        rnet.recompute(first)
+
+
+def test_inputs_that_are_structures_views_and_overwritten() -> None:
+    def inner(net: Any, x: Tensor, *, parts: dict[str, Any]) -> Tensor:
+        parts["list"].append(x)
+        y: Tensor = net.act(x.relu_() + parts["scale"])
+        return y * len(parts["list"])
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        base = net.first(x)
+        return net.inner(base.t()[:2], parts={"scale": 3, "list": [1]})
+
+    module = Net(inner, act=nn.Tanh())
+    net = Net(forward, first=nn.Linear(4, 4), inner=module)
+    rnet = recorder(net)
+    rnet.record("inner", inputs=True)
+    for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with context, Watch(net) as watch:
+            rnet(torch.randn(3, 4))
+        found = rnet.recompute("inner.act")
+        assert same_bits(found["inner.act"], watch.calls["inner.act", 0].value)
+
+
+def test_recorded_layers_are_given_as_they_were_recorded() -> None:
+    rnet = recorder()
+    rnet.record("1", inputs=True)
+    rnet(torch.randn(3, 4))
+    found = rnet.recompute("1")
+    assert same_bits(found["1"], rnet.activations["1"])
+    assert found["1"] is not rnet.activations["1"]
+
+
+def test_a_pass_that_was_offloaded() -> None:
+    rnet = recorder()
+    rnet.record("1", inputs=True, offload=True)
+    with Watch(rnet.net) as watch:
+        rnet(torch.randn(3, 4))
+    assert same_bits(rnet.recompute("1.1.drop")["1.1.drop"], watch.calls["1.1.drop", 0].value)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_changed_weights_are_an_error(fused: bool) -> None:
+    rnet = recorder()
+    rnet.record("1", inputs=True)
+    optimizer = torch.optim.Adam(rnet.parameters(), fused=fused)
+    rnet(torch.randn(3, 4)).sum().backward()
+    assert rnet.recompute("1.0")
+    optimizer.step()
+    with pytest.raises(RecomputeError, match="weights have changed"):
+        rnet.recompute("1.0")
+
+
+class Aside(nn.Module):
+    """What an inner layer returns does not show in what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(4, 4)
+        self.aside = nn.Conv2d(2, 200, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(torch.ones(1, 2, 5, 5))
+        return self.main(x)
+
+
+def dense(net: nn.Module) -> nn.Module:
+    return net
+
+
+def channels_last(net: nn.Module) -> nn.Module:
+    return net.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("layout", [dense, channels_last])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_changed_behind_the_counters_where_it_does_not_show(layout: Any, name: str) -> None:
+    net = layout(nn.Sequential(Aside()))
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("0", inputs=True)
+    rnet(torch.ones(2, 4))
+    before = rnet.recompute("0.aside")["0.aside"]
+    parameter = getattr(net[0].aside, name)
+    version = parameter._version
+    parameter.data.mul_(1.5)
+    assert parameter._version == version
+    with pytest.raises(RecomputeError, match="weights have changed"):
+        rnet.recompute("0.aside")
+    rnet(torch.ones(2, 4))
+    assert not torch.equal(rnet.recompute("0.aside")["0.aside"], before)
+
+
+def test_other_changes_are_an_error() -> None:
+    rnet = recorder(blocks().eval())
+    rnet.record("1", inputs=True)
+    rnet(torch.randn(3, 4))
+    weight = rnet.net[1][0].weight
+    # Behind the back of version counters.
+    weight.data = weight.data + 1
+    with pytest.raises(RecomputeError, match="weights have changed"):
+        rnet.recompute("1.0")
+    rnet(torch.randn(3, 4))
+    rnet.net.to("meta")
+    with pytest.raises(RecomputeError, match=r"on another device: 0.weight was on cpu"):
+        rnet.recompute("1.0")
+
+
+class Shared(nn.Module):
+    """Changes one of two arguments in place, which are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, part: Tensor, whole: Tensor) -> Tensor:
+        part.mul_(2)
+        return self.inner(whole) + 1
+
+
+class Sharing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Shared()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * 1
+        return self.shared(whole[:, :2], whole)
+
+
+class Writing(nn.Module):
+    """Writes a buffer in evaluation mode that is too large to be copied in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.zeros(1 << 17))
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.large[:4] += 1
+        return self.inner(x + self.large[:4])
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.inner(x * self.passes)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "cause"),
+    [
+        (Sharing, "shared", "inputs that share memory"),
+        (lambda: nn.Sequential(Writing()), "0", "buffers of more than 256 KiB"),
+        (lambda: nn.Sequential(Counting()), "0", "attributes of modules that change"),
+    ],
+)
+def test_the_error_names_what_is_not_kept(make: Any, name: str, cause: str) -> None:
+    rnet = Recorder(make().eval(), input_size=(1, 4))
+    rnet.record(name, inputs=True)
+    data = torch.randn(6, 4).split(3)
+    recording = rnet.collect(data)
+    with pytest.raises(RecomputeError, match=cause):
+        recording.recompute(rnet, f"{name}.inner")
+    with torch.no_grad():
+        rnet(data[0])
+    with pytest.raises(RecomputeError, match=f"{cause}|the buffer .* has changed"):
+        rnet.recompute(f"{name}.inner")
+
+
+def test_large_buffers_are_watched_and_not_copied() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(3, 1 << 17))
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x * self.mask[:, :4])  # type: ignore[no-any-return]
+
+    rnet = recorder(nn.Sequential(Masked()).eval())
+    rnet.record("0", inputs=True)
+    rnet(torch.randn(3, 4))
+    assert rnet.recompute("0.act")
+    rnet.net[0].mask.add_(0)
+    with pytest.raises(RecomputeError, match="buffer mask has changed"):
+        rnet.recompute("0.act")
+    rnet(torch.randn(1, 4) * 0)
+    rnet.net[0].mask.data.mul_(2)
+    # Not seen in what zeros give.
+    with pytest.raises(RecomputeError, match="large buffers"):
+        rnet.recompute("0.act")
+
+
+@pytest.mark.parametrize("columns", [4, 1 << 17])
+def test_buffers_that_a_forward_replaces(columns: int) -> None:
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, columns))
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.act(x + self.seen[:, :4])
+            self.seen = self.seen + 1
+            return out
+
+    rnet = recorder(nn.Sequential(Memory()).eval())
+    rnet.record("0", inputs=True)
+    for _ in range(2):
+        with Watch(rnet.net) as watch:
+            rnet(torch.randn(3, 4))
+    seen = rnet.net[0].seen
+    assert same_bits(rnet.recompute("0.act")["0.act"], watch.calls["0.act", 0].value)
+    assert rnet.net[0].seen is seen
+    assert seen.eq(2).all()
+
+
+def test_what_was_not_recorded_is_an_error() -> None:
+    rnet = recorder()
+    rnet.record("0", inputs=True)
+    with pytest.raises(RecomputeError, match=r"left no record.*run the recorder first"):
+        rnet.recompute("0.1.norm")
+    rnet(torch.randn(3, 4))
+    with pytest.raises(
+        RecomputeError, match=r'no module around layer 2-3 1.0.*record\("1", inputs=True\)'
+    ):
+        rnet.recompute("1.0")
+    with pytest.raises(LookupError, match="no module around layer 0-1"):
+        rnet.recompute("")
+    rnet.record("0")
+    rnet(torch.randn(3, 4))
+    with pytest.raises(RecomputeError, match="without its inputs"):
+        rnet.recompute("0.1.norm")
+    with pytest.raises(LayerNotFoundError):
+        rnet.recompute("nothing")
+    with pytest.raises(SelectorTypeError, match="no layers"):
+        rnet.recompute()
+
+
+def test_a_failure_in_the_second_run_changes_nothing() -> None:
+    net = blocks()
+    rnet = recorder(net)
+    rnet.record("1", inputs=True)
+    rnet(torch.randn(3, 4))
+    net[1][1].act.forward = lambda x: 1 / 0
+    before = trace(net)
+    with pytest.raises(RecomputeError, match="failed when it was run again: ZeroDivisionError"):
+        rnet.recompute("1.0")
+    assert not differences(trace(net), before)
+
+
+def test_enclosing_layers_go_by_the_order_of_calls() -> None:
+    rnet = recorder()
+    label = rnet.architecture.resolve("1.1.drop")
+    around = enclosing_layers(rnet.architecture, label)
+    assert [rnet.architecture[one].name for one in around] == ["1.1", "1", ""]
+
+
+def test_no_graph_is_kept() -> None:
+    net = Net(
+        lambda net, x: net.inner(Mark.apply(net.first(x))), first=nn.Linear(4, 4), inner=blocks(1)
+    )
+    rnet = recorder(net)
+    rnet.record("inner", inputs=True)
+    rnet(torch.randn(3, 4)).sum().backward()
+    found = rnet.recompute("inner.0.0")
+    assert marked_graphs() == 1
+    with torch.no_grad():
+        rnet(torch.randn(3, 4))
+    assert marked_graphs() == 0
+    assert found
+
+
+def test_memory_kept_and_memory_saved() -> None:
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+    )
+    rnet = Recorder(net, input_size=(1, 64))
+    rnet.record("0", "1", "2")
+    rnet(torch.randn(500, 64))
+    assert rnet.memory_saved_bytes == 0
+    rnet.record("0", "1", "2", inputs=True)
+    assert rnet.memory_stored_bytes == rnet.memory_saved_bytes == 0
+    with torch.no_grad():
+        rnet(torch.randn(500, 64))
+    row = 4 * 64 * 500
+    # Inputs that are the activation before are there once, but for what a first pass copies.
+    states = sum(t.nbytes for t in rnet._capture.scene.moments[1, 1].tensors)
+    assert 4 * row <= rnet.memory_stored_bytes <= 6 * row + 3 * states
+    # Two inner layers of 256 features, and one of 64, in each of three.
+    assert rnet.memory_saved_bytes == 3 * (2 * 4 + 1) * row
+    rnet.record("0", "0.1", inputs=True)
+    rnet(torch.randn(500, 64))
+    assert rnet.memory_saved_bytes == (4 + 1) * row

@@ -1,0 +1,288 @@
+"""T6 and T7: what construction, exceptions, copies and the end of a recorder leave behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from tests.harness import hook_state, trace
+from tests.oracle import differences, same_bits
+from tests.zoo.base import linear
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.BatchNorm1d(4))
+
+
+def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record(*selectors, **settings)
+    return rnet
+
+
+def live_tensors() -> int:
+    gc.collect()
+    # `type` and not `isinstance`, which would wake lazy proxies that other libraries leave about.
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("training", [False, True])
+def test_construction_leaves_no_trace(mode: str, training: bool) -> None:
+    net = nn.Sequential(small_net(), nn.Dropout(0.5), nn.GRU(4, 4), nn.Identity())
+    net.train(training)
+    net[0][3].train(not training)
+    net[0][0].requires_grad_(False)
+    net[0][2].weight.grad = torch.ones(4, 4)
+    net[0].register_forward_hook(lambda *_: None)
+    before = trace(net)
+    Recorder(net, input_size=(3, 4), mode=mode, verbose=0)
+    assert not differences(trace(net), before)
+
+
+def test_hooks_of_the_user_do_not_run_at_construction() -> None:
+    net, seen = small_net(), []
+    net[0].register_forward_hook(lambda *_: seen.append("forward"))
+    net[1].register_forward_pre_hook(lambda *_: seen.append("before"))
+    Recorder(net, input_size=(3, 4), verbose=0)
+    assert seen == []
+
+
+def test_construction_keeps_grad_mode_autocast_and_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        net = small_net()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            Recorder(net, input_data=torch.randn(3, 4), verbose=0)
+            assert not torch.is_grad_enabled()
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_failed_construction_leaves_no_trace() -> None:
+    net = small_net()
+    before = trace(net)
+    for wrong in ({"input_size": (3, 9)}, {"input_data": object()}, {}):
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            Recorder(net, verbose=0, **wrong)
+        assert not differences(trace(net), before)
+
+
+def test_recording_and_removing_leaves_no_hooks() -> None:
+    net = small_net()
+    net[0].register_forward_hook(lambda *_: None)
+    before = hook_state(net)
+    rnet = recorder(net, "*", inputs=True, gradients=True)
+    rnet(torch.randn(3, 4)).sum().backward()
+    assert hook_state(net) != before
+    rnet.remove()
+    assert hook_state(net) == before
+    rnet.remove()
+    assert hook_state(net) == before
+
+
+def test_recording_nothing_leaves_no_hooks() -> None:
+    net = small_net()
+    before = hook_state(net)
+    rnet = recorder(net, "0", "2")
+    rnet(torch.randn(3, 4))
+    rnet.record()
+    assert hook_state(net) == before
+    assert rnet.recording == ()
+    rnet(torch.randn(3, 4))
+    assert len(rnet.activations) == 0
+
+
+def test_context_manager_removes_its_hooks() -> None:
+    net = small_net()
+    before = hook_state(net)
+    with recorder(net, "0") as rnet:
+        rnet(torch.randn(3, 4))
+    assert hook_state(net) == before
+    with pytest.raises(ArithmeticError), recorder(net, "0"):
+        raise ArithmeticError
+    assert hook_state(net) == before
+
+
+def test_deleting_the_recorder_removes_its_hooks_and_frees_the_net() -> None:
+    net = small_net()
+    before = hook_state(net)
+    rnet = recorder(net, "0", "2", gradients=True)
+    output = rnet(torch.randn(3, 4))
+    gone = weakref.ref(rnet)
+    del rnet
+    gc.collect()
+    assert gone() is None
+    assert hook_state(net) == before
+    output.sum().backward()
+    net_gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert net_gone() is None
+
+
+class Fails(nn.Module):
+    """Raises what it is told to."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x * 2
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("selected", [("0",), ("0", "1", "2", "")])
+def test_exception_midway_leaves_nothing(
+    error: type[BaseException], selected: tuple[str, ...]
+) -> None:
+    net = nn.Sequential(linear(), Fails(), linear())
+    rnet = recorder(net, *selected, inputs=True, gradients=True)
+    rnet(torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    rnet.record(*selected, inputs=True, gradients=True)
+    before = live_tensors()
+    for _ in range(3):
+        net[1].error = error()
+        with pytest.raises(error):
+            rnet(x)
+        net[1].error = None
+        assert len(rnet.activations) == 0
+        assert len(rnet.inputs) == 0
+    assert live_tensors() <= before
+    for _ in range(3):
+        output = rnet(x)
+        assert same_bits(rnet.activations["0"], net[0].forward(x))
+        assert same_bits(output, net[2].forward(net[0].forward(x) * 2))
+
+
+def test_exception_leaves_no_hooks_and_no_half_record() -> None:
+    net = nn.Sequential(linear(), nn.Tanh(), Fails(), linear())
+    before = hook_state(net)
+    rnet = recorder(net, "0", "1", "3")
+    kept: list[weakref.ref[Tensor]] = []
+    handle = net[0].register_forward_hook(lambda _m, _a, output: kept.append(weakref.ref(output)))
+    net[2].error = KeyboardInterrupt()
+    # The traceback, which an interactive session keeps, must not keep records alive.
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt) as caught:
+        rnet(torch.randn(3, 4))
+    assert caught.tb is not None
+    handle.remove()
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
+    assert hook_state(net) == before
+    net[2].error = None
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["1"], torch.tanh(net[0].forward(x)))
+
+
+def test_exception_in_a_hook_of_the_user_leaves_nothing() -> None:
+    net = small_net()
+    rnet = recorder(net, "0", "1", "2")
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = net[1].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        rnet(torch.randn(3, 4))
+    assert len(rnet.activations) == 0
+    handle.remove()
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["0"], net[0].forward(x))
+
+
+def test_record_shows_what_hooks_of_the_user_made_of_an_output() -> None:
+    net = small_net()
+    net[0].register_forward_hook(lambda _module, _args, output: output * 3)
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["0"], net[0].forward(x) * 3)
+
+
+def test_deep_copy_of_a_recorder_is_independent() -> None:
+    net = small_net()
+    rnet = recorder(net, "0", "2")
+    x, other = torch.randn(3, 4), torch.randn(3, 4)
+    rnet(x)
+    twin = copy.deepcopy(rnet)
+    assert twin.net is not net
+    assert twin.recording == rnet.recording
+    with torch.no_grad():
+        twin.net[0].weight.add_(1)
+    twin(other)
+    assert same_bits(rnet.activations["0"], net[0].forward(x))
+    assert same_bits(twin.activations["0"], twin.net[0].forward(other))
+    assert not same_bits(twin.net[0].weight, net[0].weight)
+    assert twin.architecture["0"].module is twin.net[0]
+    twin.remove()
+    rnet(other)
+    assert same_bits(rnet.activations["0"], net[0].forward(other))
+
+
+def test_deep_copy_of_the_wrapped_net_is_free_of_the_recorder() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    x = torch.randn(3, 4)
+    rnet(x)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    twin(torch.randn(3, 4))
+    assert same_bits(rnet.activations["0"], net[0].forward(x))
+    fresh = recorder(twin, "0")
+    fresh(x)
+    assert same_bits(fresh.activations["0"], twin[0].forward(x))
+    gone = weakref.ref(rnet)
+    del rnet
+    gc.collect()
+    assert gone() is None
+    assert isinstance(twin(x), Tensor)
+
+
+def test_pickled_recorder_records_again() -> None:
+    rnet = recorder(small_net(), "0", "2", inputs=True)
+    rnet(torch.randn(3, 4))
+    twin = pickle.loads(pickle.dumps(rnet))
+    x = torch.randn(3, 4)
+    twin(x)
+    assert twin.recording == rnet.recording
+    assert twin.architecture.fingerprint == rnet.architecture.fingerprint
+    assert same_bits(twin.activations["0"], rnet.net[0].forward(x))
+    assert same_bits(twin.inputs["0"].args[0], x)
+
+
+def test_wrapped_net_can_be_pickled_and_saved() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    rnet(torch.randn(3, 4))
+    twin = pickle.loads(pickle.dumps(net))
+    x = torch.randn(3, 4)
+    assert same_bits(twin.eval()(x), net.eval()(x))
+    assert list(net.state_dict()) == list(small_net().state_dict())
+
+
+def test_moving_and_switching_the_recorder_reaches_the_net() -> None:
+    net = small_net()
+    rnet = recorder(net, "0")
+    assert rnet.eval() is rnet
+    assert not any(module.training for module in net.modules())
+    rnet.double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    rnet(x)
+    assert rnet.activations["0"].dtype == torch.float64
+    assert same_bits(rnet.activations["0"], net[0].forward(x))

@@ -1,0 +1,285 @@
+"""What can't be collected is an error that names the place, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import CollectError, FlowError, Recorder, RecordingError, open_recording
+from scio_recorder.reductions import Covariance, Mean
+from scio_recorder.stores import Disk, Host
+from scio_recorder.stores.disk_format import system
+from tests.recording.nets import Positions, assert_same, batches, expected, plain_net, recorder
+
+
+def test_nothing_selected():
+    rnet = Recorder(plain_net(), input_size=(1, 4))
+    with pytest.raises(CollectError, match=r"record\(\.\.\.\)"):
+        rnet.collect(batches(2))
+
+
+@pytest.mark.parametrize("empty", [[], iter(()), {}])
+def test_empty_iterable(empty, tmp_path):
+    with pytest.raises(CollectError, match="empty"):
+        recorder("0").collect(empty)
+    with pytest.raises(CollectError, match="empty"):
+        recorder("0").collect(empty, store=f"disk:{tmp_path}/run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("batch", ["text", 3, None, (), [], ("text", 1), (None,), {1: 2}])
+def test_batch_not_understood(batch):
+    with pytest.raises(CollectError, match="to_inputs"):
+        recorder("0").collect([batch])
+
+
+def test_a_single_tensor_is_no_dataset():
+    with pytest.raises(CollectError, match="split"):
+        recorder("0").collect(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_not_iterable(given):
+    with pytest.raises(CollectError, match="iterated"):
+        recorder("0").collect(given)
+
+
+def test_ragged_samples_name_layer_shapes_and_transform(tmp_path):
+    rnet = Recorder(nn.Sequential(nn.Conv1d(1, 2, 3)), input_size=(1, 1, 8))
+    rnet.record("0")
+    data = [torch.randn(2, 1, 8), torch.randn(2, 1, 9)]
+    for store in ("host", f"disk:{tmp_path}/run"):
+        with pytest.raises(CollectError) as caught:
+            rnet.collect(data, store=store)
+        for part in ("1-1 0", "(2, 6)", "(2, 7)", "transform"):
+            assert part in str(caught.value)
+    pooled = rnet.collect(data, transform=lambda activation, batch: activation.mean(-1))
+    assert pooled["0"].shape == (4, 2)
+
+
+def test_dimension_0_must_count_samples():
+    rnet = Recorder(Positions(), input_size=(2, 6))
+    rnet.record("table")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect([torch.ones(2, 6)])
+    for part in ("table", "(3, 6)", "2 samples", "transform"):
+        assert part in str(caught.value)
+    # A layer that is only reduced may count as it likes.
+    assert rnet.collect([torch.ones(2, 6)], reduce=Mean())["table"].shape == (6,)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_dimension_0_counts_samples_by_chance_at_first(rows):
+    rnet = Recorder(Positions(), input_size=(2, 6))
+    rnet.record("table")
+    with pytest.raises(CollectError, match=rf"shape \(3, 6\) for a batch of {rows} samples"):
+        rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(rows, 6)])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": True}, "every=True"),
+        ({"max_batches": 0}, "max_batches=0"),
+        ({"dtype": torch.int8}, "dtype"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"reduce": Mean}, r"Mean\(\)"),
+        ({"reduce": []}, "reduction"),
+        ({"reduce": {"1": Mean()}}, "names no recorded layer"),
+        ({"reduce": {"0": Mean(), "1-1": Mean()}}, "two entries"),
+        ({"transform": {"0": 3}}, "callable"),
+        ({"transform": lambda activation, batch: None}, "NoneType"),
+        ({"store": None}, "store=None"),
+        ({"resume": True}, "disk:PATH"),
+        ({"to_inputs": lambda batch: 3}, "to_inputs"),
+        ({"sample_ids": lambda batch: "ab"}, "sample_ids"),
+        ({"sample_ids": lambda batch: [1]}, "sample_ids"),
+        ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
+        ({"sample_ids": lambda batch: [1, "a"]}, "integers"),
+    ],
+)
+def test_options_that_can_not_be_followed(options, match):
+    with pytest.raises(CollectError, match=match):
+        recorder("0").collect(batches(2), **options)
+
+
+def test_ids_of_two_kinds():
+    ids = iter([[1, 2], ["a"]])
+    with pytest.raises(CollectError, match="mixed"):
+        recorder("0").collect(batches(2, 1), sample_ids=lambda batch: next(ids))
+
+
+def test_inputs_without_a_tensor():
+    class Constant(nn.Module):
+        def forward(self, size):
+            return torch.ones(size, 2)
+
+    rnet = Recorder(Constant(), input_data=[3])
+    rnet.record("0-1")
+    with pytest.raises(CollectError, match="sample_ids"):
+        rnet.collect([3], to_inputs=lambda batch: (batch,))
+    made = rnet.collect([3], to_inputs=lambda n: (n,), sample_ids=range)
+    assert made["0-1"].shape == (3, 2)
+
+
+def test_folder_that_already_holds_a_recording(tmp_path):
+    rnet, data = recorder("0"), batches(3, 2)
+    rnet.collect(data, store=f"disk:{tmp_path}/run")
+    with pytest.raises(RecordingError, match=r"resume=True"):
+        rnet.collect(data, store=f"disk:{tmp_path}/run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("all of it")
+    with pytest.raises(RecordingError, match="not empty"):
+        rnet.collect(data, store=f"disk:{tmp_path}/other")
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "all of it"
+
+
+class FailsLate(nn.Module):
+    """Fails in its ``fail_at``-th pass, behind a layer that has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.fail_at = self.passes = 0
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.passes += 1
+        if self.passes == self.fail_at:
+            raise RuntimeError("boom")
+        return out
+
+
+@pytest.mark.parametrize("reduce", [None, {"layer": [Mean(), Covariance()]}])
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_nothing_of_a_failed_batch_counts(chunk_bytes, reduce, tmp_path):
+    net = FailsLate()
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("layer", "0-1")
+    data = batches(3, 3, 3, 3)
+    store = Disk(tmp_path / "run", chunk_bytes=chunk_bytes)
+    net.passes, net.fail_at = 0, 3
+    with pytest.raises(RuntimeError, match="boom"):
+        rnet.collect(data, store=store, reduce=reduce)
+    if chunk_bytes == 1 or reduce is None:
+        # Durable before it failed, or saved afterwards where reductions had seen no part of it.
+        found = open_recording(tmp_path / "run")
+        assert not found.complete
+        assert found.num_samples == 6
+    else:
+        assert not (tmp_path / "run").exists()
+    net.fail_at = 0
+    resumed = rnet.collect(data, store=store, reduce=reduce, resume=True)
+    clean = rnet.collect(data, reduce=reduce)
+    assert resumed.complete
+    assert torch.equal(resumed["0-1"][:], clean["0-1"])
+    if reduce is not None:
+        assert torch.equal(resumed["layer"][0], clean["layer"][0])
+        # A commit joins the rows seen so far, so that sums are taken in another order.
+        torch.testing.assert_close(resumed["layer"][1], clean["layer"][1])
+        assert resumed["layer"][1].count == 12
+
+
+@pytest.mark.parametrize("reduce", [None, {"0-1": Mean()}])
+def test_a_batch_that_fails_leaves_nothing_in_measured_errors(reduce, tmp_path):
+    net = FailsLate()
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("layer", "0-1")
+    options = {"dtype": torch.bfloat16, "reduce": reduce}
+    data, store = batches(3, 3, 3, 3), Disk(tmp_path / "run")
+    net.passes, net.fail_at = 0, 3
+    with pytest.raises(RuntimeError, match="boom"):
+        rnet.collect(data, store=store, **options)
+    # The reduced layer is the net itself, which had not returned.
+    assert open_recording(tmp_path / "run").num_samples == 6
+    net.fail_at = 0
+    resumed = rnet.collect(data, store=store, resume=True, **options)
+    clean = rnet.collect(data, **options)
+    assert resumed.relative_errors == clean.relative_errors
+    assert 0 < clean.relative_errors["layer"] < 0.01
+    assert torch.equal(resumed["layer"][:], clean["layer"])
+    assert torch.equal(resumed["0-1"][:], clean["0-1"])
+
+
+def test_a_flow_that_changes_midway():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.skip = False
+
+        def forward(self, x):
+            return x if self.skip else self.inner(x)
+
+    net = Skips()
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("inner")
+
+    def loader():
+        yield torch.ones(2, 4)
+        net.skip = True
+        yield torch.ones(2, 4)
+
+    with pytest.raises(FlowError, match="inner"):
+        rnet.collect(loader())
+
+
+@pytest.mark.parametrize("reduce", [None, {"0": Mean()}])
+def test_a_loader_that_raises_midway(reduce, tmp_path):
+    rnet, data = recorder("0", "3"), batches(3, 2, 4)
+
+    def loader():
+        yield from data[:2]
+        raise ConnectionError("gone")
+
+    path = f"disk:{tmp_path}/run"
+    with pytest.raises(ConnectionError):
+        rnet.collect(loader(), store=path, reduce=reduce)
+    found = open_recording(tmp_path / "run")
+    assert found.num_samples == 5
+    assert not found.complete
+    assert torch.equal(found["3"][:], expected(rnet, data[:2])[1, 4])
+    resumed = rnet.collect(data, store=path, reduce=reduce, resume=True)
+    assert torch.equal(resumed["3"][:], expected(rnet, data)[1, 4])
+    if reduce:
+        assert torch.equal(resumed["0"], rnet.collect(data, reduce=reduce)["0"])
+
+    host = Host()
+    with pytest.raises(ConnectionError):
+        rnet.collect(loader(), store=host)
+    assert_same(rnet.collect(data, store=host), expected(rnet, data))
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    rnet, data = recorder("0", "3"), batches(8, 8, 8, 8)
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+    write, written = system.write, []
+
+    def full(descriptor, content):
+        written.append(len(content))
+        if len(written) > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(system, "write", full)
+        with pytest.raises(RecordingError, match="No space left") as caught:
+            rnet.collect(data, store=store)
+    assert caught.value.errno == errno.ENOSPC
+    durable = open_recording(tmp_path / "run").num_samples
+    assert 0 < durable < 32
+    resumed = rnet.collect(data, store=store, resume=True)
+    assert_same(resumed, expected(rnet, data))
+
+
+def test_hooks_are_in_order_after_an_error():
+    rnet, data = recorder("0"), batches(3, 2)
+    with pytest.raises(CollectError):
+        rnet.collect(data, transform=lambda activation, batch: None)
+    assert_same(rnet.collect(data), expected(rnet, data))
+    rnet.remove()
+    assert not any(module._forward_hooks for module in rnet.net.modules())

@@ -1,0 +1,277 @@
+"""Whatever ends a collection, or damages its folder: durable samples stay, or it is said why not.
+
+Where the environment variable `SCIO_RECORDER_FULL_CAMPAIGN` is set to something other than `0`,
+every byte and call and many more instants are tried.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scio_recorder import RecordingError, open_recording
+from scio_recorder.reductions import Fold
+from scio_recorder.stores import Disk
+from scio_recorder.stores.background import BackgroundWriter
+from scio_recorder.stores.disk_format import RunReader, RunWriter, system
+from scio_recorder.stores.state import pack
+from tests.recording.campaign import Job
+from tests.recording.nets import assert_same, batches, expected, recorder
+from tests.stores.disk_format.runs import calls_of
+from tests.stores.disk_format.test_faults import failing, problem_of
+
+FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch) -> None:
+    # No power is lost here, and waiting for the disk would take minutes.
+    monkeypatch.setattr(system, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("at_random_instants", 500 if FULL else 50),
+        ("at_every_call", 1),
+        ("at_every_call_of_a_resume", 1 if FULL else 5),
+    ],
+)
+def test_killed(kind, count, tmp_path):
+    command = [sys.executable, "-m", "tests.recording.campaign", kind, str(tmp_path), str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "from_then_on"), [(errno.EIO, False), (errno.ENOSPC, True)], ids=["EIO", "ENOSPC"]
+)
+def test_any_call_failing(code, from_then_on, tmp_path):
+    job = Job(4, 4, 3)
+    total = len(calls_of(lambda: job.collect(tmp_path / "clean")))
+    raised = 0
+    for target in range(total):
+        path = tmp_path / str(target)
+        with failing(target, code, from_then_on=from_then_on):
+            problem = problem_of(lambda path=path: job.collect(path))
+        if problem is not None:
+            assert problem.errno == code
+            assert str(tmp_path) in str(problem)
+            raised += 1
+        del problem
+        assert not alive()
+        job.check(path)
+        job.collect(path)
+        job.check(path, is_complete=True)
+    # Closing, removing what nobody needs and one failed sync of a file harm nobody.
+    assert raised > total // 3
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("scio-")]
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory) -> tuple[Job, Path]:
+    # Chunks of several blocks would take too long to flip; tests/stores/disk_format has those.
+    job, path = Job(40, 40, 3), tmp_path_factory.mktemp("collected") / "run"
+    job.collect(path)
+    return job, path
+
+
+def is_noticed(job: Job, path: Path) -> bool:
+    """Whether damage is reported; if it is not, it must have done no harm."""
+    problem = problem_of(lambda: job.check(path, is_complete=True))
+    assert problem is None or str(path) in str(problem)
+    return problem is not None
+
+
+@pytest.mark.parametrize("name", ["recording.json", "manifest.json", "journal.log"])
+def test_a_flip_or_an_end_in_what_describes_the_data(collected, name):
+    job, path = collected
+    file = next(path.rglob(name))
+    content, dice = file.read_bytes(), random.Random(0)
+    for position in range(0, len(content), 1 if FULL else 29):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << dice.randrange(8)
+        file.write_bytes(flipped)
+        assert is_noticed(job, path), f"a flip in byte {position} of {name}"
+        file.write_bytes(content[:position])
+        assert is_noticed(job, path), f"{position} bytes of {name}"
+    file.write_bytes(content)
+    assert not is_noticed(job, path)
+
+
+def test_a_flip_or_an_end_in_data(collected):
+    job, path = collected
+    files = {file: file.read_bytes() for file in sorted(path.rglob("chunk-*"))}
+    dice = random.Random(0)
+    for attempt in range(10_000 if FULL else 200):
+        file = dice.choice(list(files))
+        content = bytearray(files[file])
+        position = dice.randrange(len(content))
+        content[position] ^= 1 << dice.randrange(8)
+        file.write_bytes(content[:position] if attempt % 10 == 0 else content)
+        noticed = is_noticed(job, path)
+        file.write_bytes(files[file])
+        # A state that was replaced is kept for the case that its successor is lost, and not read.
+        assert noticed or is_old_state(path, file)
+    assert not is_noticed(job, path)
+
+
+def is_old_state(path: Path, file: Path) -> bool:
+    with RunReader(path) as reader:
+        return all(Path(report.name).name != file.name for report in reader.verify())
+
+
+def test_a_slow_disk_holds_the_loop_back_and_drops_nothing(monkeypatch, tmp_path):
+    rnet, data = recorder("0", "2.first"), batches(4, 4, 3, 4, 4)
+    append, taken, durable, writers = RunWriter.append, [], [], set()
+
+    def slowly(self, *arguments, **keywords):
+        # One chunk is being written and one is full: that far the loop comes, and no further.
+        most = min(len(durable) + 2, len(data))
+        deadline = time.monotonic() + 60
+        while len(taken) < most and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(taken) == most
+        append(self, *arguments, **keywords)
+        writers.add(threading.current_thread())
+        durable.append(1)
+
+    monkeypatch.setattr(RunWriter, "append", slowly)
+    loader = (taken.append(1) or batch for batch in data)
+    recording = rnet.collect(loader, store=Disk(tmp_path / "run", chunk_bytes=1))
+    assert_same(recording, expected(rnet, data))
+    assert len(durable) == len(data)
+    assert len(writers) == 1
+    assert threading.current_thread() not in writers
+    assert not alive()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ConnectionError])
+def test_an_exception_in_the_loop_leaves_whole_commits_and_no_thread(kind, monkeypatch, tmp_path):
+    rnet, data = recorder("0", "2.first"), batches(4, 4, 3)
+    append, raising = RunWriter.append, threading.Event()
+
+    def late(self, *arguments, **keywords):
+        assert raising.wait(60)
+        time.sleep(0.02)
+        append(self, *arguments, **keywords)
+
+    def loader():
+        yield data[0]
+        # The first chunk is being written now.
+        raising.set()
+        raise kind
+
+    monkeypatch.setattr(RunWriter, "append", late)
+    with pytest.raises(kind) as caught:
+        rnet.collect(loader(), store=Disk(tmp_path / "run", chunk_bytes=1))
+    assert not alive()
+    assert open_recording(tmp_path / "run", verify=True).num_samples == 4
+    # The lock is free, though the exception still refers to all that was under way.
+    assert caught.value is not None
+    resumed = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1), resume=True)
+    assert_same(resumed, expected(rnet, data))
+
+
+def test_after_a_chunk_that_failed_nothing_more_is_written(monkeypatch, tmp_path):
+    # The loop has gone on meanwhile: what is staged by then must not follow the gap.
+    rnet, data = recorder("0", "2.first"), batches(4, 4, 4, 4)
+    append, numbers = RunWriter.append, []
+
+    def failing_once(self, *arguments, **keywords):
+        numbers.append(1)
+        if len(numbers) == 2:
+            raise RecordingError("the disk is full")
+        append(self, *arguments, **keywords)
+
+    def loader():
+        yield from data[:3]
+        raise ConnectionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "append", failing_once)
+        with pytest.raises((RecordingError, ConnectionError)):
+            rnet.collect(loader(), store=Disk(tmp_path / "run", chunk_bytes=100))
+    assert len(numbers) == 2
+    assert open_recording(tmp_path / "run").sample_ids == list(range(4))
+    resumed = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1), resume=True)
+    assert_same(resumed, expected(rnet, data))
+
+
+def test_the_state_is_that_of_the_samples_committed_with_it(monkeypatch, tmp_path):
+    # The accumulator that was handed over is added to while its chunk is being written.
+    rnet, data = recorder("0", "3"), batches(4, 4, 4)
+    calls, reduced_twice = [], threading.Event()
+
+    def add(total: Any, activation: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        added = activation.sum(0) if total is None else total.add_(activation.sum(0))
+        if len(calls) == 2:
+            reduced_twice.set()
+        return added
+
+    append, states = RunWriter.append, []
+
+    def late(self, *arguments, state, **keywords):
+        assert reduced_twice.wait(60)
+        append(self, *arguments, state=state, **keywords)
+        states.append(state["0"].clone())
+
+    monkeypatch.setattr(RunWriter, "append", late)
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+    rnet.collect(data, store=store, reduce={"3": Fold(add, merge=torch.add)})
+    sums = [batch.sum(0) for batch in expected(rnet, data)[1, 4].split(4)]
+    assert torch.equal(states[0], sums[0])
+    assert torch.equal(states[1], sums[0] + sums[1])
+    assert torch.equal(states[2], sums[0] + sums[1] + sums[2])
+
+
+def test_a_failure_is_raised_at_every_later_call():
+    def fail() -> RunWriter:
+        raise RecordingError("the disk is gone")
+
+    writer = BackgroundWriter("folder", fail)
+    writer.append({}, range(0), {})
+    for call in (writer.wait, writer.wait, writer.finish, lambda: writer.append({}, range(1), {})):
+        with pytest.raises(RecordingError, match="gone"):
+            call()
+    writer.close()
+    assert not alive()
+
+
+def test_a_state_is_copied_when_it_is_packed():
+    state = {"sum": torch.ones(2), "parts": [torch.ones(1)]}
+    packed = pack(state)
+    state["sum"].zero_()
+    state["parts"][0].zero_()
+    assert packed["0"].tolist() == [1, 1]
+    assert packed["1"].tolist() == [1]
+
+
+def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
+    owned = BackgroundWriter("folder", lambda: pytest.fail("never begun"))
+    owned._owner = os.getpid() + 1
+    with pytest.raises(RecordingError, match="process that opened it"):
+        owned.append({}, range(0), {}, None)
+    owned.close()
+
+
+def test_a_batch_larger_than_those_before_makes_both_memories_grow(tmp_path):
+    rnet, data = recorder("0"), batches(2, 2, 2, 50, 3, 70, 1, 200)
+    recording = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1))
+    assert_same(recording, expected(rnet, data))

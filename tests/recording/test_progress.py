@@ -1,0 +1,108 @@
+"""The progress bar: what it tells on a terminal, and that it is silent anywhere else."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from scio_recorder.recording.collect import progress
+from tests.recording.nets import batches, recorder
+
+
+class Slow:
+    """A loader that gives time to look at the bar."""
+
+    def __init__(self, data: list[Tensor], *, is_known: bool = True) -> None:
+        self.data = data
+        self.is_known = is_known
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in self.data:
+            time.sleep(0.01)
+            yield batch
+
+    def __len__(self) -> int:
+        if not self.is_known:
+            raise TypeError("no length")
+        return len(self.data)
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = True) -> io.StringIO:
+    text = io.StringIO()
+
+    def console(**options: Any) -> Console:
+        assert options == {"stderr": True}
+        return Console(file=text, force_terminal=is_terminal, width=120, color_system=None)
+
+    monkeypatch.setattr(progress, "Console", console)
+    return text
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_terminal_sees_batches_samples_bytes_and_times(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    text = shown(monkeypatch)
+    rnet = recorder("0")
+    rnet.collect(Slow(batches(*[50] * 8), is_known=is_known))
+    last = text.getvalue().split("\r")[-4:]
+    assert any("8/8" if is_known else "8/?" in line for line in last)
+    # Of 400 samples with 6 numbers each.
+    assert any("9.6 kB" in line for line in last)
+    assert any("samples/s" in line for line in last)
+    assert any("0:00:00" in line for line in last)
+
+
+def test_nothing_is_shown_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rnet, data = recorder("0"), batches(3, 2)
+    rnet.collect(data)
+    text = shown(monkeypatch, is_terminal=False)
+    rnet.collect(data)
+    assert text.getvalue() == ""
+    text = shown(monkeypatch)
+    rnet.collect(data, progress=False)
+    assert text.getvalue() == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_goes_when_a_batch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch)
+
+    def loader() -> Iterator[Tensor]:
+        yield from batches(3)
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        recorder("0").collect(loader())
+    # The cursor is shown again, and the line erased.
+    assert "\x1b[?25h" in text.getvalue()
+    assert text.getvalue().endswith("\x1b[2K")
+
+
+def test_samples_that_were_there_already_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rnet, data = recorder("0"), batches(3, 2, 4)
+
+    def loader() -> Iterator[Tensor]:
+        yield from data[:2]
+        raise KeyError("broken")
+
+    store = f"disk:{tmp_path / 'run'}"
+    with pytest.raises(KeyError):
+        rnet.collect(loader(), store=store)
+    text = shown(monkeypatch)
+    # The first six samples hold five that are durable.
+    rnet.collect(torch.cat(data).split(6), store=store, resume=True)
+    assert "96 bytes" in text.getvalue()
+    assert "216 bytes" not in text.getvalue()

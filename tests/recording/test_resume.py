@@ -1,0 +1,235 @@
+"""Going on after an interruption: every sample once, bit for bit, or a refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import CollectError, Recorder, RecordingError, open_recording
+from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
+from scio_recorder.stores import Disk
+from tests.recording.nets import assert_same, batches, expected, recorder
+
+
+def interrupted(rnet, data, path, after, **options):
+    """Collect until the loader fails after some batches."""
+
+    def loader():
+        yield from data[:after]
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        rnet.collect(loader(), store=Disk(path, chunk_bytes=100), **options)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_resumed_from_every_state(after, tmp_path):
+    rnet, data = recorder(), batches(4, 4, 3, 4)
+    path = tmp_path / "run"
+    interrupted(rnet, data, path, after)
+    store = Disk(path, chunk_bytes=100)
+    for attempt in range(2):
+        seen = []
+        loader = (seen.append(x) or x for x in data)
+        recording = rnet.collect(loader, store=store, resume=True)
+        assert_same(recording, expected(rnet, data))
+        assert recording.sample_ids == list(range(15))
+        assert recording.complete
+        # Complete: nothing is run, nothing is looked at.
+        assert bool(seen) is (attempt == 0)
+
+
+def test_skipped_batches_are_not_run(tmp_path):
+    rnet, data = recorder("0"), batches(4, 4, 3, 4)
+    interrupted(rnet, data, tmp_path / "run", 2)
+    passes = []
+    handle = rnet.net.register_forward_hook(lambda *call: passes.append(1))
+    rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True)
+    handle.remove()
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2, 2, 3), (15,), (5, 5, 5), (7, 8)])
+def test_resumed_with_another_batch_size(sizes, tmp_path):
+    # A net that gives the same bits for a sample whatever it is batched with.
+    rnet = recorder("0", "1", net=nn.Sequential(nn.ReLU(), nn.Flatten()))
+    data = batches(4, 4, 3, 4)
+    reduce = {"1": Fold(lambda a, x: (a or 0) + len(x), merge=lambda a, b: a + b)}
+    interrupted(rnet, data, tmp_path / "run", 2, reduce=reduce)
+    other = torch.cat(data).split(sizes)
+    recording = rnet.collect(other, store=f"disk:{tmp_path}/run", resume=True, reduce=reduce)
+    assert torch.equal(recording["0"][:], torch.cat(data).relu())
+    assert recording.sample_ids == list(range(15))
+    assert recording["1"] == 15
+
+
+def test_a_batch_in_part_durable_is_refused_where_the_batch_is_read(tmp_path):
+    rnet, data = recorder("0", "3"), [(x, (x[:, 0] > 0).long()) for x in batches(4, 4, 4)]
+    reduce = {"0": Mean(by=lambda batch: batch[1])}
+    interrupted(rnet, data, tmp_path / "run", 1, reduce=reduce)
+    together = [tuple(torch.cat(column) for column in zip(*data, strict=True))]
+    with pytest.raises(CollectError, match="batch size"):
+        rnet.collect(together, store=f"disk:{tmp_path}/run", resume=True, reduce=reduce)
+    resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, reduce=reduce)
+    clean = rnet.collect(data, reduce=reduce)
+    assert all(torch.equal(resumed["0"][label], clean["0"][label]) for label in (0, 1))
+
+
+def test_reductions_go_on_bit_for_bit(tmp_path):
+    rnet, data = recorder(), batches(40, 4, 31, 4)
+    reduce = {"0": [Moments(), Covariance()], "1": Mean()}
+    options = {"reduce": reduce, "dtype": torch.float16}
+    interrupted(rnet, data, tmp_path / "run", 3, **options)
+    resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, **options)
+    clean = rnet.collect(data, **options)
+    assert torch.equal(resumed["0"][0].variance, clean["0"][0].variance)
+    # A commit joins the rows seen so far, so that sums are taken in another order.
+    torch.testing.assert_close(resumed["0"][1], clean["0"][1])
+    assert torch.equal(resumed["1"], clean["1"])
+    assert resumed.relative_errors == clean.relative_errors
+    again = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, **options)
+    assert again.relative_errors == clean.relative_errors
+    assert torch.equal(again["1"], clean["1"])
+
+
+def other_weights(rnet):
+    with torch.no_grad():
+        rnet.net[0].bias[0] += 1
+
+
+def training(rnet):
+    rnet.net.train()
+
+
+def partly_training(rnet):
+    rnet.net[2].act.train()
+
+
+def doubled(activation, batch):
+    return activation * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "match"),
+    [
+        (training, {}, "the net was in eval mode and is in train mode"),
+        (partly_training, {}, "is in eval mode, but for '2.act'"),
+        (lambda rnet: None, {"transform": {"3": doubled}}, "transform were none and are 1-4"),
+        (lambda rnet: None, {"to_inputs": lambda batch: batch}, "to_inputs"),
+        (lambda rnet: None, {"sample_ids": lambda batch: range(len(batch))}, "sample_ids"),
+        (lambda rnet: rnet.record("0", "3", inputs=True), {}, "inputs"),
+        (lambda rnet: rnet.record("0", "2"), {}, "layers"),
+        (lambda rnet: rnet.record("0"), {}, "layers"),
+        (lambda rnet: None, {"dtype": torch.float16}, "dtype"),
+        (lambda rnet: None, {"reduce": {"0": Mean()}}, "reductions"),
+        (lambda rnet: None, {"every": 2}, "every"),
+        (other_weights, {}, "weights"),
+    ],
+)
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_differs_is_refused(change, options, match, complete, tmp_path):
+    rnet, data = recorder("0", "3"), batches(4, 4, 3)
+    if complete:
+        rnet.collect(data, store=f"disk:{tmp_path}/run")
+    else:
+        interrupted(rnet, data, tmp_path / "run", 1)
+    before = [torch.clone(open_recording(tmp_path / "run")[k]) for k in ("0", "3")]
+    change(rnet)
+    with pytest.raises(RecordingError, match=match):
+        rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, **options)
+    after = open_recording(tmp_path / "run")
+    assert all(torch.equal(one, after[k][:]) for one, k in zip(before, ("0", "3"), strict=True))
+
+
+def test_other_layers_with_a_transform_and_another_autocast_are_refused(tmp_path):
+    rnet, data = recorder("0", "3"), batches(4, 4, 3)
+    options = {"store": f"disk:{tmp_path}/run", "resume": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        interrupted(rnet, data, tmp_path / "run", 1, transform={"0": doubled})
+        with pytest.raises(RecordingError, match="transform were 1-1 and are 1-4"):
+            rnet.collect(data, transform={"3": doubled}, **options)
+    with pytest.raises(RecordingError, match="autocast was bfloat16 on cpu and is off"):
+        rnet.collect(data, transform={"0": doubled}, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        resumed = rnet.collect(data, transform={"0": doubled}, **options)
+        clean = rnet.collect(data, transform={"0": doubled})
+    assert torch.equal(resumed["0"][:], clean["0"])
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 1), (-4, 4)), ((0, 1), None), (None, (0, 1))])
+def test_a_histogram_over_another_range_is_refused(first, second, tmp_path):
+    rnet, data = recorder("0"), batches(4, 4, 3)
+    options = {"store": f"disk:{tmp_path}/run", "resume": True}
+    interrupted(rnet, data, tmp_path / "run", 1, reduce=Histogram(4, range=first))
+    with pytest.raises(RecordingError, match=r"range"):
+        rnet.collect(data, reduce=Histogram(4, range=second), **options)
+    resumed = rnet.collect(data, reduce=Histogram(4, range=first), **options)["0"]
+    clean = rnet.collect(data, reduce=Histogram(4, range=first))["0"]
+    assert torch.equal(resumed.counts, clean.counts)
+    assert torch.equal(resumed.edges, clean.edges)
+
+
+def test_statistics_that_every_pass_changes_do_not_forbid_to_resume(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()).train()
+    rnet, data = Recorder(net, input_size=(2, 4), mode="train"), batches(4, 4, 3)
+    rnet.record("*")
+    wanted = expected(rnet, data)
+    interrupted(rnet, data, tmp_path / "run", 2)
+    resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True)
+    assert_same(resumed, wanted)
+    net.eval()
+    # Here they decide what is returned.
+    interrupted(rnet, data, tmp_path / "other", 2)
+    net[1].running_mean += 1
+    with pytest.raises(RecordingError, match="weights"):
+        rnet.collect(data, store=f"disk:{tmp_path}/other", resume=True)
+
+
+def test_samples_of_another_shape_are_refused(tmp_path):
+    rnet, data = recorder("0"), batches(4, 4)
+    interrupted(rnet, data, tmp_path / "run", 1, transform=doubled)
+    transform = lambda activation, batch: activation[:, :1]  # noqa: E731
+    with pytest.raises(RecordingError, match="same data and transform"):
+        rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, transform=transform)
+
+
+def test_another_architecture_is_refused(tmp_path):
+    interrupted(recorder("0"), batches(4, 4), tmp_path / "run", 1)
+    other = Recorder(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), input_size=(1, 4))
+    other.record("0")
+    with pytest.raises(RecordingError, match="another architecture"):
+        other.collect(batches(4, 4), store=f"disk:{tmp_path}/run", resume=True)
+
+
+def test_another_input_size_at_labelling_is_the_same_architecture(tmp_path):
+    rnet, data = recorder("0"), batches(4, 4)
+    interrupted(rnet, data, tmp_path / "run", 1)
+    again = Recorder(rnet.net, input_size=(7, 4))
+    again.record("0")
+    resumed = again.collect(data, store=f"disk:{tmp_path}/run", resume=True)
+    assert_same(resumed, expected(rnet, data))
+
+
+def test_another_order_or_a_shorter_loader_is_refused(tmp_path):
+    rnet, data = (
+        recorder("0"),
+        [(x, [f"{i}-{j}" for j in range(4)]) for i, x in enumerate(batches(4, 4, 4))],
+    )
+    options = {"sample_ids": lambda batch: batch[1]}
+    interrupted(rnet, data, tmp_path / "run", 2, **options)
+    store = f"disk:{tmp_path}/run"
+    with pytest.raises(CollectError, match="same order"):
+        rnet.collect(data[::-1], store=store, resume=True, **options)
+    with pytest.raises(CollectError, match="same loader"):
+        rnet.collect(data[:1], store=store, resume=True, **options)
+    resumed = rnet.collect(data, store=store, resume=True, **options)
+    assert_same(resumed, expected(rnet, [x for x, _ in data]))
+
+
+def test_thinned_runs_resume(tmp_path):
+    rnet, data = recorder("0"), batches(4, 4, 3, 4, 2, 5)
+    interrupted(rnet, data, tmp_path / "run", 3, every=2)
+    resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, every=2)
+    assert_same(resumed, expected(rnet, data[::2]))
+    assert resumed.sample_ids == [0, 1, 2, 3, 8, 9, 10, 15, 16]

@@ -1,0 +1,157 @@
+"""Small recordings whose every value follows from its sample id, and what must hold of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from scio_recorder.stores.disk_format import (
+    RunReader,
+    RunWriter,
+    TensorSpec,
+    holds_recording,
+    system,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LAYERS = {
+    "1-1": TensorSpec((3,), torch.float32),
+    "2-1": TensorSpec((2, 2), torch.bfloat16),
+    "label": TensorSpec((), torch.int64),
+    "nothing": TensorSpec((0, 4), torch.float16),
+}
+HEADER = {"fingerprint": "abc", "settings": {"every": 1, "scale": 0.1}}
+CHUNKS = ((0, 3), (3, 5), (5, 9))
+NUM_SAMPLES = 9
+SYSTEM_CALLS = tuple(system.__all__)
+
+
+def rows(start: int, stop: int) -> dict[str, torch.Tensor]:
+    numbers = range(start, stop)
+    return {
+        "1-1": torch.tensor([[i, i + 0.25, -i] for i in numbers]).view(-1, 3),
+        "2-1": torch.tensor([[[i, 2 * i], [3 * i, 4 * i]] for i in numbers])
+        .view(-1, 2, 2)
+        .bfloat16(),
+        "label": torch.tensor([i * i for i in numbers], dtype=torch.int64),
+        "nothing": torch.empty(stop - start, 0, 4, dtype=torch.float16),
+    }
+
+
+def state_after(count: int) -> dict[str, Any]:
+    """What a running sum over the first ``count`` samples would commit."""
+    total = torch.tensor(sum(range(count)), dtype=torch.float64)
+    return {"total": total, "count": count, "note": {"seen": [count]}}
+
+
+def start(path: Path) -> RunWriter:
+    begin = RunWriter.resume if holds_recording(path) else RunWriter.create
+    return begin(path, layers=LAYERS, header=HEADER)
+
+
+def write_rest(path: Path, durable: list[int], *, finish: bool = True, step: int = 0) -> None:
+    """Write what is not durable yet; ``durable`` receives each count that the writer reports.
+
+    With a ``step`` there is no end to it.
+    """
+    with start(path) as writer:
+        durable.append(writer.durable)
+        bounds = ((i, i + step) for i in itertools.count(0, step)) if step else CHUNKS
+        for first, last in bounds:
+            if last > writer.durable:
+                begin = max(first, writer.durable)
+                ids = range(begin, last)
+                writer.append(rows(begin, last), ids, state=state_after(last))
+                durable.append(writer.durable)
+        if finish:
+            writer.finish()
+
+
+def make_run(path: Path, *, finish: bool = True) -> Path:
+    write_rest(path, [], finish=finish)
+    return path
+
+
+def check_contents(path: Path, *, with_state: bool = True) -> int:
+    """Compare everything that the recording holds with the rule; return how many samples."""
+    with RunReader(path) as reader:
+        count = reader.num_samples
+        assert list(reader.sample_ids) == list(range(count))
+        assert reader.header == HEADER
+        for name, expected in rows(0, count).items():
+            found = reader.read(name, 0, count)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        if count and with_state:
+            assert reader.read_state() == state_after(count)
+        return count
+
+
+def check_complete(path: Path) -> None:
+    with RunReader(path, verify=True) as reader:
+        assert reader.complete
+    assert check_contents(path) == NUM_SAMPLES
+
+
+def finish_and_check(path: Path) -> None:
+    """Resume, if there is anything left to write, and find every sample once."""
+    if not holds_recording(path) or not is_complete(path):
+        write_rest(path, [])
+    check_complete(path)
+
+
+def is_complete(path: Path) -> bool:
+    with RunReader(path) as reader:
+        return reader.complete
+
+
+@contextmanager
+def intercepted(
+    act: Callable[[int, str, Callable[[], Any], tuple[Any, ...]], Any],
+) -> Iterator[None]:
+    """Hand every system call of the disk format to ``act(number, name, call, arguments)``.
+
+    Those of the block alone: what earlier tests left behind is not closed meanwhile.
+    """
+    numbers = itertools.count()
+
+    def stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            def go_on() -> Any:
+                return original(*arguments, **keywords)
+
+            return act(next(numbers), name, go_on, arguments)
+
+        return call
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in SYSTEM_CALLS:
+                patch.setattr(system, name, stand_in(name, getattr(system, name)))
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def calls_of(work: Callable[[], object]) -> list[str]:
+    """Return the system calls that ``work`` makes, in order."""
+    names: list[str] = []
+
+    def act(number: int, name: str, go_on: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        names.append(name)
+        return go_on()
+
+    with intercepted(act):
+        work()
+    return names

@@ -1,0 +1,284 @@
+"""Every system call of a short run fails once, or from then on, and nothing durable is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format import RunReader, RunWriter, holds_recording
+from tests.stores.disk_format.runs import (
+    CHUNKS,
+    HEADER,
+    LAYERS,
+    NUM_SAMPLES,
+    calls_of,
+    check_complete,
+    check_contents,
+    finish_and_check,
+    intercepted,
+    make_run,
+    rows,
+    start,
+    state_after,
+    write_rest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What a full disk still allows.
+HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "ftruncate", "list_names", "pread", "pread_into"}
+HARMLESS_WHEN_FULL |= {"stat", "unlink", "rename", "fsync"}
+
+
+def failing(target: int, code: int, *, from_then_on: bool = False) -> Any:
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "close":
+            go_on()
+        full = from_then_on and number > target and name not in HARMLESS_WHEN_FULL
+        if full and (name != "open_file" or arguments[1] & os.O_CREAT):
+            raise OSError(code, os.strerror(code))
+        if number == target:
+            raise OSError(code, os.strerror(code))
+        return None if name == "close" else go_on()
+
+    return intercepted(act)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
+
+
+@pytest.fixture(scope="module")
+def num_calls(tmp_path_factory) -> int:
+    folder = tmp_path_factory.mktemp("count")
+    return len(calls_of(lambda: write_rest(folder / "run", [])))
+
+
+@pytest.mark.parametrize(
+    ("code", "from_then_on"),
+    [(errno.EIO, False), (errno.ENOSPC, False), (errno.ENOSPC, True), (errno.EDQUOT, True)],
+)
+def test_any_call_failing_in_a_write(tmp_path, num_calls, code, from_then_on):
+    assert num_calls > 60
+    before = descriptors()
+    raised = 0
+    for target in range(num_calls):
+        path = tmp_path / str(target)
+        durable = [0]
+        with failing(target, code, from_then_on=from_then_on):
+            problem = problem_of(lambda path=path, durable=durable: write_rest(path, durable))
+        if problem is not None:
+            raised += 1
+            assert problem.errno == code
+            assert str(tmp_path) in str(problem)
+            del problem
+        assert descriptors() == before
+        if holds_recording(path):
+            assert check_contents(path) >= durable[-1]
+        else:
+            assert durable == [0]
+        finish_and_check(path)
+        shutil.rmtree(path)
+    # Closing, removing what nobody needs and one failed sync of a file harm nobody.
+    assert raised > num_calls // 2
+
+
+def test_any_call_failing_in_a_read(tmp_path):
+    path = make_run(tmp_path / "run")
+    count = len(calls_of(lambda: check_complete(path)))
+    assert count > 40
+    for target in range(count):
+        with failing(target, errno.EIO):
+            problem = problem_of(lambda: check_complete(path))
+        assert problem is None or "Input/output error" in str(problem)
+    check_complete(path)
+
+
+def problem_of(work: Callable[[], None]) -> RecordingError | None:
+    try:
+        work()
+    except RecordingError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_calls_that_take_or_give_less_than_asked(tmp_path, most):
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "write":
+            return os.write(arguments[0], arguments[1][:most])
+        if name == "pread":
+            return os.pread(arguments[0], min(most, arguments[1]), arguments[2])
+        if name == "pread_into":
+            return os.preadv(arguments[0], [arguments[1][:most]], arguments[2])
+        return go_on()
+
+    with intercepted(act):
+        check_complete(make_run(tmp_path / "run"))
+    check_complete(tmp_path / "run")
+
+
+def test_a_chunk_whose_sync_failed_is_written_again_under_a_new_name(tmp_path):
+    failed = []
+
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        # Chunk files are synced in a thread of their own.
+        if name == "fsync" and not failed and threading.current_thread() is not main:
+            failed.append(number)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go_on()
+
+    main = threading.current_thread()
+    with start(tmp_path / "run") as writer, intercepted(act):
+        writer.append(rows(0, 3), range(3))
+    assert failed
+    names = sorted(file.name for file in tmp_path.glob("run/shard-*/chunk-*"))
+    assert names == ["chunk-00000001.safetensors"]
+    assert check_contents(tmp_path / "run", with_state=False) == 3
+
+
+def test_a_full_disk_can_be_waited_out(tmp_path):
+    def full(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "write" and len(arguments[1]) > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return go_on()
+
+    path = tmp_path / "run"
+    with start(path) as writer:
+        writer.append(rows(0, 3), range(3), state=state_after(3))
+        for _ in range(2):
+            with intercepted(full), pytest.raises(RecordingError, match="No space left"):
+                writer.append(rows(3, 9), range(3, 9), state=state_after(9))
+        assert writer.durable == check_contents(path) == 3
+        writer.append(rows(3, 9), range(3, 9), state=state_after(9))
+        writer.finish()
+    check_complete(path)
+
+
+def test_after_its_journal_failed_a_writer_takes_no_more(tmp_path):
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "write" and b'"kind":"chunk"' in bytes(arguments[1]):
+            os.write(arguments[0], bytes(arguments[1])[:50])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go_on()
+
+    path = tmp_path / "run"
+    with start(path) as writer:
+        writer.append(rows(0, 3), range(3), state=state_after(3))
+        with intercepted(act), pytest.raises(RecordingError, match="Input/output"):
+            writer.append(rows(3, 5), range(3, 5))
+        for call in (lambda: writer.append(rows(3, 5), range(3, 5)), writer.finish):
+            with pytest.raises(RecordingError, match="resume the recording"):
+                call()
+        assert writer.durable == 3
+    assert check_contents(path) == 3
+    finish_and_check(path)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_never_commits_twice(tmp_path, when):
+    # Ctrl-C, at each call of one commit; the caller carries on with the same writer.
+    def interrupting(target: int) -> Any:
+        def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+            if when == "after":
+                result = go_on()
+            if number == target:
+                raise KeyboardInterrupt
+            return result if when == "after" else go_on()
+
+        return intercepted(act)
+
+    refused = 0
+    for target in range(40):
+        path = tmp_path / str(target)
+        with start(path) as writer:
+            writer.append(rows(0, 3), range(3), state=state_after(3))
+            try:
+                with interrupting(target):
+                    writer.append(rows(3, 9), range(3, 9), state=state_after(9))
+            except KeyboardInterrupt:
+                try:
+                    writer.append(rows(3, 9), range(3, 9), state=state_after(9))
+                except RecordingError:
+                    refused += 1
+        finish_and_check(path)
+    assert refused
+
+
+def test_finishing_can_be_tried_again(tmp_path):
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "open_file" and "manifest" in arguments[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return go_on()
+
+    path = tmp_path / "run"
+    with start(path) as writer:
+        for first, last in CHUNKS:
+            writer.append(rows(first, last), range(first, last), state=state_after(last))
+        with intercepted(act), pytest.raises(RecordingError, match="No space left"):
+            writer.finish()
+        with pytest.raises(RecordingError, match="finished"):
+            writer.append(rows(0, 1), [0])
+        writer.finish()
+    assert (path / "manifest.json").exists()
+    check_complete(path)
+
+
+def test_what_is_synced_before_what(tmp_path):
+    events: list[str] = []
+    names: dict[int, str] = {}
+
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "open_file":
+            descriptor = go_on()
+            names[descriptor] = str(arguments[0]).rsplit("/", 1)[-1]
+            return descriptor
+        if name == "write":
+            events.append(f"write {names[arguments[0]]}")
+        elif name == "fsync":
+            events.append(f"sync {names[arguments[0]]}")
+        elif name == "rename":
+            events.append(f"rename to {arguments[1]}")
+        return go_on()
+
+    path = tmp_path / "run"
+    with intercepted(act), RunWriter.create(path, layers=LAYERS, header=HEADER) as writer:
+        assert f"sync {tmp_path.name}" in events
+        created = events.index("rename to recording.json")
+        assert events[created - 1 : created + 2] == [
+            "sync recording.json.00000.tmp",
+            "rename to recording.json",
+            "sync run",
+        ]
+        events.clear()
+        writer.append(rows(0, NUM_SAMPLES), range(NUM_SAMPLES))
+    kept = [event for event in events if event != "write chunk-00000000.safetensors.tmp"]
+    assert kept == [
+        "sync chunk-00000000.safetensors.tmp",
+        "rename to chunk-00000000.safetensors",
+        "sync shard-00000-00000",
+        "write journal.log",
+        "sync journal.log",
+    ]
+
+
+def test_a_reader_needs_no_more_than_reading(tmp_path):
+    path = make_run(tmp_path / "run")
+
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        reading = {"open_file", "fstat", "stat", "pread", "pread_into", "close", "list_names"}
+        assert name in reading
+        if name == "open_file":
+            writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+            assert not arguments[1] & writing
+        return go_on()
+
+    with intercepted(act), RunReader(path) as reader:
+        assert reader.read("label", 0, 9).tolist() == [i * i for i in range(9)]

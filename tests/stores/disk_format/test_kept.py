@@ -1,0 +1,207 @@
+"""What is kept of whole batches: with the samples or not at all, read one batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.disk_format import KeptBatches, RunReader, RunWriter
+from scio_recorder.stores.disk_format.records import KeptRecord
+from tests.stores.disk_format.by_the_book import read_kept, read_run
+from tests.stores.disk_format.runs import CHUNKS, HEADER, LAYERS, calls_of, intercepted, rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# Two batches a chunk, the second of the last chunk without samples.
+ROWS = ((2, 1), (1, 1), (4, 0))
+
+
+def kept(chunk: int) -> KeptBatches:
+    shared = torch.full((3,), chunk, dtype=torch.float16)
+    own = [torch.arange(chunk + 1), torch.ones(0, 2, dtype=torch.bool)]
+    values: list[Any] = [{"shared": 0, "own": 1, "chunk": chunk}, [{"shared": 0}, 2, "é\n"]]
+    return KeptBatches(ROWS[chunk], values, [shared, *own])
+
+
+def write(path: Path, *, chunks: range = range(3), finish: bool = True) -> None:
+    begin = RunWriter.resume if chunks.start else RunWriter.create
+    with begin(path, layers=LAYERS, header=HEADER) as writer:
+        for chunk in chunks:
+            ids = range(*CHUNKS[chunk])
+            writer.append(rows(*CHUNKS[chunk]), ids, state={"count": ids.stop}, kept=kept(chunk))
+        if finish:
+            writer.finish()
+
+
+def check(reader: RunReader, chunks: int = 3) -> None:
+    assert reader.kept.rows == [count for some in ROWS[:chunks] for count in some]
+    assert reader.num_samples == sum(reader.kept.rows)
+    for chunk in reversed(range(chunks)):
+        given = kept(chunk)
+        for number, value in enumerate(given.values):
+            found, tensor = reader.kept.read(2 * chunk + number)
+            assert found == value
+            for position, wanted in enumerate(given.tensors):
+                assert tensor(position).dtype == wanted.dtype
+                assert torch.equal(tensor(position), wanted)
+
+
+def test_round_trip_over_attempts(tmp_path: Path) -> None:
+    write(tmp_path / "run", chunks=range(1), finish=False)
+    with RunReader(tmp_path / "run") as reader:
+        check(reader, 1)
+    write(tmp_path / "run", chunks=range(1, 3))
+    with RunReader(tmp_path / "run", verify=True) as reader:
+        check(reader)
+        with pytest.raises(IndexError):
+            reader.kept.read(6)
+    files = sum(path.stat().st_size for path in (tmp_path / "run").glob("*/*.safetensors"))
+    with RunReader(tmp_path / "run") as reader:
+        assert 3 * 4096 < reader.kept.num_bytes < files
+
+
+def test_another_program_reads_it(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    ids, samples = read_run(tmp_path / "run")
+    assert ids == list(range(9))
+    assert all(len(tensor) == 9 for tensor in samples.values())
+    batches = read_kept(tmp_path / "run")
+    assert [count for count, _, _ in batches] == [2, 1, 1, 1, 4, 0]
+    for number, (_, value, tensors) in enumerate(batches):
+        given = kept(number // 2)
+        assert value == given.values[number % 2]
+        assert all(torch.equal(*pair) for pair in zip(tensors, given.tensors, strict=True))
+
+
+def test_without_layers(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", layers={}, header={}) as writer:
+        writer.append({}, range(3), kept=kept(0))
+        writer.finish()
+    with RunReader(tmp_path / "run", verify=True) as reader:
+        check(reader, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (KeptBatches([1], [0], []), r"\[1\] samples are kept with 3"),
+        (KeptBatches([3], [0, 1], []), "are kept with 3 samples"),
+        (KeptBatches([3], [{"a": float("nan")}], []), "not JSON compliant"),
+        (KeptBatches([3], [object()], []), "not JSON serializable"),
+        (KeptBatches([3], [0], [torch.ones(2).to_sparse()]), "plain memory"),
+        (KeptBatches([3], [eval("[" * 70 + "]" * 70)], []), "deeper than 64"),
+    ],
+    ids=["rows", "values", "number", "object", "tensor", "depth"],
+)
+def test_what_is_refused_leaves_the_writer_usable(
+    tmp_path: Path, given: KeptBatches, message: str
+) -> None:
+    with RunWriter.create(tmp_path / "run", layers=LAYERS, header=HEADER) as writer:
+        with pytest.raises(CollectError, match=message):
+            writer.append(rows(0, 3), range(3), kept=given)
+        assert writer.durable == 0
+        writer.append(rows(0, 3), range(3), kept=kept(0))
+        writer.finish()
+    with RunReader(tmp_path / "run", verify=True) as reader:
+        check(reader, 1)
+
+
+def test_with_some_chunks_only_is_damage(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", layers=LAYERS, header=HEADER) as writer:
+        writer.append(rows(0, 3), range(3), kept=kept(0))
+        writer.append(rows(3, 5), range(3, 5))
+        writer.finish()
+    with pytest.raises(RecordingError, match="of some batches and not of others"):
+        RunReader(tmp_path / "run")
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    with RunReader(tmp_path / "run") as reader:
+        name = reader.kept._places[1].record.file.name
+    file = tmp_path / "run" / "shard-00000-00000" / name
+    whole = file.read_bytes()
+    # The header's padding included.
+    for position in [*range(0, len(whole) - 200, 37), *range(len(whole) - 200, len(whole))]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        with RunReader(tmp_path / "run") as reader:
+            assert any(report.problem for report in reader.verify())
+            with pytest.raises(RecordingError, match="damaged"):
+                check(reader)
+    for size in (0, 8, 4096, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(RecordingError, match="were written"):
+            RunReader(tmp_path / "run")
+    file.unlink()
+    with pytest.raises(RecordingError, match="missing"):
+        RunReader(tmp_path / "run")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_samples_and_what_is_kept_of_them_are_both_there_or_both_not(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    outcomes = set()
+    for stop in range(len(calls_of(lambda: write(tmp_path / "whole")))):
+        path = tmp_path / str(stop)
+
+        def act(
+            number: int,
+            name: str,
+            go_on: Callable[[], Any],
+            arguments: Any,
+            stop: int = stop,
+        ) -> Any:
+            if number == stop:
+                raise error(5, name)
+            return go_on()
+
+        with contextlib.suppress(OSError, KeyboardInterrupt), intercepted(act):
+            write(path)
+        if (path / "recording.json").exists():
+            with RunReader(path, verify=True) as reader:
+                chunks = len(reader.kept.rows) // 2
+                check(reader, chunks)
+                outcomes.add(chunks)
+    assert outcomes == {0, 1, 2, 3}
+
+
+def spoil_rows(value: Any) -> None:
+    value["batches"] = [2, 2]
+
+
+def spoil_sign(value: Any) -> None:
+    value["batches"] = [4, -1]
+
+
+def spoil_text(value: Any) -> None:
+    value["tensors"][-1][1]["dtype"] = "int8"
+
+
+def spoil_name(value: Any) -> None:
+    value["tensors"][-1][0] = "batch-9"
+
+
+def spoil_file(value: Any) -> None:
+    value["file"] = None
+
+
+@pytest.mark.parametrize("spoil", [spoil_rows, spoil_sign, spoil_text, spoil_name, spoil_file])
+def test_records_that_contradict_themselves_are_refused(
+    tmp_path: Path, spoil: Callable[[Any], None]
+) -> None:
+    write(tmp_path / "run", chunks=range(1))
+    with RunReader(tmp_path / "run") as reader:
+        value = reader.kept._places[0].record.to_json()
+    assert KeptRecord.from_json(value, 3).to_json() == value
+    spoil(value)
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        KeptRecord.from_json(value, 3)

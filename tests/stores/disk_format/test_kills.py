@@ -1,0 +1,220 @@
+"""Killed at any instant, or robbed of power: every sample reported durable is still there.
+
+Two campaigns kill a writer: at each of its system calls, and at random instants. The second makes
+20 attempts, or 2000 where the environment variable `SCIO_RECORDER_FULL_CAMPAIGN` is set to
+something other than `0`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import stat
+import struct
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from scio_recorder.stores.disk_format import RunReader, RunWriter, holds_recording
+from tests.stores.disk_format.runs import (
+    calls_of,
+    check_contents,
+    finish_and_check,
+    intercepted,
+    write_rest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NUM_KILLS = 2000 if os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0" else 20
+
+
+class Reports(list[int]):
+    """Passes every count that is reported durable on to the parent process at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+
+    def append(self, count: int) -> None:
+        os.write(self.descriptor, struct.pack("q", count))
+
+
+def in_child(
+    work: Callable[[Reports], None], meanwhile: Callable[[int, int], bytes]
+) -> tuple[int, int]:
+    """Run ``work`` in a forked process; return its last report and its exit status.
+
+    ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
+    """
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # Forking a process with threads may deadlock in code that takes their locks; the child
+        # works on tensors of a few bytes, for which torch starts none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work(Reports(writing))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    reports = meanwhile(child, reading)
+    _, wait_status = os.waitpid(child, 0)
+    with open(reading, "rb") as stream:
+        reports += stream.read()
+    last = struct.unpack("q", reports[-8:])[0] if reports else 0
+    return last, wait_status
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between calls", "inside a write"])
+def test_killed_at_every_system_call(tmp_path, torn):
+    names = calls_of(lambda: write_rest(tmp_path / "count", []))
+    assert names.count("write") > 10
+    for target in [i for i, name in enumerate(names) if name == "write" or not torn]:
+        path = tmp_path / str(target)
+
+        def act(number: int, name: str, go_on: Any, arguments: Any, target: int = target) -> Any:
+            if number == target:
+                if torn:
+                    os.write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os._exit(9)
+            return go_on()
+
+        def work(reports: Reports, path: Path = path, act: Any = act) -> None:
+            with intercepted(act):
+                write_rest(path, reports)
+
+        durable, status = in_child(work, lambda child, reading: b"")
+        assert os.waitstatus_to_exitcode(status) == 9
+        survived(path, durable)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def test_killed_at_random_instants(tmp_path):
+    dice = random.Random(0)
+    counts = []
+    for attempt in range(NUM_KILLS):
+        path = tmp_path / str(attempt)
+
+        def work(reports: Reports, path: Path = path) -> None:
+            write_rest(path, reports, finish=False, step=2)
+
+        def kill(child: int, reading: int) -> bytes:
+            # After a random number of commits and then at a random instant, so that a slow disk
+            # does not have all writers killed before they began.
+            reports = [os.read(reading, 8) for _ in range(dice.randrange(12))]
+            time.sleep(dice.uniform(0, 0.005))
+            os.kill(child, signal.SIGKILL)
+            return b"".join(reports)
+
+        durable, status = in_child(work, kill)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        if holds_recording(path):
+            first = check_contents(path)
+            assert first >= durable
+            # A second writer goes on and is killed as well.
+            durable, status = in_child(work, kill)
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+            counts.append(check_contents(path))
+            assert counts[-1] >= max(first, durable)
+        shutil.rmtree(path, ignore_errors=True)
+    assert max(counts) > 9, "killed too early to have tested anything"
+
+
+def survived(path: Path, durable: int) -> None:
+    if holds_recording(path):
+        assert check_contents(path) >= durable
+    else:
+        assert durable == 0
+    finish_and_check(path)
+
+
+class PowerLossError(BaseException):
+    """Ends a run, whatever it catches."""
+
+
+class Disk:
+    """What a disk holds for certain: files and folders as they were when last synced."""
+
+    def __init__(self, root: Path, last_call: int) -> None:
+        self.root = root
+        self.last_call = last_call
+        self.synced: dict[int, bytes | dict[str, int]] = {}
+        self.paths: dict[int, str] = {}
+
+    def act(self, number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if number >= self.last_call:
+            raise PowerLossError
+        if name == "fsync":
+            self.sync(arguments[0])
+        return go_on()
+
+    def sync(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        # The descriptors of files are for writing only.
+        path = f"/proc/self/fd/{descriptor}"
+        if stat.S_ISDIR(status.st_mode):
+            with os.scandir(path) as entries:
+                self.synced[status.st_ino] = {entry.name: entry.inode() for entry in entries}
+        else:
+            with open(path, "rb") as stream:
+                self.synced[status.st_ino] = stream.read()
+
+    def restore(self, target: Path) -> None:
+        """Build the folder as it is found when the power is back."""
+        target.mkdir()
+        self._restore(target, self.synced.get(self.root.stat().st_ino, {}))
+
+    def _restore(self, folder: Path, entries: Any) -> None:
+        for name, inode in entries.items():
+            content = self.synced.get(inode, b"")
+            if isinstance(content, dict) or name.startswith("shard-"):
+                (folder / name).mkdir()
+                self._restore(folder / name, content or {})
+            else:
+                (folder / name).write_bytes(content)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+def test_power_lost_at_every_system_call(tmp_path):
+    num_calls = len(calls_of(lambda: write_rest(tmp_path / "count", [])))
+    for target in range(num_calls + 1):
+        path, found = tmp_path / f"lost-{target}", tmp_path / f"found-{target}"
+        path.mkdir()
+        disk = Disk(path, target)
+        durable = [0]
+        with intercepted(disk.act):
+            try:
+                write_rest(path, durable)
+                durable.append(9)
+            except PowerLossError:
+                assert target < num_calls
+        disk.restore(found)
+        survived(found, durable[-1])
+        if target >= num_calls:
+            assert (found / "manifest.json").exists()
+        shutil.rmtree(path)
+        shutil.rmtree(found)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+def test_power_lost_where_only_the_journal_is_written(tmp_path):
+    (tmp_path / "lost").mkdir()
+    disk = Disk(tmp_path / "lost", 10**6)
+    with intercepted(disk.act):
+        writer = RunWriter.create(tmp_path / "lost", layers={}, header={})
+        writer.append({}, [1, 2], state={"seen": 2})
+    disk.restore(tmp_path / "found")
+    writer.abort()
+    with RunReader(tmp_path / "found") as reader:
+        assert list(reader.sample_ids) == [1, 2]
+        assert reader.read_state() == {"seen": 2}

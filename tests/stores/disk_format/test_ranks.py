@@ -1,0 +1,114 @@
+"""Several ranks begin one recording: stopped anywhere, none of them keeps the others from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec, holds_recording
+from tests.stores.disk_format.runs import calls_of, intercepted
+from tests.stores.disk_format.test_faults import failing, problem_of
+from tests.stores.disk_format.test_kills import Reports, in_child
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYERS = {"x": TensorSpec((), torch.int64)}
+
+
+def begin(path: Path, rank: int) -> RunWriter:
+    return RunWriter.create(path, layers=LAYERS, header={}, world_size=2, rank=rank)
+
+
+def fill(path: Path, rank: int) -> None:
+    is_begun = False
+    if holds_recording(path):
+        with RunReader(path) as reader:
+            if rank in reader.complete_ranks:
+                return
+            is_begun = reader.has_begun(rank)
+    resume = partial(RunWriter.resume, path, layers=LAYERS, header={}, rank=rank)
+    with resume() if is_begun else begin(path, rank) as writer:
+        if not writer.durable:
+            writer.append({"x": torch.tensor([rank])}, [rank])
+        writer.finish()
+
+
+def check(path: Path) -> None:
+    with RunReader(path, verify=True) as reader:
+        assert reader.complete
+        assert reader.read("x", 0, 2).tolist() == [0, 1]
+        assert list(reader.sample_ids) == [0, 1]
+    for rank in range(2):
+        with RunReader(path, rank=rank) as part:
+            assert part.complete
+            assert part.read("x", 0, 1).tolist() == [rank]
+
+
+@pytest.mark.parametrize("is_joining", [False, True])
+def test_killed_at_every_system_call(tmp_path, is_joining):
+    def prepared(path: Path) -> Path:
+        if is_joining:
+            fill(path, 0)
+        return path
+
+    counted = prepared(tmp_path / "count")
+    total = len(calls_of(lambda: fill(counted, 1)))
+    assert total > 40
+    for target in range(total):
+        path = prepared(tmp_path / str(target))
+
+        def act(number: int, name: str, go_on: Any, arguments: Any, target: int = target) -> Any:
+            if number == target:
+                os._exit(9)
+            return go_on()
+
+        def work(reports: Reports, path: Path = path, act: Any = act) -> None:
+            with intercepted(act):
+                fill(path, 1)
+
+        _, status = in_child(work, lambda child, reading: b"")
+        assert os.waitstatus_to_exitcode(status) == 9
+        fill(path, 0)
+        fill(path, 1)
+        check(path)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_any_call_failing(tmp_path, code):
+    total = len(calls_of(lambda: fill(tmp_path / "count", 1)))
+    for target in range(total):
+        path = tmp_path / str(target)
+        with failing(target, code, from_then_on=code == errno.ENOSPC):
+            problem = problem_of(lambda path=path: fill(path, 1))
+        assert problem is None or (problem.errno == code and str(tmp_path) in str(problem))
+        del problem
+        fill(path, 0)
+        fill(path, 1)
+        check(path)
+
+
+def test_another_description_is_refused(tmp_path):
+    begin(tmp_path, 1).abort()
+    with pytest.raises(RecordingError, match="made for 2 processes, not 3"):
+        RunWriter.create(tmp_path, layers=LAYERS, header={}, world_size=3)
+    with pytest.raises(RecordingError, match="other settings"):
+        RunWriter.create(tmp_path, layers=LAYERS, header={"a": 1}, world_size=2)
+    with pytest.raises(RecordingError, match="already holds samples of rank 1"):
+        begin(tmp_path, 1)
+    with pytest.raises(RecordingError, match="there is no 2"):
+        begin(tmp_path, 2)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RecordingError, match="not empty"):
+        begin(tmp_path, 1)

@@ -1,0 +1,311 @@
+"""What a writer accepts and refuses, and who may write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec, holds_recording
+from tests.stores.disk_format.runs import (
+    HEADER,
+    LAYERS,
+    check_complete,
+    check_contents,
+    make_run,
+    rows,
+    start,
+    write_rest,
+)
+
+
+def create(path, **changes):
+    return RunWriter.create(path, **{"layers": LAYERS, "header": HEADER} | changes)
+
+
+def resume(path, **changes):
+    return RunWriter.resume(path, **{"layers": LAYERS, "header": HEADER} | changes)
+
+
+def test_creation_needs_an_empty_folder(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    with pytest.raises(RecordingError, match=r"not empty: it holds 'thesis\.tex'"):
+        create(tmp_path / "other")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordingError, match=r"file: (Not a directory|File exists)"):
+        create(tmp_path / "file")
+    make_run(tmp_path / "run")
+    with pytest.raises(RecordingError, match="already holds a recording"):
+        create(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    create(tmp_path / "empty").abort()
+    create(tmp_path / "deep" / "er" / "run").abort()
+    assert holds_recording(tmp_path / "deep" / "er" / "run")
+
+
+def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
+    with pytest.raises(RecordingError, match="No such file"):
+        resume(tmp_path / "nothing")
+    with pytest.raises(RecordingError, match="holds no recording"):
+        resume(tmp_path)
+    assert not holds_recording(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"header": {**HEADER, "fingerprint": "abd"}}, 'fingerprint is "abc" there and "abd" here'),
+        ({"header": {**HEADER, "settings": {"every": 1}}}, "settings.scale is stored and was not"),
+        ({"header": {**HEADER, "new": 1}}, "header.new is not stored"),
+        ({"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}}, "layers.1-1.shape is"),
+        ({"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}}, "layers.1-1.dtype is"),
+        ({"layers": {}}, "layers.1-1 is stored and was not given; .*; and 1 more"),
+    ],
+)
+def test_resuming_needs_the_same_settings(tmp_path, changes, where):
+    make_run(tmp_path, finish=False)
+    with pytest.raises(RecordingError, match=f"made with other settings.*{where}"):
+        resume(tmp_path, **changes)
+    assert len(list(tmp_path.glob("shard-*"))) == 1
+
+
+def test_types_that_json_takes_for_its_own_are_the_same_settings(tmp_path):
+    create(tmp_path, header={"size": (1, 2), "by": {1: None}}).abort()
+    resume(tmp_path, header={"size": [1, 2], "by": {"1": None}}).abort()
+
+
+def test_what_is_complete_is_not_resumed(tmp_path):
+    make_run(tmp_path)
+    with pytest.raises(RecordingError, match="is complete"):
+        resume(tmp_path)
+    check_complete(tmp_path)
+
+
+def test_many_attempts_make_one_recording(tmp_path):
+    with create(tmp_path) as writer:
+        writer.append(rows(0, 2), range(2))
+    resume(tmp_path).abort()
+    with resume(tmp_path) as writer:
+        assert writer.durable == 2
+        assert list(writer.sample_ids) == [0, 1]
+        assert writer.state is None
+        writer.append(rows(2, 3), [2], state={"count": 3, "x": torch.ones(2)})
+    with resume(tmp_path) as writer:
+        assert writer.state["count"] == 3
+        assert writer.state["x"].tolist() == [1, 1]
+    assert [path.name for path in sorted(tmp_path.glob("shard-*"))] == [
+        f"shard-00000-0000{attempt}" for attempt in range(4)
+    ]
+    write_rest(tmp_path, [])
+    check_complete(tmp_path)
+
+
+def test_finishing_clears_away_what_does_not_count(tmp_path):
+    make_run(tmp_path, finish=False)
+    shard = tmp_path / "shard-00000-00000"
+    for name in ("chunk-00000077.safetensors", "chunk-00000078.safetensors.tmp"):
+        (shard / name).write_bytes(b"left by a killed writer")
+    (shard / "notes.txt").write_text("of the user's own")
+    write_rest(tmp_path, [])
+    names = {path.name for path in shard.iterdir()}
+    assert names == {
+        "journal.log",
+        "notes.txt",
+        *(f"chunk-0000000{number}.safetensors" for number in (0, 2, 4, 5)),
+    }
+    check_complete(tmp_path)
+
+
+def test_one_writer_at_a_time(tmp_path):
+    with create(tmp_path) as writer:
+        with pytest.raises(RecordingError, match="another writer, which holds lock-00000"):
+            resume(tmp_path)
+        writer.append(rows(0, 3), range(3))
+        # Readers are welcome.
+        assert check_contents(tmp_path, with_state=False) == 3
+    resume(tmp_path).abort()
+    assert (tmp_path / "lock-00000").stat().st_size == 0
+
+
+def test_a_writer_that_is_dropped_gives_up_its_lock(tmp_path):
+    writer = create(tmp_path)
+    del writer
+    resume(tmp_path).abort()
+
+
+def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
+    script = (
+        "import sys; from tests.stores.disk_format.runs import start\n"
+        "try: start(sys.argv[1]).abort()\n"
+        "except OSError as error: print(error)\n"
+    )
+    writer = start(tmp_path)
+    output = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "written by another writer" in output.stdout
+
+    ready, wait = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        # The child calls nothing that takes locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            writer.append(rows(0, 3), range(3))
+        except RecordingError as error:
+            os.write(ready[1], str(error).encode())
+        os.read(wait[0], 1)
+        os._exit(0)
+    try:
+        assert b"written by the process that opened it" in os.read(ready[0], 1000)
+        writer.append(rows(0, 3), range(3))
+        writer.abort()
+        # As if the writer had been killed while its data loader's worker lives on.
+        resume(tmp_path).abort()
+    finally:
+        os.write(wait[1], b"x")
+        os.waitpid(child, 0)
+    for descriptor in (*ready, *wait):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: {k: v for k, v in x.items() if k != "label"}, "not those of the rec.*: label"),
+        (lambda x: {**x, "9-9": torch.ones(3)}, "not those of the recording: 9-9"),
+        (lambda x: {**x, "label": x["label"].int()}, r"label is torch\.int32 \[3\], not .*int64"),
+        (lambda x: {**x, "label": x["label"][:2]}, r"\[2\], not .* \[3\] \(3 sample ids"),
+        (lambda x: {**x, "1-1": x["1-1"].view(3, 3, 1)}, r"1-1 is torch.float32 \[3, 3, 1\]"),
+        (lambda x: {**x, "1-1": x["1-1"].to_sparse()}, "1-1 has no plain memory"),
+        (lambda x: {**x, "1-1": x["1-1"].to("meta")}, "1-1 has no plain memory"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, change, message):
+    with create(tmp_path) as writer:
+        with pytest.raises(CollectError, match=message):
+            writer.append(change(rows(0, 3)), range(3))
+        writer.append(rows(0, 3), range(3))
+    assert check_contents(tmp_path, with_state=False) == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["a", 1, 2], "integers of 64 bits, or strings"),
+        ([0.5, 1, 2], "integers of 64 bits, or strings"),
+        ([2**63, 1, 2], "integers of 64 bits, or strings"),
+        (["a", "b", "c"], "mixed"),
+    ],
+)
+def test_sample_ids_that_do_not_fit(tmp_path, ids, message):
+    with create(tmp_path) as writer:
+        writer.append(rows(0, 1), [0])
+        with pytest.raises(CollectError, match=message):
+            writer.append(rows(1, 4), ids)
+        writer.append(rows(1, 3), torch.tensor([1, 2]))
+    assert check_contents(tmp_path, with_state=False) == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": float("nan")}, "Out of range float"),
+        ({"a": object()}, "not JSON serializable"),
+        ({"a": torch.ones(2).to_sparse()}, "a has no plain memory"),
+        ({"a": torch.zeros(2, dtype=torch.bits8)}, "can't be kept"),
+        ({"__metadata__": torch.ones(2)}, "__metadata__"),
+    ],
+)
+def test_state_that_can_not_be_kept(tmp_path, state, message):
+    with create(tmp_path) as writer:
+        with pytest.raises(CollectError, match=message):
+            writer.append(rows(0, 3), range(3), state=state)
+        assert writer.durable == 0
+        writer.append(rows(0, 3), range(3), state={"a": [1, {"b": None}]})
+    with RunReader(tmp_path) as reader:
+        assert reader.read_state() == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"header": {"a": float("inf")}},
+        {"header": {"a": {1, 2}}},
+        {"layers": {"__metadata__": LAYERS["1-1"]}},
+        {"layers": {"\ud800": LAYERS["1-1"]}},
+        {"layers": {"a": TensorSpec((1,), torch.qint8)}},
+        {"layers": {"a": TensorSpec((-1,), torch.int8)}},
+        {"world_size": 0},
+    ],
+)
+def test_descriptions_that_can_not_be_written(tmp_path, changes):
+    with pytest.raises(CollectError):
+        create(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_header_too_deep_is_refused(tmp_path):
+    header: dict[str, object] = {}
+    for _ in range(70):
+        header = {"a": header}
+    with pytest.raises(CollectError, match="nested deeper than 64"):
+        create(tmp_path / "run", header=header)
+
+
+def test_after_finish_and_abort_nothing_is_written(tmp_path):
+    writer = create(tmp_path / "a")
+    writer.finish()
+    writer.abort()
+    with pytest.raises(RecordingError, match="closed; resume"):
+        writer.append(rows(0, 3), range(3))
+    with pytest.raises(RecordingError, match="closed; resume"):
+        writer.finish()
+
+
+def test_files_have_the_modes_of_the_umask(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        make_run(tmp_path / "run")
+    finally:
+        os.umask(previous)
+    for path in [tmp_path / "run", *tmp_path.glob("run/**/*")]:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o750 if path.is_dir() else 0o640), path
+
+
+def test_several_ranks(tmp_path):
+    layers = {"label": LAYERS["label"]}
+    first = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2)
+    with pytest.raises(RecordingError, match="made for 2 ranks; there is no 2"):
+        RunWriter.resume(tmp_path, layers=layers, header={}, rank=2)
+    second = RunWriter.resume(tmp_path, layers=layers, header={}, rank=1)
+    second.append({"label": torch.tensor([10, 11])}, ["c", "d"], state={"rank": 1})
+    first.append({"label": torch.tensor([7])}, ["a"], state={"rank": 0})
+    first.append({"label": torch.tensor([8])}, ["b"])
+    first.finish()
+    with RunReader(tmp_path) as reader:
+        assert not reader.complete
+        assert reader.complete_ranks == {0}
+    second.abort()
+    with pytest.raises(RecordingError, match=r"is complete$"):
+        RunWriter.resume(tmp_path, layers=layers, header={}, rank=0)
+    with RunWriter.resume(tmp_path, layers=layers, header={}, rank=1) as second:
+        assert second.durable == 2
+        assert second.state == {"rank": 1}
+        second.append({"label": torch.tensor([12])}, ["e"])
+        second.finish()
+    with RunReader(tmp_path, verify=True) as reader:
+        assert reader.complete
+        assert list(reader.sample_ids) == ["a", "b", "c", "d", "e"]
+        assert reader.read("label", 0, 5).tolist() == [7, 8, 10, 11, 12]
+        assert [reader.read_state(rank) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]

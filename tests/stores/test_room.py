@@ -1,0 +1,123 @@
+"""Plans, and the store that goes by them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import CollectError, Recorder
+from scio_recorder.stores import buffers
+from scio_recorder.stores import room as planning
+from tests.recording.nets import Pair, assert_same, batches, expected, recorder
+
+
+def test_bytes_come_from_the_shapes_at_labelling():
+    rnet = recorder("0", "3")
+    plan = rnet.plan(1000)
+    assert plan.num_bytes == {(1, 1): 1000 * 6 * 4, (1, 4): 1000 * 3 * 4}
+    assert plan.total_bytes == 36000
+    assert set(plan.free_bytes) >= {"host", "disk"}
+    assert "1-1 0 (Linear)" in str(plan)
+    pair = Recorder(Pair(), input_size=(5, 4))
+    pair.record("0-1")
+    assert pair.plan(10).total_bytes == 10 * 2 * 4 * 4
+
+
+def test_what_can_not_be_planned():
+    with pytest.raises(CollectError, match="record"):
+        Recorder(nn.ReLU(), input_size=(1, 2)).plan(3)
+    with pytest.raises(CollectError, match="num_samples"):
+        recorder("0").plan(-1)
+
+
+def test_auto_raises_with_the_plan_where_there_is_no_room(monkeypatch):
+    rnet, data = recorder("0", "3"), batches(4, 4, 4)
+    monkeypatch.setattr(planning, "_free_host_bytes", lambda: 12 * 36)
+    with pytest.raises(CollectError) as caught:
+        rnet.collect(data)
+    for part in ("12 samples take 432 bytes", "1-4", "host", "not enough", "disk:PATH"):
+        assert part in str(caught.value)
+    # What is kept decides, not what the layers return.
+    assert rnet.collect(data, transform=lambda t, batch: t[:, :1])["0"].shape == (12, 1)
+    assert_same(rnet.collect(data, store="host"), expected(rnet, data))
+    assert_same(rnet.collect(iter(data)), expected(rnet, data))
+
+
+class Claiming:
+    """A loader that claims a length and gives one batch."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(batches(20))
+
+
+@pytest.mark.parametrize("length", [10**13, 10**16, 10**18])
+def test_more_than_any_machine_has(length):
+    rnet = recorder("0", "3")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect(Claiming(length), store="auto")
+    # The layer that comes later is in the plan too.
+    for part in (f"{20 * length} samples", "1-1", "1-4", "not enough", "disk:PATH"):
+        assert part in str(caught.value)
+    for store in ("host", "device"):
+        with pytest.raises(CollectError, match=r"no room for layer 1-1.*B can't.*disk:PATH"):
+            rnet.collect(Claiming(length), store=store)
+
+
+class Bounded(buffers._Memory):
+    """Memory that can't become more than it was at first."""
+
+    made = 0
+
+    def __new__(cls, *arguments, **keywords):
+        cls.made += 1
+        if cls.made > 2:
+            raise OSError(12, "Cannot allocate memory")
+        return super().__new__(cls, *arguments, **keywords)
+
+    def resize(self, size):
+        if size > len(self):
+            raise OSError(12, "Cannot allocate memory")
+        super().resize(size)
+
+
+def test_memory_that_ends_while_a_recording_grows(monkeypatch):
+    rnet = recorder("0", "3")
+    monkeypatch.setattr(buffers, "_Memory", Bounded)
+    monkeypatch.setattr(buffers, "_LEAST_BYTES", 0)
+    with pytest.raises(CollectError, match="no room for layer 1-1"):
+        rnet.collect(iter(batches(*[4] * 20)), store="host")
+
+
+class Small(buffers._Memory):
+    """Memory where the address space is limited."""
+
+    def __new__(cls, fileno, size, **keywords):
+        if size > 1 << 16:
+            raise OSError(12, "Cannot allocate memory")
+        return super().__new__(cls, fileno, size, **keywords)
+
+
+def test_address_space_is_taken_only_where_there_is_some(monkeypatch):
+    rnet, data = recorder("0", "3"), batches(*[4] * 20)
+    monkeypatch.setattr(buffers, "_Memory", Small)
+    recording = rnet.collect(iter(data), store="host")
+    with torch.no_grad():
+        expected = torch.cat([rnet.net[0](batch) for batch in data])
+    assert torch.equal(recording["1-1"], expected)
+
+
+def test_snapshots_do_not_follow_the_net():
+    rnet = recorder("0")
+    snapshot = rnet.parameters_snapshot()
+    before = {f"_net.0.{k}": v.clone() for k, v in rnet.net[0].named_parameters()}
+    with torch.no_grad():
+        rnet.net[0].weight.zero_()
+    assert snapshot.keys() == before.keys()
+    assert all(torch.equal(snapshot[k], before[k]) for k in before)

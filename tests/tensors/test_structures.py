@@ -1,0 +1,158 @@
+"""Structures are taken apart and built again without losing types, attributes or sharing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Tensor
+    b: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    a: Tensor
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.inner = {"value": value}
+        self.label = "x"
+
+
+class Both:
+    __slots__ = ("__dict__", "slot")
+
+    def __init__(self, value: Tensor) -> None:
+        self.slot = value
+        self.other = value + 1
+
+
+ONE = torch.tensor([1.0])
+
+STRUCTURES: list[tuple[Any, Any]] = [
+    (ONE, lambda v: v),
+    ((ONE, 2), lambda v: v[0]),
+    ([ONE], lambda v: v[0]),
+    ({"k": ONE, "n": None}, lambda v: v["k"]),
+    (OrderedDict(k=ONE), lambda v: v["k"]),
+    (defaultdict(list, k=ONE), lambda v: v["k"]),
+    (Pair(ONE, "r"), lambda v: v.left),
+    (Frozen(ONE, 3), lambda v: v.a),
+    (Slotted(ONE), lambda v: v.a),
+    (Opaque(ONE), lambda v: v.inner["value"]),
+    (Both(ONE), lambda v: v.slot),
+    (SimpleNamespace(k=ONE), lambda v: v.k),
+    (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v["last_hidden_state"]),
+    (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v.last_hidden_state),
+    (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v[0]),
+    (pack_sequence([torch.ones(2, 1)]), lambda v: v.data[:1, 0]),
+    (torch.return_types.max((ONE, torch.tensor([0.0]))), lambda v: v.values),
+    (torch.distributions.Normal(ONE, ONE), lambda v: v.mean),
+    ((([[ONE]],), {"deep": (ONE,)}), lambda v: v[1]["deep"][0]),
+]
+
+
+@pytest.mark.parametrize(("value", "get"), STRUCTURES)
+def test_map_keeps_type_and_replaces_tensors(value: Any, get: Any) -> None:
+    mapped = map_tensors(lambda t: t + 41, value)
+    assert type(mapped) is type(value)
+    assert torch.equal(get(mapped), get(value) + 41)
+    assert torch.equal(get(value), ONE), "the original must stay as it was"
+
+
+def test_rebuilt_containers_do_not_see_later_assignments() -> None:
+    output = BaseModelOutputWithPast(last_hidden_state=ONE)
+    leaves, rebuild = flatten(output)
+    kept = rebuild(leaves)
+    output.last_hidden_state = None
+    output["past_key_values"] = ONE
+    assert kept.last_hidden_state is ONE
+    assert kept.past_key_values is None
+    empty: dict[str, Tensor] = {}
+    copied = map_tensors(lambda t: t, empty)
+    empty["late"] = ONE
+    assert copied == {}
+
+
+def test_a_tensor_that_appears_twice_is_one_leaf() -> None:
+    leaves, rebuild = flatten((ONE, {"again": ONE}))
+    assert len(leaves) == 1
+    rebuilt = rebuild([ONE + 1])
+    assert rebuilt[0] is rebuilt[1]["again"]
+
+
+def test_default_factory_survives() -> None:
+    mapped = map_tensors(lambda t: t, defaultdict(list, k=ONE))
+    assert mapped["absent"] == []
+
+
+def test_cache_objects_are_opened() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), 0)
+    kept = map_tensors(torch.clone, cache)
+    cache.layers[0].keys.add_(1)
+    assert torch.equal(kept.layers[0].keys, torch.ones(1, 1, 2, 3))
+    assert len(tensors(cache)) >= 2
+
+
+def test_empty_parts_of_an_object_are_copied_too() -> None:
+    holder = Opaque(ONE)
+    holder.later = Opaque.__new__(Opaque)  # type: ignore[attr-defined]
+    kept = map_tensors(torch.clone, holder)
+    holder.later.value = ONE  # type: ignore[attr-defined]
+    assert not hasattr(kept.later, "value")
+    assert type(kept.later) is Opaque
+
+
+def test_an_object_with_empty_containers_is_copied_too() -> None:
+    holder = Opaque.__new__(Opaque)
+    holder.layers = []  # type: ignore[attr-defined]
+    kept = map_tensors(torch.clone, holder)
+    holder.layers.append(ONE)  # type: ignore[attr-defined]
+    assert type(kept) is Opaque
+    assert kept.layers == []  # type: ignore[attr-defined]
+    fixed = Opaque.__new__(Opaque)
+    assert map_tensors(torch.clone, fixed) is fixed
+
+
+def test_cycles_end() -> None:
+    loop: list[Any] = [ONE]
+    loop.append(loop)
+    mapped = map_tensors(lambda t: t + 1, loop)
+    assert torch.equal(mapped[0], ONE + 1)
+    assert mapped[1] is loop
+
+
+def test_arrays_are_copied_and_modules_are_not() -> None:
+    array, module = np.ones(2), torch.nn.Linear(1, 1)
+    mapped = map_tensors(lambda t: t, (array, module, ONE))
+    array[0] = 5
+    assert mapped[0].tolist() == [1.0, 1.0]
+    assert mapped[1] is module
+
+
+def test_objects_without_tensors_are_shared() -> None:
+    thing = SimpleNamespace(a=1)
+    plain = type("Plain", (), {})()
+    plain.a = 1
+    mapped = map_tensors(lambda t: t, (thing, plain))
+    assert mapped[1] is plain
+    assert mapped[0] == thing
