@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,7 +15,14 @@ from torch.utils import _pytree as pytree
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.tensors.structures import Rebuild, flatten
 
-__all__ = ["FloatingMap", "describe", "index", "number", "take_apart"]
+__all__ = [
+    "FloatingMap",
+    "describe",
+    "index",
+    "integers",
+    "number",
+    "take_apart",
+]
 
 
 class FloatingMap(ABC):
@@ -70,6 +78,49 @@ def index(owner: str, name: str, value: SupportsIndex) -> int:
         raise PostprocessorError(
             f"{owner} takes integers as {name}, not {describe(value)}."
         ) from None
+
+
+def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
+    """Return an argument, one integer or several, as a tuple, or say what was wrong with it."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    many = list(value) if isinstance(value, Iterable) else [value]
+    if not many or any(isinstance(one, bool) for one in many):
+        # A mask would be taken for the positions 0 and 1.
+        raise PostprocessorError(
+            f"{owner} takes positions as {name}, not {describe(value)}; "
+            "for a mask, write mask.nonzero().flatten()."
+        )
+    return tuple(index(owner, name, one) for one in many)
+
+
+class Jagged(NamedTuple):
+    """A nested tensor taken apart."""
+
+    values: Tensor
+    """Without the dimension of samples; the others are the same, one to the left."""
+    offsets: Tensor
+    lengths: Tensor | None
+    varying: int
+    """The dimension of the nested tensor that varies from sample to sample."""
+
+    @classmethod
+    def of(cls, owner: object, nested: Any) -> Jagged:
+        """Take a nested tensor apart, or say that its layout can't be."""
+        if nested.layout != torch.jagged:
+            raise PostprocessorError(
+                f"{owner!r} was given a nested tensor of the layout {nested.layout}; "
+                "it can work on torch.nested.nested_tensor(..., layout=torch.jagged)."
+            )
+        varying = next(dim for dim, size in enumerate(nested.shape) if not isinstance(size, int))
+        return cls(nested.values(), nested.offsets(), nested.lengths(), varying)
+
+    def replaced(self, values: Tensor) -> Tensor:
+        """Return a nested tensor with other values."""
+        # With the same offsets: others would count as another shape.
+        return torch.nested.nested_tensor_from_jagged(
+            values, self.offsets, self.lengths, jagged_dim=self.varying
+        )
 
 
 def describe(value: Any) -> str:

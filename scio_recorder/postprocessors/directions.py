@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors.base import FloatingMap, describe, index, number
+from scio_recorder.postprocessors.base import (
+    FloatingMap,
+    Jagged,
+    describe,
+    index,
+    integers,
+    number,
+)
 
 __all__ = ["Ablate", "Add"]
 
 
 @dataclass(frozen=True, eq=False)
 class Ablate(FloatingMap):
-    """Set chosen channels to a number.
+    """Set chosen channels, or everything, to a number.
 
     Parameters
     ----------
-    channels : int or iterable of int
-        Positions along ``dim``; negative ones count from the end.
+    channels : int or iterable of int, optional
+        Positions along ``dim``; negative ones count from the end. None (default) for everything,
+        as it is used inside :class:`Heads` and :class:`At`.
     dim : int, default 1
         The dimension of channels: 1 for convolutions, -1 for transformers' features.
     value : float, default 0
@@ -46,35 +53,63 @@ class Ablate(FloatingMap):
     tensor([[0., 1., 0.]])
     """
 
-    channels: int | Iterable[int]
+    channels: int | Iterable[int] | None = None
     dim: int = 1
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "channels", _channels(self.channels))
+        if self.channels is not None:
+            object.__setattr__(self, "channels", integers("Ablate", "channels", self.channels))
         object.__setattr__(self, "dim", index("Ablate", "dim", self.dim))
         object.__setattr__(
             self, "value", number("Ablate", "value", self.value, finite=False, nan=True)
         )
 
     def _apply(self, activation: Tensor) -> Tensor:
-        self._check(activation)
+        if self.channels is None:
+            everywhere = torch.ones((), dtype=torch.bool, device=activation.device)
+            return activation.masked_fill(everywhere, self.value)
+        if activation.is_nested:
+            return self._apply_jagged(activation)
+        shape = tuple(activation.shape)
+        self._check_dimension(shape)
+        self._check_channels(shape, shape[self.dim])
         positions = torch.tensor(self._listed, device=activation.device)
         return activation.index_fill(self.dim, positions, self.value)
+
+    def _apply_jagged(self, activation: Tensor) -> Tensor:
+        parts, shape = Jagged.of(self, activation), tuple(activation.shape)
+        self._check_dimension(shape)
+        dim = self.dim % len(shape)
+        if dim == 0:
+            raise PostprocessorError(
+                f"{self!r} was given a nested activation of shape {shape}, whose dimension 0 "
+                "counts samples. Give the dimension of channels: Ablate(channels, dim=...)."
+            )
+        if dim == parts.varying:
+            starts = parts.offsets[:-1]
+            lengths = parts.offsets.diff() if parts.lengths is None else parts.lengths
+            self._check_channels(shape, int(lengths.min()))
+            found = [starts + lengths * (channel < 0) + channel for channel in self._listed]
+            positions = torch.cat(found)
+        else:
+            self._check_channels(shape, shape[dim])
+            positions = torch.tensor(self._listed, device=activation.device)
+        return parts.replaced(parts.values.index_fill(dim - 1, positions, self.value))
 
     @property
     def _listed(self) -> tuple[int, ...]:
         assert isinstance(self.channels, tuple)  # made so on construction
         return self.channels
 
-    def _check(self, activation: Tensor) -> None:
-        shape = tuple(activation.shape)
+    def _check_dimension(self, shape: tuple[int, ...]) -> None:
         if not -len(shape) <= self.dim < len(shape):
             raise PostprocessorError(
                 f"{self!r} was given an activation of shape {shape}, which has no dimension "
                 f"{self.dim}. Give the dimension of channels: Ablate(channels, dim=...)."
             )
-        size = shape[self.dim]
+
+    def _check_channels(self, shape: tuple[int, ...], size: int) -> None:
         missing = [channel for channel in self._listed if not -size <= channel < size]
         if missing:
             raise PostprocessorError(
@@ -142,22 +177,10 @@ class Add(FloatingMap):
         return torch.add(activation, direction, alpha=self.coefficient)
 
 
-def _channels(value: Any) -> tuple[int, ...]:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    many = list(value) if isinstance(value, Iterable) else [value]
-    if not many or any(isinstance(channel, bool) for channel in many):
-        # A mask would be taken for the channels 0 and 1.
-        raise PostprocessorError(
-            f"Ablate takes the positions of channels, not {describe(value)}; "
-            "for a mask, write Ablate(mask.nonzero().flatten())."
-        )
-    return tuple(index("Ablate", "channels", channel) for channel in many)
-
-
 def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a tensor of shape ``own`` broadcasts to ``shape`` without enlarging it."""
     if len(own) > len(shape):
         return False
     pairs = zip(reversed(own), reversed(shape), strict=False)
-    return all(mine in (1, theirs) for mine, theirs in pairs)
+    # Written out: under torch.compile, `in` does not compare lengths that vary.
+    return all(mine == 1 or mine == theirs for mine, theirs in pairs)

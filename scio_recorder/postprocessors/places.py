@@ -1,0 +1,233 @@
+"""Post-processors that let another one act on a part of an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors.base import FloatingMap, Jagged, describe, index, integers
+
+__all__ = ["At", "Heads"]
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _OnPart(FloatingMap):
+    """Takes parts out of an activation, and puts what a post-processor makes of them back.
+
+    Structures are mapped as by the others. The kind of a single tensor is the business of the
+    post-processor that acts on the part.
+    """
+
+    postprocessor: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, activation: Any) -> Any:
+        return (
+            self._apply(activation)
+            if isinstance(activation, Tensor)
+            else super().__call__(activation)
+        )
+
+    def _put(self, whole: Tensor, where: Any) -> Tensor:
+        """Return a tensor with one part changed."""
+        if whole.is_nested:
+            raise PostprocessorError(
+                f"{self!r} was given {describe(whole)}, which is nested: its samples differ in "
+                "length, so one index can't name a part of each."
+            )
+        where = _on_device(where, whole.device)
+        try:
+            # A copy: post-processors may work in place, and the tensor is the network's own.
+            part = whole[where].clone()
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise PostprocessorError(
+                f"{self!r} was given {describe(whole)}, which has no such part: {error}."
+            ) from error
+        self._check_distinct(whole, where, part)
+        result = self.postprocessor(part)
+        new = whole.clone()
+        new[where] = self._checked(part, result)
+        return new
+
+    def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
+        """Check that no position is named twice where that can be."""
+
+    def _checked(self, part: Tensor, result: Any) -> Tensor:
+        if result is None:
+            return part
+        if (
+            not isinstance(result, Tensor)
+            or result.dtype != part.dtype
+            or result.shape != part.shape
+        ):
+            raise PostprocessorError(
+                f"{self!r} gave its post-processor {describe(part)} and got {describe(result)}. "
+                "Return a tensor of the same shape and dtype, or None after working in place."
+            )
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class At(_OnPart):
+    """Let another post-processor act on ``activation[index]``, and leave the rest as it is.
+
+    Parameters
+    ----------
+    index : int, slice, None, Ellipsis, list, Tensor or tuple of these
+        What stands between the brackets of ``activation[...]``: positions, or a mask of booleans.
+    postprocessor : callable
+        ``Tensor -> Tensor or None``, such as another one of this module. It is given a copy of the
+        part, of the shape of ``activation[index]``, and returns a tensor of that shape and dtype.
+
+    Raises
+    ------
+    PostprocessorError
+        ``index`` can't index a tensor or names a position twice; ``postprocessor`` can't be
+        called; at a call, the activation has no such part, or the post-processor changes the shape
+        or the dtype.
+
+    Examples
+    --------
+    The last token of each sample ``[tokens, features]``:
+
+    >>> import torch
+    >>> from scio_recorder.postprocessors import Scale
+    >>> At((slice(None), -1), Scale(3.0))(torch.ones(1, 2, 2))
+    tensor([[[1., 1.],
+             [3., 3.]]])
+    """
+
+    index: Any
+    postprocessor: Callable[[Tensor], Tensor | None]
+    # The shapes in which the index is known to name each position once.
+    _distinct: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_callable("At", self.postprocessor)
+        given = self.index if isinstance(self.index, tuple) else (self.index,)
+        object.__setattr__(self, "index", tuple(_index_item(item) for item in given))
+
+    def __repr__(self) -> str:
+        items = [describe(one) if isinstance(one, Tensor) else repr(one) for one in self.index]
+        return f"At(({', '.join(items)}{',' * (len(items) == 1)}), {self.postprocessor!r})"
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        return self._put(activation, self.index)
+
+    def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
+        has_numbers = any(isinstance(one, Tensor) and one.dtype != torch.bool for one in where)
+        # Of a position that is named twice, autograd would count the gradient twice.
+        if not has_numbers or torch.compiler.is_compiling() or whole.shape in self._distinct:
+            return
+        named = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
+        named[where] = True
+        if int(named.sum()) != part.numel():
+            raise PostprocessorError(
+                f"{self!r} names a position twice in {describe(whole)}. Name each position once."
+            )
+        self._distinct.add(tuple(whole.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(_OnPart):
+    """Let another post-processor act on some heads of the last dimension.
+
+    The last dimension is that of all heads side by side, ``[..., num_heads * size]``, as attention
+    has it in front of its output projection.
+
+    Parameters
+    ----------
+    num_heads : int
+        How many heads there are.
+    heads : int or iterable of int
+        Those to be changed; negative ones count from the end.
+    postprocessor : callable
+        ``Tensor -> Tensor or None``, such as another one of this module. It is given a copy of the
+        heads, ``[..., len(heads), size]``, and returns a tensor of that shape and dtype.
+
+    Raises
+    ------
+    PostprocessorError
+        There is no such head, or one is named twice; ``postprocessor`` can't be called; at a call,
+        the last dimension can't be split into so many heads, or the post-processor changes the
+        shape or the dtype.
+
+    References
+    ----------
+    Michel, Levy and Neubig, "Are Sixteen Heads Really Better than One?", NeurIPS 2019.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder.postprocessors import Ablate
+    >>> Heads(3, [0, 2], Ablate())(torch.ones(1, 6))
+    tensor([[0., 0., 1., 1., 0., 0.]])
+    """
+
+    num_heads: int
+    heads: Any
+    postprocessor: Callable[[Tensor], Tensor | None]
+
+    def __post_init__(self) -> None:
+        _check_callable("Heads", self.postprocessor)
+        count = index("Heads", "num_heads", self.num_heads)
+        heads = integers("Heads", "heads", self.heads)
+        named = {head % count for head in heads if -count <= head < count} if count > 0 else set()
+        if len(named) != len(heads):
+            raise PostprocessorError(
+                f"Heads was given heads={list(heads)} of num_heads={count}: name each head once, "
+                "by its number from 0 to num_heads - 1."
+            )
+        object.__setattr__(self, "num_heads", count)
+        object.__setattr__(self, "heads", heads)
+
+    def _apply(self, activation: Tensor) -> Tensor:
+        if not activation.dim() or activation.shape[-1] % self.num_heads:
+            raise PostprocessorError(
+                f"{self!r} was given {describe(activation)}, whose last dimension is not that of "
+                f"{self.num_heads} heads of one size."
+            )
+        if activation.is_nested:
+            parts = Jagged.of(self, activation)
+            return parts.replaced(self._apply(parts.values))
+        size = activation.shape[-1] // self.num_heads
+        whole = activation.reshape(*activation.shape[:-1], self.num_heads, size)
+        return self._put(whole, (..., torch.tensor(self.heads), slice(None))).flatten(-2)
+
+
+def _check_callable(owner: str, postprocessor: object) -> None:
+    if not callable(postprocessor):
+        raise PostprocessorError(
+            f"{owner} takes a post-processor, Tensor -> Tensor or None, not "
+            f"{describe(postprocessor)}."
+        )
+
+
+def _index_item(item: Any) -> Any:
+    """Return one entry of an index, lists and arrays as tensors of their own."""
+    if item is None or item is Ellipsis or isinstance(item, slice | bool):
+        return item
+    if not isinstance(item, Tensor | np.ndarray | list | range):
+        return index("At", "index", item)
+    try:
+        found = torch.tensor(item) if not isinstance(item, Tensor) else item.detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(1)
+    if not found.numel():
+        found = found.bool() if found.dtype == torch.bool else found.long()
+    if found.dtype not in (*_INTEGERS, torch.bool):
+        raise PostprocessorError(
+            f"At can't index with {describe(item)}: give integers, booleans or slices, and a tuple "
+            "of these for several dimensions."
+        )
+    return found
+
+
+def _on_device(where: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    return tuple(one.to(device) if isinstance(one, Tensor) else one for one in where)

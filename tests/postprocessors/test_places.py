@@ -1,0 +1,344 @@
+"""Post-processors on parts, against NumPy's indexing; those of nested tensors, sample by sample."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors import Ablate, Add, At, Clip, Heads, Replace, Scale
+
+SHAPE = (2, 5, 6)
+MASK = np.arange(10).reshape(2, 5) % 3 == 0
+INDICES = {
+    "int": 1,
+    "negative": -1,
+    "numpy int": np.int64(1),
+    "slice": slice(1, None),
+    "strided": (slice(None), slice(0, 5, 2)),
+    "int in a tuple": (slice(None), -1),
+    "ellipsis": (..., 2),
+    "ellipsis alone": ...,
+    "new dimension": (0, None, slice(1, 3)),
+    "list": [0, 1],
+    "lists by pairs": ([0, 1], [4, 2]),
+    "list behind a slice": (slice(None), [3, -5]),
+    "range": (slice(None), range(3)),
+    "list of booleans": [True, False],
+    "mask": MASK,
+    "mask of the rest": (slice(None), slice(None), np.array([True] * 3 + [False] * 3)),
+    "nothing": [],
+    "empty slice": slice(2, 2),
+}
+
+
+class Output(NamedTuple):
+    hidden: Tensor
+    mask: Tensor
+
+
+def activation(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def as_numpy(index: Any) -> Any:
+    """The index for NumPy, which takes a range and an empty list for something else."""
+    items = index if isinstance(index, tuple) else (index,)
+    lists = [list(one) if isinstance(one, range) else one for one in items]
+    return tuple(
+        np.array(one, dtype=int) if isinstance(one, list) and not one else one for one in lists
+    )
+
+
+def as_torch(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(as_torch, index))
+    return torch.as_tensor(index) if isinstance(index, np.ndarray) else index
+
+
+def times_three(x: np.ndarray, index: Any) -> np.ndarray:
+    expected = x.copy()
+    expected[as_numpy(index)] *= 3
+    return expected
+
+
+indices = pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+
+
+@indices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
+def test_at_acts_on_what_numpy_indexes(index: Any, dtype: torch.dtype) -> None:
+    x = activation().mul(8).to(dtype)
+    before = x.clone()
+    for given in (index, as_torch(index)):
+        result = At(given, lambda part: part * 3)(x)
+        assert result.dtype == dtype
+        assert np.array_equal(result.numpy(), times_three(x.numpy(), index))
+        assert torch.equal(x, before), "worked in place"
+
+
+@indices
+def test_at_takes_what_works_in_place(index: Any) -> None:
+    x = activation()
+    before = x.clone()
+
+    def in_place(part: Tensor) -> None:
+        part.mul_(3)
+
+    result = At(as_torch(index), in_place)(x)
+    assert np.array_equal(result.numpy(), times_three(before.numpy(), index))
+    assert torch.equal(x, before), "worked in place on the network's own tensor"
+
+
+@indices
+def test_gradients_of_at(index: Any) -> None:
+    x = activation(torch.float64).requires_grad_()
+    weights = activation(torch.float64, seed=1)
+    # A square needs its argument in the backward pass.
+    (At(as_torch(index), torch.square)(x) * weights).sum().backward()
+    numbers = x.detach().numpy()
+    slope = np.ones(SHAPE)
+    slope[as_numpy(index)] = 2 * numbers[as_numpy(index)]
+    np.testing.assert_allclose(x.grad.numpy(), weights.numpy() * slope, rtol=1e-15)
+
+
+def test_gradients_reach_what_is_put_in() -> None:
+    direction = torch.ones(6, requires_grad=True)
+    At((slice(None), [0, 2]), Add(direction, 2.0))(activation()).sum().backward()
+    assert torch.equal(direction.grad, torch.full((6,), 2.0 * 2 * 2))
+
+
+def heads_by_hand(x: Tensor, num_heads: int, heads: list[int], factor: float) -> Tensor:
+    size = x.shape[-1] // num_heads
+    columns = [factor if column // size in heads else 1.0 for column in range(x.shape[-1])]
+    return x * torch.tensor(columns, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("heads", [[0], [2], [0, 2], [2, 0], range(1, 3), torch.tensor([0, 1]), 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_heads(heads: Any, dtype: torch.dtype) -> None:
+    chosen = [heads] if isinstance(heads, int) else [int(head) for head in heads]
+    x = activation(dtype).requires_grad_()
+    result = Heads(3, heads, Scale(4.0))(x)
+    assert result.dtype == dtype
+    assert torch.equal(result, heads_by_hand(x, 3, chosen, 4.0))
+    result.sum().backward()
+    assert torch.equal(x.grad, heads_by_hand(torch.ones(SHAPE, dtype=dtype), 3, chosen, 4.0))
+
+
+def test_heads_count_from_the_end_and_fit_any_memory() -> None:
+    x = torch.randn(6, 5, 2).permute(2, 1, 0)
+    assert torch.equal(Heads(2, -1, Scale(0.0))(x), heads_by_hand(x, 2, [1], 0.0))
+    assert Heads(2, 0, Scale(2.0))(torch.ones(0, 4)).shape == (0, 4)
+
+
+def test_a_head_is_what_the_post_processor_sees() -> None:
+    seen: list[Tensor] = []
+    x = activation()
+    Heads(3, [2, 0], seen.append)(x)
+    assert torch.equal(seen[0], torch.stack([x[..., 4:], x[..., :2]], dim=-2))
+    # A direction of the size of a head.
+    steered = Heads(3, [2], Add(torch.tensor([1.0, -1.0])))(x)
+    assert torch.equal(steered[..., 4:], x[..., 4:] + torch.tensor([1.0, -1.0]))
+
+
+def test_they_nest() -> None:
+    x = activation()
+    expected = x.clone()
+    expected[0, -1, 2:4] = 7.0
+    for nested in (
+        At(0, At(-1, Heads(3, [1], Ablate(value=7)))),
+        At((0, -1), Heads(3, 1, Ablate(value=7))),
+        Heads(3, 1, At((0, 4), Ablate(value=7))),
+    ):
+        assert torch.equal(nested(x), expected)
+
+
+def test_structures_are_mapped_and_the_rest_kept() -> None:
+    x, mask = activation(), torch.ones(2, dtype=torch.bool)
+    result = At(0, Scale(3.0))(Output(x, mask))
+    assert isinstance(result, Output)
+    assert result.mask is mask
+    assert np.array_equal(result.hidden.numpy(), times_three(x.numpy(), 0))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: At((slice(None), [0]), Scale(3)), lambda: Heads(3, 1, Ablate())]
+)
+def test_pickle_copy_and_hash(make: Any) -> None:
+    x = activation()
+    postprocessor = make()
+    for clone in (pickle.loads(pickle.dumps(postprocessor)), copy.deepcopy(postprocessor)):
+        assert torch.equal(clone(x), postprocessor(x))
+    assert {postprocessor: 1}[postprocessor] == 1
+
+
+def test_the_index_is_kept_as_it_was() -> None:
+    index = torch.tensor([0])
+    postprocessor = At(index, Ablate())
+    index[0] = 1
+    assert torch.equal(postprocessor(torch.ones(2)), torch.tensor([0.0, 1.0]))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.inner(x * 2)) + 1
+
+
+@pytest.mark.parametrize("index", ["negative", "strided", "list behind a slice", "new dimension"])
+def test_they_compile_and_act_in_a_recorder(index: str) -> None:
+    torch.compiler.reset()
+    rnet = Recorder(Block(), input_size=SHAPE)
+    rnet.record("inner")
+    x, given = activation(), INDICES[index]
+    expected = torch.tensor(times_three((x * 2).numpy(), given))
+    expected = heads_by_hand(expected, 3, [1], 0.0).relu() + 1
+    both = [At(given, Scale(3)), Heads(3, 1, Ablate())]
+
+    def post(activation: Tensor) -> Tensor:
+        return both[1](both[0](activation))
+
+    for run in (rnet, torch.compile(rnet, fullgraph=True, backend="aot_eager")):
+        assert torch.equal(run(x, activation_postproc=post), expected)
+        assert torch.equal(rnet.activations["inner"], x * 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: At(0, 1.0), ["At", "1.0", "Tensor -> Tensor"]),
+        (lambda: At(0.5, abs), ["index", "0.5"]),
+        (lambda: At("all", abs), ["index", "'all'"]),
+        (lambda: At([0.5], abs), ["list", "integers, booleans or slices"]),
+        (lambda: At([0, slice(2)], abs), ["tuple"]),
+        (lambda: At(torch.ones(2), abs), ["float32"]),
+        (lambda: At(torch.ones(2, dtype=torch.uint8), abs), ["uint8"]),
+        (lambda: Heads(3, 1, None), ["Heads", "None"]),
+        (lambda: Heads(3, 3, abs), ["[3]", "num_heads=3"]),
+        (lambda: Heads(3, [0, -3], abs), ["[0, -3]", "once"]),
+        (lambda: Heads(0, [0], abs), ["num_heads=0"]),
+        (lambda: Heads(3, [], abs), ["heads", "list"]),
+        (lambda: Heads(3, [True, False, False], abs), ["mask", "nonzero"]),
+        (lambda: Heads("12", 0, abs), ["num_heads", "'12'"]),
+    ],
+)
+def test_arguments_that_cannot_work(make: Any, words: list[str]) -> None:
+    with pytest.raises(PostprocessorError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def nested(*lengths: int, features: int = 3) -> Tensor:
+    parts = [torch.randn(length, features) for length in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("postprocessor", "given", "words"),
+    [
+        (At(2, abs), torch.ones(2), ["(2,)", "no such part", "out of"]),
+        (At((0, 0, 0), abs), torch.ones(2, 2), ["(2, 2)", "no such part"]),
+        (At([0, 0], abs), torch.ones(2), ["twice"]),
+        (At([0, -2], abs), torch.ones(2), ["twice"]),
+        (At(0, lambda part: part.sum()), torch.ones(2, 3), ["(3,)", "()", "same shape"]),
+        (At(0, lambda part: part.double()), torch.ones(2, 3), ["float32", "float64", "dtype"]),
+        (At(0, lambda part: "text"), torch.ones(2, 3), ["'text'"]),
+        (At(0, Clip(1)), torch.arange(3), ["Clip", "int64"]),
+        (At(0, Scale(1)), (None, "text"), ["At", "tuple"]),
+        (At(0, Replace(torch.ones(2))), torch.ones(2, 3), ["Replace", "(2,)", "(3,)"]),
+        (At(0, Scale(1)), nested(1, 2), ["At", "nested"]),
+        (Heads(4, 0, abs), torch.ones(2, 6), ["(2, 6)", "4 heads"]),
+        (Heads(1, 0, abs), torch.tensor(1.0), ["()", "1 heads"]),
+        (Ablate(0, dim=0), nested(1, 2), ["nested", "counts samples"]),
+        (Ablate(1), nested(1, 2), ["[1]", "1 channels"]),
+        (Ablate(3, dim=-1), nested(1, 2), ["[3]", "3 channels"]),
+        (Ablate(0, dim=3), nested(1, 2), ["no dimension 3"]),
+    ],
+)
+def test_activations_that_do_not_fit(postprocessor: Any, given: Any, words: list[str]) -> None:
+    with pytest.raises(PostprocessorError) as caught:
+        postprocessor(given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ablate_without_channels_is_everything(dtype: torch.dtype) -> None:
+    x = activation(dtype).requires_grad_()
+    result = Ablate(value=2)(x)
+    assert torch.equal(result, torch.full(SHAPE, 2.0, dtype=dtype))
+    result.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(SHAPE, dtype=dtype))
+    assert torch.equal(Ablate()(torch.tensor(5.0)), torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("channels", [0, [-1], [1, -2]])
+def test_ablate_takes_jagged_tensors(channels: Any, dim: int) -> None:
+    x = nested(2, 5, 3).requires_grad_()
+    result = Ablate(channels, dim=dim, value=9.0)(x)
+    # As one of the same shape, it can be added to the network's own.
+    parts = (result + 0 * x).unbind()
+    for part, own in zip(parts, x.unbind(), strict=True):
+        expected = own.detach().numpy().copy()
+        expected.swapaxes(0, dim - 1 if dim > 0 else 1)[channels] = 9.0
+        assert np.array_equal(part.detach().numpy(), expected)
+    result.values().sum().backward()
+    kept = [(part != 9.0).float() for part in result.unbind()]
+    assert torch.equal(torch.cat(list(x.grad.unbind())), torch.cat(kept))
+
+
+def test_ablate_takes_jagged_tensors_with_gaps() -> None:
+    padded, lengths = torch.randn(2, 5, 3), torch.tensor([2, 3])
+    gaps = torch.nested.narrow(padded, 1, torch.tensor([1, 0]), lengths, layout=torch.jagged)
+    for part, own in zip(Ablate(-1)(gaps).unbind(), gaps.unbind(), strict=True):
+        assert torch.equal(part, torch.cat([own[:-1], torch.zeros(1, 3)]))
+
+
+def test_heads_take_jagged_tensors() -> None:
+    x = nested(2, 4, features=6)
+    for part, own in zip(Heads(3, [0, 2], Ablate())(x).unbind(), x.unbind(), strict=True):
+        assert torch.equal(part, heads_by_hand(own, 3, [0, 2], 0.0))
+    for part in Ablate(value=1)(x).unbind():
+        assert torch.equal(part, torch.ones_like(part))
+
+
+def test_a_jagged_tensor_is_ablated_in_a_recorder() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    rnet = Recorder(net, input_size=(2, 3))
+    rnet.record("0")
+    x = nested(2, 4)
+    result = rnet(x, activation_postproc=Ablate([1], dim=-1))
+    with torch.no_grad():
+        for part, own in zip(result.unbind(), x.unbind(), strict=True):
+            expected = net[0](own) * torch.tensor([1.0, 0.0, 1.0])
+            assert torch.allclose(part, expected.relu())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layouts_of_nested_tensors_that_cannot_be_changed() -> None:
+    strided = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    with pytest.raises(PostprocessorError, match=r"layout torch\.strided.*torch\.jagged"):
+        Ablate(0)(strided)
+
+
+def test_a_direction_fits_activations_of_varying_length_under_compile() -> None:
+    torch.compiler.reset()
+    rnet = Recorder(Block(), input_size=SHAPE)
+    rnet.record("inner")
+    run = torch.compile(rnet, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 7):
+        x = torch.randn(2, length, 6)
+        result = run(x, activation_postproc=Add(torch.ones(6)))
+        assert torch.equal(result, (x * 2 + 1).relu() + 1)
