@@ -1,5 +1,8 @@
 """Record and change what happens inside a PyTorch network."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from scio_recorder.errors import (
     CollectError,
     FlowError,
@@ -14,11 +17,13 @@ from scio_recorder.errors import (
     SelectorTypeError,
     UnsupportedNetError,
 )
-from scio_recorder.events import Tracker, track
-from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
-from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import Recording, open_recording
+
+if TYPE_CHECKING:
+    from scio_recorder.events import Tracker, track
+    from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
+    from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
+    from scio_recorder.recorder.recorder import Recorder
+    from scio_recorder.recording import Recording, open_recording
 
 __all__ = [
     "ActivationCheckpointer",
@@ -44,3 +49,33 @@ __all__ = [
     "open_recording",
     "track",
 ]
+
+# Imported when they are first asked for: a program that only reads a recording does not wait for
+# what records one. Type checkers and editors read the imports above.
+_HOMES = {
+    "ActivationCheckpointer": "recompute.checkpointer",
+    "Architecture": "nets.architecture",
+    "CheckpointConfig": "recompute.checkpointer",
+    "DepthIdx": "nets.architecture",
+    "Layer": "nets.architecture",
+    "Recorder": "recorder.recorder",
+    "Recording": "recording",
+    "Tracker": "events",
+    "open_recording": "recording",
+    "track": "events",
+}
+_ROOMS = ("events", "postprocessors", "recorder", "recording", "reductions", "stores")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})
