@@ -25,6 +25,7 @@ class CompiledPass:
     def __init__(
         self, program: Program, posts: dict[DepthIdx, Postprocessor] | None, keeps: bool
     ) -> None:
+        self.counts_calls = program.counts_calls
         self.positions = program.positions
         self.labels = program.labels
         self.posts = posts
@@ -37,7 +38,8 @@ class CompiledPass:
         count = self.counts.get(index, 0)
         self.counts[index] = count + 1
         positions = self.positions[index]
-        label = self.labels[positions[count]] if count < len(positions) else None
+        position = count if self.counts_calls else 0
+        label = self.labels[positions[position]] if position < len(positions) else None
         if label is None:
             return None
         handed = None
@@ -50,8 +52,10 @@ class CompiledPass:
                 )
             # A post-processor that works in place changes the record too.
             before = _copy(output) if self.keeps else None
-        if self.keeps:
+        if self.keeps and self.counts_calls:
             self.values[label] = before
+        elif self.keeps:
+            self.values[label] = (*self.values.get(label, ()), before)
         return handed
 
 
@@ -71,6 +75,9 @@ class CompiledRecords:
             Layers ran more or less often than at labelling. Only here: in a compiled pass there is
             no place to raise it without a graph break.
         """
+        if not program.counts_calls:
+            values = [self.values.get(label, ()) for label in program.order]
+            return Records(program.architecture, program.order, values, [()] * len(values))
         wrong = [
             str(program.architecture[label])
             for index, positions in enumerate(program.positions)

@@ -10,7 +10,15 @@ from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import FlowError, MutationError
 from scio_recorder.nets.records import Offloaded
 
-__all__ = ["OverwrittenError", "columns", "flow_error", "is_lost", "next_kind", "settled"]
+__all__ = [
+    "OverwrittenError",
+    "all_calls",
+    "columns",
+    "flow_error",
+    "is_lost",
+    "next_kind",
+    "settled",
+]
 
 
 class OverwrittenError(MutationError):
@@ -83,6 +91,19 @@ def settled(value: Any, version: int) -> tuple[Any, Any]:
         if not tensor.is_inference()
     ]
     return value.rebuild(leaves), watched
+
+
+def all_calls(calls: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return one record of what several calls left, and the versions that it depends on."""
+    values = tuple(value for value, _ in calls)
+    if any(isinstance(value, Offloaded) for value in values):
+        return Offloaded.all_of(values), ()
+    watched = [
+        pair
+        for value, versions in calls
+        for pair in ([(value, versions)] if isinstance(versions, int) else versions)
+    ]
+    return values, watched
 
 
 def columns(rows: list[Any]) -> tuple[Any, Any, Any]:

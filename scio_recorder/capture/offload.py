@@ -24,18 +24,7 @@ def offload(value: Any) -> Offloaded:
         copies = [_to_host(leaf.detach()) for leaf in leaves]
     devices = {leaf.device for leaf in leaves if leaf.device.type == "cuda"}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
-    return Offloaded(rebuild(copies), _All(events) if events else None)
-
-
-class _All:
-    """Several events as one."""
-
-    def __init__(self, events: list[torch.cuda.Event]) -> None:
-        self._events = events
-
-    def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()
+    return Offloaded(rebuild(copies), events)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

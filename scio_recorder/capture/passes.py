@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scio_recorder.capture.ending import (
     OverwrittenError,
+    all_calls,
     columns,
     flow_error,
     is_lost,
@@ -74,6 +75,7 @@ class Pass:
         "gradients",
         "inputs",
         "is_fast",
+        "keeps_outputs",
         "log",
         "moments",
         "plan",
@@ -99,9 +101,11 @@ class Pass:
         self.plan = plan
         self.posts = posts
         self.records_outputs = records_outputs and sink is None
+        # A sink takes all calls of a module at once, where it may run any number of times.
+        self.keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
         self.sink = sink
         # The number of selected events that remain until the pass may stop.
-        self.stop_after = stop_after
+        self.stop_after = stop_after if program.counts_calls else None
         is_simple = posts is None and self.records_outputs and stop_after is None
         self.fast = plan.fast if is_simple else _NEVER_FAST[len(plan.fast)]
         self.is_fast = is_simple and plan.is_fast
@@ -112,7 +116,8 @@ class Pass:
         if sink is not None and stop_after is None and not is_involved:
             self.takers = [label and sink.takers[label] for label in program.single]
         self.log: list[Any] = []
-        self.inputs: dict[int, Kept | Offloaded] = {}
+        # By position; several of one position only where calls are not counted.
+        self.inputs: list[tuple[int, Kept | Offloaded]] = []
         # The state in which the calls ran whose inputs are recorded.
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
@@ -141,9 +146,9 @@ class Pass:
         if self.posts is not None and label in self.posts:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
-        if self.sink is not None:
+        if self.sink is not None and not self.keeps_outputs:
             self.sink.takers[label](output)
-        elif self.records_outputs:
+        elif self.keeps_outputs:
             kept, handed = self._keep(position, label, output, handed, references)
         self.log += index, kept, 0
         if self.stop_after is not None:
@@ -183,7 +188,7 @@ class Pass:
         if self.sink is not None:
             self.sink.receive_inputs(label, kept)
         else:
-            self.inputs[position] = kept
+            self.inputs.append((position, kept))
             assert moment is not None
             self.moments[label] = moment
 
@@ -201,6 +206,8 @@ class Pass:
         positions = self.program.positions[index]
         count = self._counts.get(index, 0)
         self._counts[index] = count + 1
+        if not self.program.counts_calls:
+            return positions[0]
         return positions[count] if count < len(positions) else None
 
     def _keep(
@@ -240,11 +247,16 @@ class Pass:
         modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
         positions = range(len(modules))
         if modules != self.program.expected:
-            self._check_counts(modules)
+            if self.program.counts_calls:
+                self._check_counts(modules)
             positions = self._positions(modules)  # type: ignore[assignment]
         if self.program.options.copy != "never":
             self._check_versions(positions, values, versions)
-        return self._activations(positions, values, versions), self._inputs()
+        activations = self._activations(positions, values, versions)
+        if self.sink is not None and self.keeps_outputs:
+            for label, calls in activations.items():
+                self.sink.takers[label](calls)
+        return activations, self._inputs()
 
     def learned(self) -> Plan | None:
         """Return a better plan where this pass found how outputs can be kept."""
@@ -258,11 +270,14 @@ class Pass:
         hits = overwritten([kept for _, kept in known])
         buffers = self._buffers() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
-            kinds[position] = next_kind(kinds[position], kept, is_hit, buffers)
-        for at, given in self.inputs.items():
+            kind = next_kind(self.plan.kinds[position], kept, is_hit, buffers)
+            # Of several calls, the one that needs most decides: kinds are in that order.
+            kinds[position] = max(kinds[position], kind)
+        for at, given in self.inputs:
             if isinstance(given, Kept):
                 (is_hit,) = overwritten([given])
-                input_kinds[at] = next_kind(input_kinds[at], given, is_hit, buffers)
+                kind = next_kind(self.plan.input_kinds[at], given, is_hit, buffers)
+                input_kinds[at] = max(input_kinds[at], kind)
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -304,32 +319,40 @@ class Pass:
             lost = [at for at in lost if self.program.labels[at] is not None]
         if not self._is_bare:
             lost += [at for at, kept in zip(positions, values, strict=True) if is_lost(kept)]
-        lost_inputs = [at for at, kept in self.inputs.items() if is_lost(kept)]
+        lost_inputs = [at for at, kept in self.inputs if is_lost(kept)]
         if lost or lost_inputs:
             raise OverwrittenError(self.program, self.plan, lost, lost_inputs)
 
     def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
         program = self.program
-        if not self.records_outputs:
+        if not self.keeps_outputs:
             return Records(program.architecture)
         labels = program.labels
-        if self._is_bare and type(positions) is range:
+        if self._is_bare and type(positions) is range and program.counts_calls:
             return Records(program.architecture, program.order, values, versions)
         found = []
         for at, value, version in zip(positions, values, versions, strict=True):
             label = labels[at]
             if label is not None and value is not NOTHING:
                 found.append((label, *settled(value, version)))
-        return Records(program.architecture, *columns(found))
+        return Records(program.architecture, *columns(self._by_layer(found)))
 
     def _inputs(self) -> Records | None:
         program = self.program
-        if not self.inputs:
+        if not program.options.inputs or self.sink is not None:
             return None
-        found = [
-            (program.labels[at], *settled(kept, 0)) for at, kept in sorted(self.inputs.items())
-        ]
-        return Records(program.architecture, *columns(found), "input")
+        inputs = sorted(self.inputs, key=operator.itemgetter(0))
+        found = [(program.labels[at], *settled(kept, 0)) for at, kept in inputs]
+        return Records(program.architecture, *columns(self._by_layer(found)), "input")
+
+    def _by_layer(self, found: list[Any]) -> list[Any]:
+        """Make one row a layer of all its calls, where they are not counted."""
+        if self.program.counts_calls:
+            return found
+        calls: dict[Any, list[Any]] = {label: [] for label in self.program.order}
+        for label, value, versions in found:
+            calls[label].append((value, versions))
+        return [(label, *all_calls(each)) for label, each in calls.items()]
 
 
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:

@@ -28,13 +28,16 @@ class Options:
     gradients: bool | Literal["accumulate"] = False
     copy: CopyPolicy = "auto"
     offload: bool = False
+    # "any": however often modules run, a name stands for the tuple of all their calls in a pass.
+    calls: Literal["labelled", "any"] = "labelled"
 
 
 class Program:
     """The events that a pass must show, in the order in which modules returned at labelling.
 
     An event is one call of a hooked module; a module is hooked if at least one of its calls is
-    selected, and then all its calls are counted.
+    selected, and then all its calls are counted. Where calls are not counted, a module has one
+    event, which stands for all its calls.
     """
 
     def __init__(
@@ -43,13 +46,15 @@ class Program:
         self.architecture = architecture
         self.recording = recording
         self.options = options
+        # Whether modules must run just as often as at labelling.
+        self.counts_calls = options.calls == "labelled"
         self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
         index = {id(module): i for i, module in enumerate(self.modules)}
         # Bare tuples: dynamo can't follow the hash of a subclass.
         events = sorted(
             (architecture[label].completion or 0, index[id(module)], (label[0], label[1]))
             for module in self.modules
-            for label in architecture.calls(module)
+            for label in self._calls(module)
         )
         chosen = set(recording)
         self.expected: list[int] = [module for _, module, _ in events]
@@ -61,7 +66,7 @@ class Program:
             self.positions[module].append(position)
         # The label of each module that is called once, and with that recorded.
         self.single: list[DepthIdx | None] = [
-            self.labels[positions[0]] if len(positions) == 1 else None
+            self.labels[positions[0]] if len(positions) == 1 and self.counts_calls else None
             for positions in self.positions
         ]
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
@@ -72,6 +77,12 @@ class Program:
                 self.keys[key] = (*self.keys.get(key, ()), label)
         # The last event that is selected, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
+
+    def _calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
+        if self.counts_calls:
+            return self.architecture.calls(module)
+        chosen = (at for at in self.recording if self.architecture[at].module is module)
+        return (next(chosen),)
 
     def first_plan(self) -> Plan:
         """Return the plan for a setting in which nothing is known yet."""

@@ -100,18 +100,26 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 class Offloaded:
     """Host copies that may still be under way."""
 
-    __slots__ = ("_version", "event", "value")
+    __slots__ = ("_version", "events", "value")
 
-    def __init__(self, value: Any, event: Any) -> None:
+    def __init__(self, value: Any, events: Sequence[Any]) -> None:
         self.value = value
-        self.event = event
+        self.events = events
         # Compared at the end of a pass together with the versions of bare tensors.
         self._version = 0
 
+    @classmethod
+    def all_of(cls, parts: Sequence[Offloaded]) -> Offloaded:
+        """Return several as one, whose value is the tuple of theirs."""
+        return cls(
+            tuple(part.value for part in parts),
+            [event for part in parts for event in part.events],
+        )
+
     def wait(self) -> Any:
         """Return the copies once they are complete."""
-        if self.event is not None:
-            self.event.synchronize()
+        for event in self.events:
+            event.synchronize()
         return self.value
 
 

@@ -15,7 +15,7 @@ from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import as_label, parse_label
 from scio_recorder.nets.architecture import Architecture, DepthIdx, Label, Layer
 
-__all__ = ["select"]
+__all__ = ["select", "select_modules"]
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -57,6 +57,53 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Dep
     for selector in selectors:
         chosen.update(_matches(architecture, selector))
     return tuple(sorted((int(depth), int(index)) for depth, index in chosen))
+
+
+def select_modules(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
+    """Return the layers that stand for modules, however often these run.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers to choose from.
+    selectors : sequence
+        What :func:`select` takes.
+
+    Returns
+    -------
+    tuple of (int, int)
+        The first call of each module; sorted, without duplicates.
+
+    Raises
+    ------
+    LayerNotFoundError
+        A selector matched no layer that ran, or is the label of a further call of a module.
+    SelectorTypeError
+        Something that can't select layers.
+
+    Examples
+    --------
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> relu = nn.ReLU()
+    >>> _, architecture = label_net(nn.Sequential(relu, relu), input_size=(1, 4))
+    >>> select(architecture, ["0"]), select_modules(architecture, ["0"])
+    (((1, 1), (1, 2)), ((1, 1),))
+    """
+    calls: dict[int, list[Layer]] = {}
+    for row in architecture.values():
+        if row.executed:
+            calls.setdefault(id(row.module), []).append(row)
+    first = {key: min(rows, key=operator.attrgetter("call")) for key, rows in calls.items()}
+    chosen = select(architecture, selectors)
+    for selector in selectors:
+        label = parse_label(selector) if isinstance(selector, str) else as_label(selector)
+        if label is not None and label in chosen and architecture[label].call > 0:
+            raise LayerNotFoundError(
+                f"layer {architecture[label]} is a further call of its module, and with "
+                f'calls="any" all calls are one entry: write {architecture[label].name!r}'
+            )
+    rows = (first[id(architecture[label].module)] for label in chosen)
+    return tuple(sorted({(row.depth, row.index) for row in rows}))
 
 
 def _matches(architecture: Architecture, selector: object) -> Iterable[DepthIdx]:
@@ -120,7 +167,7 @@ def _executed(
     if not ran:
         raise LayerNotFoundError(
             f"{what} did not run at labelling, so there is nothing to record: select the layers "
-            "inside or around it"
+            "inside or around it, or label the net with an input at which it runs"
         )
     return ran
 

@@ -126,6 +126,11 @@ class Recomputing:
         around = enclosing_layers(self.architecture, target)
         recorded = self._capture.program.recording
         nearest = next((label for label in around if label in recorded), None)
+        if not self._capture.program.counts_calls:
+            raise RecomputeError(
+                'after record(..., calls="any") nothing says which call a layer ran in: record the '
+                "module around it without calls="
+            )
         if nearest is None:
             best = f'"{self.architecture[around[0]].name}"' if around else "around it"
             raise RecomputeError(

@@ -16,7 +16,7 @@ from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import LayerMapping, Records
-from scio_recorder.nets.selection import select
+from scio_recorder.nets.selection import select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.differentiating import Differentiating
@@ -110,6 +110,7 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
         gradients: bool | Literal["accumulate"] = False,
         copy: CopyPolicy = "auto",
         offload: bool = False,
+        calls: Literal["labelled", "any"] = "labelled",
     ) -> None:
         """Choose the layers to record, in place of those chosen before; none to stop.
 
@@ -130,6 +131,12 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
             is short: a record that was overwritten raises when it is read.
         offload : bool, default False
             Keep detached copies in host memory (pinned, from a GPU) instead.
+        calls : {"labelled", "any"}
+            "any" is for nets that run a module another number of times from pass to pass, as a
+            mixture of experts does: the record of a name is then the tuple of what its calls
+            returned in the pass, in order, empty if there was none, and no number of calls raises
+            :class:`~scio_recorder.errors.FlowError`. Modules that did not run at labelling can be
+            chosen too.
 
         Raises
         ------
@@ -147,8 +154,16 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
             raise SelectorTypeError(f'copy={copy!r}: write "auto", "always" or "never"')
         if isinstance(gradients, str) and gradients != "accumulate":
             raise SelectorTypeError(f'gradients={gradients!r}: write True, False or "accumulate"')
-        recording = select(self.architecture, selectors)
-        options = Options(bool(inputs), gradients, copy, bool(offload))
+        if calls not in ("labelled", "any"):
+            raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
+        if calls == "any" and gradients:
+            raise SelectorTypeError(
+                'gradients= is for labelled calls: with calls="any", differentiate with respect to '
+                "the tensors in activations, as torch.autograd.grad(loss, rnet.activations[name])"
+            )
+        choose = select if calls == "labelled" else select_modules
+        recording = choose(self.architecture, selectors)
+        options = Options(bool(inputs), gradients, copy, bool(offload), calls)
         self._replace_capture(Capture(self._net, self.architecture, recording, options))
 
     def remove(self) -> None:

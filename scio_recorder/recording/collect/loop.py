@@ -99,6 +99,8 @@ class _Collection:
         self._recording = program.recording
         if not self._recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
+        if program.options.inputs and not program.counts_calls:
+            raise CollectError('inputs=True can\'t be collected with calls="any": leave one out')
         self._feed = Feed(
             batches, request.every, request.max_batches, request.to_inputs, request.sample_ids
         )
