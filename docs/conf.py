@@ -72,7 +72,13 @@ def skip_fields(
     return True if text.startswith("Alias for field number") else None
 
 
+def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
+    """Let links to notebooks lead to the copies that the site is built from."""
+    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
 def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
+    app.connect("source-read", link_copies)
     app.connect("autodoc-skip-member", skip_fields)
     app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))
