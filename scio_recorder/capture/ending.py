@@ -6,40 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from scio_recorder.capture.keeping import Kept, memory_of
-from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
-from scio_recorder.errors import FlowError, MutationError
+from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Program
+from scio_recorder.errors import FlowError
 from scio_recorder.nets.records import Offloaded
 
-__all__ = [
-    "OverwrittenError",
-    "all_calls",
-    "columns",
-    "flow_error",
-    "is_lost",
-    "next_kind",
-    "settled",
-]
-
-
-class OverwrittenError(MutationError):
-    """Which layers were only referenced and yet overwritten, and the plan that copies them."""
-
-    def __init__(
-        self, program: Program, plan: Plan, lost: list[int], lost_inputs: list[int]
-    ) -> None:
-        layers = sorted({program.labels[at] for at in lost + lost_inputs} - {None})  # type: ignore[type-var]
-        shown = ", ".join(str(program.architecture[label]) for label in layers if label is not None)
-        super().__init__(
-            f"an in-place operation overwrote the record of {shown}, which no earlier pass in this "
-            "setting had done, so that only a reference was kept. This pass has left no records; "
-            'from the next on these layers are copied. record(..., copy="always") copies always'
-        )
-        kinds, input_kinds = list(plan.kinds), list(plan.input_kinds)
-        for at in lost:
-            kinds[at] = COPY
-        for at in lost_inputs:
-            input_kinds[at] = COPY
-        self.plan = Plan(program, kinds, input_kinds, plan.plain)
+__all__ = ["all_calls", "columns", "flow_error", "is_lost", "next_kind", "settled"]
 
 
 def flow_error(program: Program, expected: Mapping[int, int], seen: Mapping[int, int]) -> FlowError:

@@ -13,7 +13,6 @@ from torch import nn
 
 from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
-from scio_recorder.capture.ending import OverwrittenError
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.learning import Settings
@@ -188,11 +187,7 @@ class Capture:
                 self._detach_if_idle()
 
     def _finish(self, current: Pass, key: object, output: Any) -> None:
-        try:
-            activations, inputs = current.finish()
-        except OverwrittenError as violation:
-            self._plans[key] = violation.plan
-            raise
+        activations, inputs = current.finish()
         if current.plan is self._plans.get(key):
             better = current.learned()
             if better is not None:

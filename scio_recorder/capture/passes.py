@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from scio_recorder.capture.ending import (
-    OverwrittenError,
     all_calls,
     columns,
     flow_error,
@@ -29,7 +28,7 @@ from scio_recorder.capture.keeping import (
     overwritten,
 )
 from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import LEARN, REFERENCE, Plan, Program
+from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.nets.records import Inputs, Offloaded, Records
 from scio_recorder.nets.state.moment import LiveMoment
@@ -77,6 +76,8 @@ class Pass:
         "is_fast",
         "keeps_outputs",
         "log",
+        "lost",
+        "lost_inputs",
         "moments",
         "plan",
         "posts",
@@ -122,6 +123,9 @@ class Pass:
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
+        # The events of which only a reference was kept, which turned out to be overwritten.
+        self.lost: list[int] = []
+        self.lost_inputs: list[int] = []
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
@@ -237,12 +241,13 @@ class Pass:
     def finish(self) -> tuple[Records, Records | None]:
         """Verify the pass, and return its activations and inputs.
 
+        A record that a later operation overwrote is there too, and raises when it is read: the
+        pass itself was right.
+
         Raises
         ------
         FlowError
             A module with a selected layer ran more or less often than at labelling.
-        MutationError
-            A later operation overwrote what was only referenced.
         """
         modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
         positions = range(len(modules))
@@ -251,7 +256,7 @@ class Pass:
                 self._check_counts(modules)
             positions = self._positions(modules)  # type: ignore[assignment]
         if self.program.options.copy != "never":
-            self._check_versions(positions, values, versions)
+            self._find_lost(positions, values, versions)
         activations = self._activations(positions, values, versions)
         if self.sink is not None and self.keeps_outputs:
             for label, calls in activations.items():
@@ -262,7 +267,8 @@ class Pass:
         """Return a better plan where this pass found how outputs can be kept."""
         options = self.program.options
         keeps_nothing = (self._is_bare or self.sink is not None) and not self.inputs
-        if keeps_nothing or options.copy == "always" or options.offload:
+        is_known = keeps_nothing and not self.lost
+        if is_known or options.copy == "always" or options.offload:
             return None
         kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
@@ -278,6 +284,10 @@ class Pass:
                 (is_hit,) = overwritten([given])
                 kind = next_kind(self.plan.input_kinds[at], given, is_hit, buffers)
                 input_kinds[at] = max(input_kinds[at], kind)
+        for at in self.lost:
+            kinds[at] = COPY
+        for at in self.lost_inputs:
+            input_kinds[at] = COPY
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -311,31 +321,31 @@ class Pass:
             return
         raise flow_error(program, expected, seen)
 
-    def _check_versions(self, positions: Any, values: list[Any], versions: list[int]) -> None:
-        lost: list[int] = []
+    def _find_lost(self, positions: Any, values: list[Any], versions: list[int]) -> None:
+        labels = self.program.labels
         if list(map(_version, values)) != versions:
             pairs = zip(positions, values, versions, strict=True)
-            lost = [at for at, value, version in pairs if value._version != version]
-            lost = [at for at in lost if self.program.labels[at] is not None]
+            changed = [at for at, value, version in pairs if value._version != version]
+            self.lost += [at for at in changed if labels[at] is not None]
         if not self._is_bare:
-            lost += [at for at, kept in zip(positions, values, strict=True) if is_lost(kept)]
-        lost_inputs = [at for at, kept in self.inputs if is_lost(kept)]
-        if lost or lost_inputs:
-            raise OverwrittenError(self.program, self.plan, lost, lost_inputs)
+            events = zip(positions, values, strict=True)
+            self.lost += [at for at, kept in events if is_lost(kept)]
+        self.lost_inputs += [at for at, kept in self.inputs if is_lost(kept)]
 
     def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
         program = self.program
         if not self.keeps_outputs:
             return Records(program.architecture)
         labels = program.labels
+        lost = [labels[at] for at in self.lost]
         if self._is_bare and type(positions) is range and program.counts_calls:
-            return Records(program.architecture, program.order, values, versions)
+            return Records(program.architecture, program.order, values, versions, lost=lost)
         found = []
         for at, value, version in zip(positions, values, versions, strict=True):
             label = labels[at]
             if label is not None and value is not NOTHING:
                 found.append((label, *settled(value, version)))
-        return Records(program.architecture, *columns(self._by_layer(found)))
+        return Records(program.architecture, *columns(self._by_layer(found)), lost=lost)
 
     def _inputs(self) -> Records | None:
         program = self.program
@@ -343,7 +353,8 @@ class Pass:
             return None
         inputs = sorted(self.inputs, key=operator.itemgetter(0))
         found = [(program.labels[at], *settled(kept, 0)) for at, kept in inputs]
-        return Records(program.architecture, *columns(self._by_layer(found)), "input")
+        lost = [program.labels[at] for at in self.lost_inputs]
+        return Records(program.architecture, *columns(self._by_layer(found)), "input", lost)
 
     def _by_layer(self, found: list[Any]) -> list[Any]:
         """Make one row a layer of all its calls, where they are not counted."""

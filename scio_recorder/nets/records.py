@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -127,7 +127,8 @@ class Records(LayerMapping[Any]):
     """The activations, inputs or gradients of one pass.
 
     Reading compares version counters with those at the end of the pass, and raises
-    :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since.
+    :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since, and
+    where the pass itself overwrote a record of which it held no copy (``lost``).
     """
 
     def __init__(
@@ -137,9 +138,11 @@ class Records(LayerMapping[Any]):
         values: Sequence[Any] = (),
         versions: Sequence[int | Sequence[tuple[Tensor, int]]] = (),
         what: str = "activation",
+        lost: Collection[DepthIdx | None] = (),
     ) -> None:
         self._architecture = architecture
         self._what = what
+        self._lost = lost
         self._columns = (labels, values, versions)
 
     # Most passes are never read, or of few layers: the columns become mappings at the first look.
@@ -153,6 +156,8 @@ class Records(LayerMapping[Any]):
         return dict(zip(self._columns[0], self._columns[2], strict=True))
 
     def _get(self, label: DepthIdx) -> Any:
+        if label in self._lost:
+            raise MutationError(self._explain_loss(label))
         value, versions = self._values[label], self._versions[label]
         if isinstance(value, Offloaded):
             return value.wait()
@@ -161,6 +166,14 @@ class Records(LayerMapping[Any]):
             if tensor._version != version:
                 raise MutationError(self._explain_mutation(label))
         return value
+
+    def _explain_loss(self, label: DepthIdx) -> str:
+        return (
+            f"an in-place operation overwrote the {self._what} of layer "
+            f"{self._architecture[label]} later in the pass, which no earlier pass in this setting "
+            "had done, so that only a reference was kept. The other records of the pass hold. From "
+            'the next pass on this layer is copied; record(..., copy="always") copies in every pass'
+        )
 
     def _explain_mutation(self, label: DepthIdx) -> str:
         return (

@@ -224,9 +224,6 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
             A module with a recorded layer ran more or less often than at labelling.
         PostprocessorError
             Too few post-processors, or one that failed.
-        MutationError
-            An in-place operation overwrote a record in a way that no pass in this setting had
-            shown before; from the next pass on, that layer is copied.
 
         Examples
         --------
