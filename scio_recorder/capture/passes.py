@@ -32,7 +32,12 @@ from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.nets.records import Inputs, Offloaded, Records
 from scio_recorder.nets.state.moment import LiveMoment
-from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.postprocessors.assigning import (
+    Postprocessor,
+    apply,
+    apply_to_input,
+    on_inputs,
+)
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
@@ -70,6 +75,7 @@ class Pass:
         "_keeper",
         "_pending",
         "_seen_plain",
+        "_starts",
         "fast",
         "gradients",
         "inputs",
@@ -79,6 +85,7 @@ class Pass:
         "lost",
         "lost_inputs",
         "moments",
+        "on_inputs",
         "plan",
         "posts",
         "program",
@@ -101,6 +108,7 @@ class Pass:
         self.program = program
         self.plan = plan
         self.posts = posts
+        self.on_inputs = on_inputs(posts)
         self.records_outputs = records_outputs and sink is None
         # A sink takes all calls of a module at once, where it may run any number of times.
         self.keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
@@ -130,6 +138,7 @@ class Pass:
         self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
         self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
         self._seen_plain: set[int] = set()
 
@@ -147,7 +156,7 @@ class Pass:
             self.log += index, NOTHING, 0
             return None
         handed = output
-        if self.posts is not None and label in self.posts:
+        if self.posts is not None and label in self.posts and label not in self.on_inputs:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
         if self.sink is not None and not self.keeps_outputs:
@@ -161,8 +170,28 @@ class Pass:
                 raise StopForward(self)
         return None if handed is output else handed
 
-    def receive_inputs(self, index: int, args: Any, kwargs: Any) -> None:
-        """Take what a module's forward is about to receive.
+    def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Take what a module's forward is about to receive; return what it receives instead."""
+        changed = None
+        if self.on_inputs:
+            label = self._started(index)
+            if label is not None and label in self.on_inputs:
+                layer = self.program.architecture[label]
+                changed = apply_to_input(self.on_inputs[label], args, kwargs, layer)
+                args, kwargs = changed
+        if self.program.options.inputs:
+            self._keep_inputs(index, args, kwargs)
+        return changed
+
+    def _started(self, index: int) -> DepthIdx | None:
+        """Return the label of the call of a module that is about to run."""
+        count = self._starts.get(index, 0)
+        self._starts[index] = count + 1
+        starts = self.program.starts[index]
+        return starts[min(count, len(starts) - 1)]
+
+    def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
+        """Keep what a module's forward is about to receive.
 
         Which call this is shows only when it returns: calls fail, and modules call themselves.
         """

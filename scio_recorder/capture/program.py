@@ -64,6 +64,13 @@ class Program:
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
+        # The rows of each module in the order in which calls started, failed ones among them.
+        self.starts: list[list[DepthIdx | None]] = [[] for _ in self.modules]
+        for row in architecture.values():
+            if id(row.module) in index:
+                self.starts[index[id(row.module)]].append((row.depth, row.index))
+        if not self.counts_calls:
+            self.starts = [[self.labels[at] for at in own] for own in self.positions]
         # The label of each module that is called once, and with that recorded.
         self.single: list[DepthIdx | None] = [
             self.labels[positions[0]] if len(positions) == 1 and self.counts_calls else None

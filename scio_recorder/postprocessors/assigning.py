@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.on_input import OnInput, change_input
 from scio_recorder.postprocessors.overwriting import explain_overwriting, versions_on_graph
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
 
-__all__ = ["Postprocessor", "Postprocessors", "apply", "assign", "assign_by_key", "signature"]
+__all__ = [
+    "Postprocessor",
+    "Postprocessors",
+    "apply",
+    "apply_to_input",
+    "assign",
+    "assign_by_key",
+    "on_inputs",
+    "signature",
+]
 
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
@@ -192,6 +203,46 @@ def apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
     return result
 
 
+def apply_to_input(
+    function: OnInput, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Post-process what a module's forward is about to receive.
+
+    Parameters
+    ----------
+    function : OnInput
+        The post-processor.
+    args, kwargs
+        The arguments.
+    layer : Layer
+        For messages.
+
+    Returns
+    -------
+    tuple
+        The arguments to go on with.
+
+    Raises
+    ------
+    PostprocessorError
+        As :func:`apply`, or there is no tensor among the arguments.
+
+    Examples
+    --------
+    >>> import torch
+    >>> apply_to_input(OnInput(torch.neg), (torch.ones(2),), {}, "1-1")
+    ((tensor([-1., -1.]),), {})
+    """
+    act = partial(apply, function.postprocessor, layer=layer)
+    changed = change_input(args, kwargs, act)
+    if changed is None:
+        raise PostprocessorError(
+            f"{function!r} acts on layer {layer}, whose forward received no tensor: name another "
+            "layer, or let the post-processor act on what the layer returns"
+        )
+    return changed
+
+
 def _failure(error: Exception, layer: Layer) -> PostprocessorError:
     """Make an error that is caught as ours and as what was raised."""
     if isinstance(error, PostprocessorError):
@@ -208,10 +259,36 @@ def _failure(error: Exception, layer: Layer) -> PostprocessorError:
     return both
 
 
+def on_inputs(
+    posts: Mapping[DepthIdx, Postprocessor] | None,
+) -> dict[DepthIdx, OnInput]:
+    """Return the post-processors that act on inputs.
+
+    Parameters
+    ----------
+    posts : mapping or None
+        Label -> post-processor.
+
+    Returns
+    -------
+    dict
+        Those of them.
+
+    Examples
+    --------
+    >>> on_inputs({(1, 1): abs, (1, 2): OnInput(abs)})
+    {(1, 2): OnInput(postprocessor=<built-in function abs>)}
+    """
+    found = (posts or {}).items()
+    return {label: post for label, post in found if isinstance(post, OnInput)}
+
+
 def signature(function: Postprocessor) -> object:
     """Return what tells whether two post-processors work alike, in place or not.
 
     Lambdas made anew for every pass share their code.
     """
+    if isinstance(function, OnInput):
+        return OnInput, signature(function.postprocessor)
     inner = getattr(function, "func", function)
     return getattr(inner, "__code__", type(inner))
