@@ -29,7 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint
 
-from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.postprocessors.assigning import (
+    Postprocessor,
+    apply,
+    apply_to_input,
+    on_inputs,
+)
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
@@ -96,15 +101,15 @@ class _Mark:
         # The backward pass that a mark was made in, if it was: checkpointing in a re-run region.
         self.root = root
         self.task = -1
-        self.counts: dict[int, int] = {}
+        self.counts: dict[tuple[int, bool], int] = {}
 
-    def next_position(self, index: int) -> int | None:
-        """Return the position of the next call of a module in this re-run."""
+    def next_position(self, index: int, *, starts: bool = False) -> int | None:
+        """Return the position of the next call of a module in this re-run, by starts or returns."""
         task = torch._C._current_graph_task_id()
         if task != self.task:
             self.task, self.counts = task, {}
-        count = self.counts.get(index, 0)
-        self.counts[index] = count + 1
+        count = self.counts.get((index, starts), 0)
+        self.counts[index, starts] = count + 1
         own = self.rerun.positions[index]
         found = [position for position in self.positions if position in own]
         return found[count] if count < len(found) else None
@@ -134,6 +139,7 @@ class Rerun:
         self.positions = program.positions
         self.labels = program.labels
         self.posts = posts
+        self.on_inputs = on_inputs(posts)
         # The graph must hold neither the network, which the program leads to, nor gradients.
         self._program = weakref.ref(program)
         self._gradients = None if gradients is None else weakref.ref(gradients)
@@ -153,11 +159,19 @@ class Rerun:
         if gradients is not None:
             gradients.attach(label, *flatten(output), task)
         program = self._program()
-        if label not in self.posts:
+        if label not in self.posts or label in self.on_inputs:
             return None
         layer: Any = label if program is None else program.architecture[label]
         handed = apply(self.posts[label], output, layer)
         return None if handed is output else handed
+
+    def inputs_again(self, label: DepthIdx, args: Any, kwargs: Any) -> Any:
+        """Do to inputs what the first run did to them; None to go on with them as they are."""
+        if label not in self.on_inputs:
+            return None
+        program = self._program()
+        layer: Any = label if program is None else program.architecture[label]
+        return apply_to_input(self.on_inputs[label], args, kwargs, layer)
 
 
 class Reruns:
@@ -186,6 +200,16 @@ class Reruns:
         if not self._alive and self._when_over is not None:
             function, self._when_over = self._when_over, None
             function()
+
+    def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Post-process inputs in a re-run; None to go on with them as they are."""
+        for region, runs_again in regions(None) if self._alive else ():
+            mark = getattr(region, _ATTRIBUTE, {}).get(id(self)) if runs_again else None
+            if mark is not None:
+                position = mark.next_position(index, starts=True)
+                label = None if position is None else mark.rerun.labels[position]
+                return None if label is None else mark.rerun.inputs_again(label, args, kwargs)
+        return None
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None to go on with it as it is."""

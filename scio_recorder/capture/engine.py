@@ -18,9 +18,14 @@ from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.learning import Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Plan, Program
-from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.errors import PostprocessorError, UnsupportedNetError
 from scio_recorder.nets.records import Records
-from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
+from scio_recorder.postprocessors.assigning import (
+    Postprocessor,
+    Postprocessors,
+    assign,
+    on_inputs,
+)
 
 if TYPE_CHECKING:
     from scio_recorder.capture.sink import Sink
@@ -146,6 +151,8 @@ class Capture:
         else:
             self._forget_latest()
         posts = None if given is None else assign(program.architecture, program.order, given)
+        if posts is not None:
+            self._hooks.attach_before(program.modules_of(on_inputs(posts)))
         if not self._hooks.is_attached:
             self._attach()
         self._hooks.move_last()
@@ -274,6 +281,11 @@ class Capture:
         records_outputs: bool,
     ) -> Any:
         """Run the network while it is compiled."""
+        if on_inputs(posts):
+            raise PostprocessorError(
+                "OnInput can't act in a compiled pass: call the recorder without torch.compile, or "
+                "let the post-processor act on what the layer before returns"
+            )
         current = CompiledPass(self.program, posts, records_outputs)
         self._site.compiled = current
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
 
-__all__ = ["Hooks", "ModuleHook", "Site", "follow", "observe"]
+__all__ = ["Hooks", "ModuleHook", "Site", "follow", "observe", "precede"]
 
 
 class _Local(threading.local):
@@ -89,10 +89,16 @@ class ModuleHook:
         references = sys.getrefcount(output)
         return active.receive(self.index, args, output, references)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take what the module's forward is about to receive."""
-        if self.site.compiled is None and self.site.local.active is not None:
-            self.site.local.active.receive_inputs(self.index, args, kwargs)
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Take what the module's forward is about to receive; return what it receives instead."""
+        site = self.site
+        if site.compiled is not None or torch.compiler.is_dynamo_compiling():
+            return None
+        if site.local.active is not None:
+            return site.local.active.receive_inputs(self.index, args, kwargs)
+        if site.reruns and torch._C._current_graph_task_id() != -1:
+            return site.reruns.inputs_again(self.index, args, kwargs)
+        return None
 
     def _outside(self, module: nn.Module, output: Any) -> Any:
         """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
@@ -142,9 +148,9 @@ class Hooks:
     def __init__(self, modules: tuple[nn.Module, ...], site: Site, with_inputs: bool) -> None:
         self._modules = modules
         self._site = site
-        self._with_inputs = with_inputs
+        self._with_inputs = set(range(len(modules))) if with_inputs else set()
         self._after: list[RemovableHandle] = []
-        self._before: list[RemovableHandle] = []
+        self._before: dict[int, RemovableHandle] = {}
         self._checked_at = -1
         # Set when all are in place, and cleared before the first goes: an interruption can come
         # between any two.
@@ -161,11 +167,17 @@ class Hooks:
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             self._after.append(module.register_forward_hook(hook.after))
-            if self._with_inputs:
+            if index in self._with_inputs:
                 handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
-                self._before.append(handle)
+                self._before[index] = handle
         self._checked_at = RemovableHandle.next_id
         self._is_attached = True
+
+    def attach_before(self, indices: set[int]) -> None:
+        """See what these modules receive as well, from now on."""
+        if not indices <= self._with_inputs:
+            self._with_inputs = self._with_inputs | indices
+            self.attach()
 
     def detach(self) -> None:
         """Take the hooks away."""
@@ -184,8 +196,8 @@ class Hooks:
             return
         for module, handle in zip(self._modules, self._after, strict=True):
             _move_to_end(module._forward_hooks, handle.id)
-        for module, handle in zip(self._modules, self._before, strict=False):
-            _move_to_end(module._forward_pre_hooks, handle.id)
+        for index, handle in self._before.items():
+            _move_to_end(self._modules[index]._forward_pre_hooks, handle.id)
         self._checked_at = RemovableHandle.next_id
 
 
@@ -220,6 +232,11 @@ class _Observer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Observer, (None, "")
+
+
+def precede(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
+    """Call ``function(module, args, kwargs)`` before each call; its result is received instead."""
+    return module.register_forward_pre_hook(function, with_kwargs=True)
 
 
 def follow(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:

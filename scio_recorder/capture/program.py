@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -90,6 +91,11 @@ class Program:
             return self.architecture.calls(module)
         chosen = (at for at in self.recording if self.architecture[at].module is module)
         return (next(chosen),)
+
+    def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
+        """Return the indices of the modules that layers are calls of."""
+        wanted = set(labels)
+        return {self.expected[at] for at, label in enumerate(self.labels) if label in wanted}
 
     def first_plan(self) -> Plan:
         """Return the plan for a setting in which nothing is known yet."""

@@ -58,8 +58,8 @@ class OnInput:
     def __call__(self, activation: Any) -> NoReturn:
         """Refuse to act on an activation."""
         raise PostprocessorError(
-            f"{self!r} was called with an activation: OnInput goes around all others and right into "
-            "activation_postproc, as in {selector: OnInput(At(0, Scale(2.0)))}."
+            f"{self!r} was called with an activation: OnInput goes around all others, straight "
+            "into activation_postproc, as in {selector: OnInput(At(0, Scale(2.0)))}."
         )
 
 

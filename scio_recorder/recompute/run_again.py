@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import follow
+from scio_recorder.capture.hooks import follow, precede
 from scio_recorder.errors import RecomputeError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.restoring import preserved_rng, restored
-from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.postprocessors.assigning import (
+    Postprocessor,
+    apply,
+    apply_to_input,
+    on_inputs,
+)
 from scio_recorder.tensors.copies import StridedCopy, is_plain
 from scio_recorder.tensors.structures import flatten, map_tensors
 
@@ -186,6 +191,8 @@ class _Again:
         self._call = call
         self._targets = targets
         self._counts: Counter[nn.Module] = Counter()
+        self._on_inputs = on_inputs(call.posts)
+        self._started: Counter[nn.Module] = Counter()
         self._is_same = False
         self.found: dict[DepthIdx, Any] = {}
         wanted = targets | set(call.posts) | {call.label}
@@ -204,11 +211,21 @@ class _Again:
             if module is not None
         }
 
+        # Rows stand in the order in which calls start.
+        self._starts = {
+            module: sorted(calls, key=lambda label: rows[label][0])
+            for module, calls in self._order.items()
+        }
+
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Take what modules return, for the length of the block."""
         handles = [
             follow(watched, self._receive) for watched, calls in self._order.items() if calls
+        ]
+        on_inputs = {self._architecture[label].module for label in self._on_inputs}
+        handles += [
+            precede(inner, self._receive_inputs) for inner in on_inputs if inner is not None
         ]
         # The recorded inputs are what forward received: these hooks have acted on them already.
         before, module._forward_pre_hooks = module._forward_pre_hooks, OrderedDict()
@@ -219,6 +236,15 @@ class _Again:
             for handle in handles:
                 handle.remove()
 
+    def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        starts, count = self._starts[module], self._started[module]
+        self._started[module] += 1
+        label = starts[count] if count < len(starts) else None
+        if label is None or label == self._call.label or label not in self._on_inputs:
+            # What the call itself received is recorded as the post-processor has left it.
+            return None
+        return apply_to_input(self._on_inputs[label], args, kwargs, self._architecture[label])
+
     def _receive(self, module: nn.Module, args: Any, output: Any) -> Any:
         calls, count = self._order[module], self._counts[module]
         self._counts[module] += 1
@@ -226,7 +252,7 @@ class _Again:
             return None
         label = calls[count]
         handed = output
-        if label in self._call.posts:
+        if label in self._call.posts and label not in self._on_inputs:
             handed = apply(self._call.posts[label], output, self._architecture[label])
         if label in self._targets:
             self.found[label] = map_tensors(copied, output)

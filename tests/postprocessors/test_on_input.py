@@ -1,0 +1,235 @@
+"""`OnInput`: a post-processor that acts on what a module receives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import PostprocessorError, Recorder
+from scio_recorder.postprocessors import Ablate, At, Heads, OnInput, Scale
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A residual block whose parts can be composed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(input=self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def by_hand(net: Net, x: Tensor, change: Any, at: tuple[int, ...] = (1,)) -> Tensor:
+    for number, block in enumerate(net.blocks):
+        hidden = torch.relu(block.up(x))
+        x = x + block.down(change(hidden) if number in at else hidden)
+    return x
+
+
+def recorder(net: nn.Module, *selectors: Any, **options: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(2, WIDTH))
+    rnet.record(*selectors, **options)
+    return rnet
+
+
+CHANGES = {
+    "out of place": lambda h: h * 2 + 1,
+    "in place": lambda h: h.add_(1),
+    "in place, without a result": lambda h: _halve(h),
+    "one of the ready-made": Scale(3.0),
+    "nested": Heads(4, [1, 3], Ablate()),
+    "more nested": At((slice(None), 0), Scale(0.0)),
+}
+
+
+def _halve(hidden: Tensor) -> None:
+    with torch.no_grad():
+        hidden.mul_(0.5)
+
+
+def out_of_place(change: Any) -> Any:
+    def changed(hidden: Tensor) -> Tensor:
+        own = hidden.clone()
+        result = change(own)
+        return own if result is None else result
+
+    return changed
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_acts_on_what_the_module_receives(name):
+    net, x = Net(), torch.randn(3, WIDTH)
+    rnet = recorder(net, "blocks.1.down", "blocks.1")
+    change = CHANGES[name]
+    with torch.no_grad():
+        for _ in range(3):
+            out = rnet(x, activation_postproc={"blocks.1.down": OnInput(change)})
+            expected = by_hand(net, x, out_of_place(change))
+            assert torch.equal(out, expected)
+            # What the layer returned for the changed input.
+            assert torch.equal(rnet.activations["blocks.1"], expected)
+        assert torch.equal(rnet(x), by_hand(net, x, None, ()))
+
+
+def test_recorded_inputs_are_what_forward_received():
+    net, x = Net(), torch.randn(3, WIDTH)
+    rnet = recorder(net, "blocks.0.down", inputs=True)
+    rnet(x, activation_postproc=OnInput(Scale(2.0)))
+    hidden = torch.relu(net.blocks[0].up(x))
+    (key,) = rnet.inputs["blocks.0.down"].kwargs
+    assert key == "input"
+    assert torch.equal(rnet.inputs["blocks.0.down"].kwargs["input"], hidden * 2)
+    rnet(x)
+    assert torch.equal(rnet.inputs["blocks.0.down"].kwargs["input"], hidden)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_under_checkpointing(reentrant):
+    net = Net(reentrant)
+    rnet = recorder(net, "*down")
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    posts = {"*down": OnInput(lambda h: h * 0.5)}
+    outs = [rnet(x, activation_postproc=posts), rnet(x)]
+    outs[0].square().sum().backward()
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    y = x.detach().clone().requires_grad_()
+    by_hand(twin, y, lambda h: h * 0.5, (0, 1)).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+
+
+def test_recompute_applies_it_again():
+    net, x = Net(), torch.randn(3, WIDTH)
+    rnet = recorder(net, "blocks.1", "blocks.1.down", inputs=True)
+    rnet.record("blocks.1", "blocks.1.down", inputs=True)
+    with torch.no_grad():
+        rnet(x, activation_postproc={"blocks.1.down": OnInput(Scale(3.0))})
+        expected = rnet.activations["blocks.1.down"].clone()
+        found = rnet.recompute("blocks.1.up", "blocks.1.down")
+        assert torch.equal(found["blocks.1.down"], expected)
+        before = x + net.blocks[0].down(torch.relu(net.blocks[0].up(x)))
+        assert torch.equal(found["blocks.1.up"], net.blocks[1].up(before))
+
+
+class Twice(nn.Module):
+    """One module called twice; its first call fails where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.cell(x, True)
+        except ZeroDivisionError:
+            x = x + 1
+        return self.cell(self.cell(x))
+
+
+class Cell(nn.Module):
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        if fails:
+            raise ZeroDivisionError
+        return x * 3
+
+
+def test_calls_of_one_module_are_told_apart():
+    rnet = Recorder(Twice(), input_size=(1, 2))
+    first, second = rnet.architecture.labels_of("cell")
+    rnet.record(first, second)
+    x = torch.randn(1, 2)
+    out = rnet(x, activation_postproc={second: OnInput(lambda y: y - 1)})
+    assert torch.equal(out, ((x + 1) * 3 - 1) * 3)
+    out = rnet(x, activation_postproc={first: OnInput(lambda y: y - 1)})
+    assert torch.equal(out, (x + 1 - 1) * 3 * 3)
+    out = rnet(x, activation_postproc=[OnInput(lambda y: y * 2), lambda y: y + 7])
+    assert torch.equal(out, (x + 1) * 2 * 3 * 3 + 7)
+
+
+class Structured(nn.Module):
+    def forward(self, pair: Any, *, mask: Tensor | None = None, flag: bool = True) -> Tensor:
+        one, other = pair if isinstance(pair, tuple) else (pair, 0)
+        return one - other if mask is None else mask * 2
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Structured()
+
+    def forward(self, x: Tensor, how: str = "pair") -> Tensor:
+        if how == "pair":
+            return self.inner((x, x * 2), mask=None)
+        if how == "keyword":
+            return self.inner(None, flag=False, mask=x)
+        return self.inner(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("pair", lambda x: x * 10 - x * 2), ("keyword", lambda x: x * 20)]
+)
+def test_the_first_tensor_counts(how, expected):
+    x = torch.randn(2, 3)
+    rnet = Recorder(Calls(), input_data={"x": x, "how": how})
+    rnet.record("inner")
+    out = rnet(x, how, activation_postproc=OnInput(lambda t: t * 10))
+    assert torch.equal(out, expected(x))
+
+
+def test_what_can_not_be():
+    x = torch.ones(2, 3)
+    rnet = Recorder(Calls(), input_data={"x": x})
+    rnet.record("inner")
+    with pytest.raises(PostprocessorError, match="received no tensor"):
+        rnet(x, "number", activation_postproc=OnInput(Scale(1.0)))
+    with pytest.raises(PostprocessorError, match="goes around all others"):
+        rnet(x, activation_postproc=At(0, OnInput(Scale(1.0))))
+    with pytest.raises(PostprocessorError, match="takes a post-processor"):
+        OnInput(3)  # type: ignore[arg-type]
+    with pytest.raises(PostprocessorError, match="takes a post-processor"):
+        OnInput(OnInput(Scale(1.0)))
+    with pytest.raises(ValueError, match="layer 1-1"):
+        rnet(x, activation_postproc=OnInput(lambda t: t.reshape(7)))
+    assert torch.equal(rnet(x), x - x * 2)
+
+
+def test_compiled_passes_refuse_it():
+    rnet = recorder(Net(), "blocks.0.down")
+    compiled = torch.compile(rnet, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="OnInput can't act in a compiled pass"):
+        compiled(torch.ones(2, WIDTH), activation_postproc=OnInput(Scale(2.0)))
+
+
+def test_no_hook_stays_behind():
+    net = Net()
+    rnet = recorder(net, "blocks.0.down")
+    rnet(torch.ones(2, WIDTH), activation_postproc=OnInput(Scale(2.0)))
+    rnet.remove()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
