@@ -14,7 +14,8 @@ The tree::
     ├── ArgumentError       (ValueError)    an argument that can't be what was meant
     ├── CollectError        (ValueError)    a dataset that can't be collected
     ├── RecordingError      (OSError)       a recording on disk that can't be trusted
-    └── RecomputeError      (LookupError)   an activation that can't be recomputed
+    ├── RecomputeError      (LookupError)   an activation that can't be recomputed
+    └── UnsupportedTorchError (RuntimeError) torch or Python works otherwise in this version
 
 Each class also derives from the built-in that a caller would expect, so that code written without
 this package in mind catches the right thing.
@@ -36,6 +37,7 @@ __all__ = [
     "RecordingError",
     "SelectorTypeError",
     "UnsupportedNetError",
+    "UnsupportedTorchError",
 ]
 
 
@@ -93,3 +95,7 @@ class RecordingError(RecorderError, OSError):
 
 class RecomputeError(RecorderError, LookupError):
     """There is nothing to recompute an activation from."""
+
+
+class UnsupportedTorchError(RecorderError, RuntimeError):
+    """A feature needs something of torch or Python that this version has not, or has otherwise."""

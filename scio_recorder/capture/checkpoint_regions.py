@@ -20,13 +20,11 @@ long as any of its marks lives.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils import checkpoint
 
 from scio_recorder.postprocessors.assigning import (
@@ -35,6 +33,7 @@ from scio_recorder.postprocessors.assigning import (
     apply_to_input,
     on_inputs,
 )
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
@@ -46,17 +45,16 @@ __all__ = ["Rerun", "Reruns", "is_rerun", "regions"]
 
 _ATTRIBUTE = "_scio_recorder_marks"
 _FRAME: type = getattr(checkpoint, "_CheckpointFrame", type(None))
-_CONTEXT: type = torch._C._FunctionBase
 
 
 def is_rerun() -> bool:
     """Whether activation checkpointing is running something again on this thread."""
-    if torch._C._current_graph_task_id() == -1:
+    if private.backward_pass() == -1:
         return False
-    node = torch._C._current_autograd_node()
+    node = private.running_node()
     if node is not None and node.name() == "CheckpointFunctionBackward":
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = private.active_saved_tensors_hooks()
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
@@ -65,7 +63,7 @@ def regions(until: CodeType | None) -> Iterator[tuple[Any, bool]]:
 
     With each, whether it is being run again rather than for the first time.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = private.calling_frame()
     while frame is not None and frame.f_code is not until:
         found = _region_of(frame)
         if found is not None:
@@ -79,7 +77,7 @@ def _region_of(frame: FrameType) -> Any:
         # A static method of an autograd function, not a method of a module.
         first = code.co_varnames[0] if code.co_argcount else "self"
         found = None if first == "self" else frame.f_locals.get(first)
-        return found if isinstance(found, _CONTEXT) else None
+        return found if private.is_function_context(found) else None
     if code.co_name == "checkpoint":
         generator = frame.f_locals.get("gen")
         inner = getattr(generator, "gi_frame", None)
@@ -105,7 +103,7 @@ class _Mark:
 
     def next_position(self, index: int, *, starts: bool = False) -> int | None:
         """Return the position of the next call of a module in this re-run, by starts or returns."""
-        task = torch._C._current_graph_task_id()
+        task = private.backward_pass()
         if task != self.task:
             self.task, self.counts = task, {}
         count = self.counts.get((index, starts), 0)
@@ -225,7 +223,7 @@ class Reruns:
             label = None if position is None else mark.rerun.labels[position]
             if position is None or label is None:
                 return None
-            task = torch._C._current_graph_task_id() if mark.root is None else mark.root
+            task = private.backward_pass() if mark.root is None else mark.root
             for new in inner:
                 # Checkpointing inside a checkpointed region: its own re-run comes later.
                 own = _marks(new).setdefault(owner, _Mark(mark.rerun, task))

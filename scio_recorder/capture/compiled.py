@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scio_recorder.errors import FlowError, PostprocessorError
 from scio_recorder.nets.records import Records
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.program import Program
@@ -99,9 +98,5 @@ class CompiledRecords:
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
-
-
-def is_compiling() -> bool:
-    """Whether dynamo is tracing this code."""
-    return torch.compiler.is_compiling()
+    leaves, rebuild = private.flatten_traceable(value)
+    return rebuild([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])

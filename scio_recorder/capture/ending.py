@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scio_recorder.capture.keeping import Kept, memory_of
+from scio_recorder.capture.keeping import Kept
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Program
 from scio_recorder.errors import FlowError
 from scio_recorder.nets.records import Offloaded
+from scio_recorder.tensors import private
 
 __all__ = ["all_calls", "columns", "flow_error", "is_lost", "next_kind", "settled"]
 
@@ -44,7 +45,8 @@ def next_kind(kind: int, kept: Kept, is_hit: bool, buffers: set[int]) -> int:
         return kind
     # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
     is_unknown = any(
-        leaf.original.is_inference() or memory_of(leaf.original) in buffers for leaf in kept.leaves
+        leaf.original.is_inference() or private.memory_of(leaf.original) in buffers
+        for leaf in kept.leaves
     )
     return COPY if is_hit or is_unknown else REFERENCE
 

@@ -26,6 +26,7 @@ from scio_recorder.postprocessors.assigning import (
     assign,
     on_inputs,
 )
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.sink import Sink
@@ -299,12 +300,12 @@ class Capture:
 
 def _refuse_transforms() -> None:
     """Refuse what makes tensors that don't outlive the call."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if private.is_inside_transform():
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "
             "can't be recorded: call rnet.net there, or record() nothing"
         )
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
         raise UnsupportedNetError(
             "torch.jit.trace would keep one recorded pass and repeat it: trace rnet.net, or "
             "record() nothing"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.nets.records import Records
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
@@ -69,7 +69,7 @@ class Gradients:
         """
         template = self._templates[label] = (len(tensors), rebuild)
         owner = weakref.ref(self)
-        if task is not None and task == torch._C._current_graph_task_id():
+        if task is not None and task == private.backward_pass():
             self._delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
@@ -124,7 +124,7 @@ class _Listener:
         if gradient is None:
             # Another output of the same node got one.
             return
-        task = torch._C._current_graph_task_id() if self._task is None else self._task
+        task = private.backward_pass() if self._task is None else self._task
         owner = self._owner()
         if owner is not None:
             owner.receive(self._label, self._index, gradient, task)
@@ -150,8 +150,7 @@ class _Delivery:
         arrived = self._arrived.get(task)
         if arrived is None:
             arrived = self._arrived[task] = _Arrived()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(_deliver, self._hooks, arrived))
+            private.call_at_end_of_backward(partial(_deliver, self._hooks, arrived))
         return arrived
 
     def receive(

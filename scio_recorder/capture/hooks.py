@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.keeping import NOTHING
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Reruns
@@ -96,7 +97,7 @@ class ModuleHook:
             return None
         if site.local.active is not None:
             return site.local.active.receive_inputs(self.index, args, kwargs)
-        if site.reruns and torch._C._current_graph_task_id() != -1:
+        if site.reruns and private.backward_pass() != -1:
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None
 
@@ -105,7 +106,7 @@ class ModuleHook:
         reruns = self.site.reruns
         if reruns is None:
             remove_inert(module)
-        elif reruns and torch._C._current_graph_task_id() != -1:
+        elif reruns and private.backward_pass() != -1:
             return reruns.again(self.index, output)
         return None
 
@@ -134,12 +135,11 @@ def remove_inert(net: nn.Module) -> None:
 
 def _remove(module: nn.Module, site: Site) -> None:
     """Remove all hooks of a site, found where they are: handles get lost in interruptions."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks in (private.forward_hooks(module), private.forward_pre_hooks(module)):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ModuleHook) and owner.site is site:
-                hooks.pop(key, None)
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                private.remove_hook(module, key)
 
 
 class Hooks:
@@ -170,7 +170,7 @@ class Hooks:
             if index in self._with_inputs:
                 handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
                 self._before[index] = handle
-        self._checked_at = RemovableHandle.next_id
+        self._checked_at = private.next_handle()
         self._is_attached = True
 
     def attach_before(self, indices: set[int]) -> None:
@@ -192,13 +192,13 @@ class Hooks:
 
         Every new handle takes a number, so one comparison tells that there are no new ones.
         """
-        if self._checked_at == RemovableHandle.next_id:
+        if self._checked_at == private.next_handle():
             return
         for module, handle in zip(self._modules, self._after, strict=True):
-            _move_to_end(module._forward_hooks, handle.id)
+            _move_to_end(private.forward_hooks(module), handle.id)
         for index, handle in self._before.items():
             _move_to_end(self._modules[index]._forward_pre_hooks, handle.id)
-        self._checked_at = RemovableHandle.next_id
+        self._checked_at = private.next_handle()
 
 
 class _Observer:

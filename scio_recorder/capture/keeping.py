@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten, replaceable, substitute, tensors
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "Kept",
     "KeptLeaf",
     "keep_inputs",
-    "memory_of",
     "overwritten",
     "version_of",
 ]
@@ -213,10 +212,12 @@ def overwritten(events: Sequence[Kept]) -> list[bool]:
         is_hit = False
         for leaf in kept.leaves:
             watched = leaf.watched
-            if watched is None or not (leaf.is_overwritten or memory_of(watched) in shielded):
+            if watched is None or not (
+                leaf.is_overwritten or private.memory_of(watched) in shielded
+            ):
                 continue
             is_hit = True
-            shielded.add(memory_of(leaf.original))
+            shielded.add(private.memory_of(leaf.original))
         found.append(is_hit)
     return found[::-1]
 
@@ -236,16 +237,7 @@ def keep_inputs(value: Any, kind: int) -> Kept:
 
 
 def _overlaps(one: Tensor, other: Tensor) -> bool:
-    return one is other or memory_of(one) == memory_of(other)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor while it lives."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        # Sparse and other layouts have no storage of their own, and share none.
-        return -id(tensor)
+    return one is other or private.memory_of(one) == private.memory_of(other)
 
 
 def _faithful_copy(tensor: Tensor) -> Tensor | None:
@@ -303,21 +295,22 @@ class _Fresh:
 
     def _is_unshared(self, leaf: Tensor, own: Mapping[int, int]) -> bool:
         """Whether nothing holds the tensor's memory but itself and what the graph needs of it."""
-        if leaf._use_count() != self.uses:  # type: ignore[attr-defined]
+        if private.use_count(leaf) != self.uses:
             return False
         if weakref.getweakrefcount(leaf) > 0:
             return False
-        is_view = leaf._is_view()
+        is_view = private.base_of(leaf) is not None
         if is_view:
             references, uses = _base_references(leaf)
-            references -= own.get(id(leaf._base), 0)
+            references -= own.get(id(private.base_of(leaf)), 0)
             if (references, uses) != self.base:
                 return False
-        origin = leaf._base if is_view and leaf._base is not None else leaf
-        return _storage_uses(leaf) == self.storage + is_view + _is_saved(origin)
+        origin = private.base_of(leaf)
+        is_saved = _is_saved(leaf if origin is None else origin)
+        return private.storage_uses(leaf) == self.storage + is_view + is_saved
 
     def _measure(self, is_plain: bool) -> None:
-        if self.uses == 0 and _has_global_hooks():
+        if self.uses == 0 and private.has_global_hooks():
             # These must not see the small modules: what was true at import has to do.
             for name in self.__slots__:
                 setattr(self, name, getattr(_AT_IMPORT, name))
@@ -328,19 +321,15 @@ class _Fresh:
 
     def _of_tensor(self, module: nn.Module, args: Any, output: Any) -> None:
         self.tensor = sys.getrefcount(output)
-        self.uses = output._use_count()
+        self.uses = private.use_count(output)
         self.base = _base_references(output)
         # The view and what it is a view of both count.
-        self.storage = _storage_uses(output) - 1
+        self.storage = private.storage_uses(output) - 1
 
     def _of_tuple(self, module: nn.Module, args: Any, output: Any) -> None:
         self.container = sys.getrefcount(output)
         leaves, _ = flatten(output)
         self.leaf = _leaf_references(leaves)[0]
-
-
-def _has_global_hooks() -> bool:
-    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 class _Probe(nn.Module):
@@ -367,29 +356,14 @@ def _make_tuple(x: Tensor) -> tuple[Tensor]:
     return (x * 2,)
 
 
-def _storage_uses(tensor: Tensor) -> int:
-    try:
-        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-    except (NotImplementedError, RuntimeError):
-        return -1
-
-
 def _is_saved(tensor: Tensor) -> bool:
-    """Whether the operation that made a tensor keeps the result for its own backward.
-
-    Autograd names such an attribute ``result``, numbered where there are several. Under hooks for
-    saved tensors it keeps what these make of it.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return False
-    node, number = tensor.grad_fn, tensor.output_nr
-    names = ("_raw_saved_result", f"_raw_saved_result{number}")
-    return any(hasattr(type(node), name) for name in names)
+    """Whether the graph holds a tensor itself; under hooks, it holds what these make of it."""
+    return private.active_saved_tensors_hooks() is None and private.keeps_its_result(tensor)
 
 
 def _base_references(view: Tensor) -> tuple[int, int]:
-    base = view._base
-    return sys.getrefcount(base), base._use_count()  # type: ignore[union-attr]
+    base = private.base_of(view)
+    return sys.getrefcount(base), private.use_count(base)
 
 
 _AT_IMPORT = _Fresh()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.postprocessors.assigning import Postprocessor, signature
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx
@@ -48,7 +49,7 @@ class Settings:
             bytes(map(_training, self._states)),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch._C._is_any_autocast_enabled(),
+            private.is_any_autocast_on(),
             stops,
             inputs,
         )
@@ -63,10 +64,11 @@ def _may_read_flag(module: nn.Module) -> bool:
     if "training" not in module.__dict__:
         # A scripted part, whose flag lies elsewhere.
         return False
-    is_patched = "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
+    hooks = private.forward_hooks(module), private.forward_pre_hooks(module)
+    is_patched = "forward" in module.__dict__ or any(hooks)
     is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
     kind: Any = type(module)
-    return bool(is_patched) or not is_readable or _mentions_flag(kind)
+    return is_patched or not is_readable or _mentions_flag(kind)
 
 
 @cache

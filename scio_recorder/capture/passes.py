@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.capture.ending import (
@@ -24,7 +23,6 @@ from scio_recorder.capture.keeping import (
     Keeper,
     Kept,
     keep_inputs,
-    memory_of,
     overwritten,
 )
 from scio_recorder.capture.offload import offload
@@ -38,6 +36,7 @@ from scio_recorder.postprocessors.assigning import (
     apply_to_input,
     on_inputs,
 )
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
@@ -328,7 +327,7 @@ class Pass:
     def _buffers(self) -> set[int]:
         """Return the memory of all buffers: batch norm writes its own without a new version."""
         root = next(iter(self.program.architecture.values())).module
-        return set() if root is None else {memory_of(buffer) for buffer in root.buffers()}
+        return set() if root is None else {private.memory_of(buffer) for buffer in root.buffers()}
 
     def _positions(self, modules: list[int]) -> list[int]:
         """Tell the events of a pass apart whose modules returned in another order."""
@@ -401,7 +400,7 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
             f"layer {layer} returns a {type(output).__name__}, which can be read only once, by the "
             "network: record the layers inside it"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if private.is_inside_transform():
         raise UnsupportedNetError(
             f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
             "die with the transform: record a layer around the transform"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -20,6 +19,7 @@ from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.nets.selection import select
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class SavedTensors:
             self._local.close()
 
     def _hooks(self, module: nn.Module) -> saved_tensors_hooks | None:
-        active = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        active = private.active_saved_tensors_hooks()
         if is_rerun() or (active is not None and _is_ours_or_checkpointing(active[0], self)):
             return None
         packer = _Packer(self, module, active)
@@ -181,7 +181,9 @@ class _Packer:
         return _Packed(value, copy, watched, self._outer_unpack)
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        is_alias = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        is_alias = isinstance(tensor, nn.Parameter) or isinstance(
+            private.base_of(tensor), nn.Parameter
+        )
         return is_alias or _storage(tensor) in self._own
 
 
@@ -235,14 +237,14 @@ def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
 
 def _is_input_of_a_region() -> bool:
     """Whether checkpointing itself is saving something: what its re-run will start from."""
-    frame = sys._getframe(2)
+    frame = private.calling_frame().f_back
     for _ in range(3):
-        if frame.f_code.co_filename == checkpoint.__file__:
-            return True
-        if frame.f_back is None:
-            return False
+        if frame is None or frame.f_code.co_filename == checkpoint.__file__:
+            break
         frame = frame.f_back
-    return False
+    else:
+        return False
+    return frame is not None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.events.places import Place
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter
 from scio_recorder.tensors.structures import tensors
 
@@ -121,16 +121,16 @@ class _Entry:
         known = {at: other for at, other in others.items() if other is not None}
         is_ordered = node is not None and not call.is_spread
         self._unknown = [at for at in others if at not in known or not is_ordered]
-        number = node._sequence_nr() if is_ordered else 0
+        number = private.sequence_number(node) if is_ordered else 0
         self._lower = [
             (at, other)
             for at, other in known.items()
-            if is_ordered and other is not node and other._sequence_nr() < number
+            if is_ordered and other is not node and private.sequence_number(other) < number
         ]
 
     def receive(self, gradient: Tensor | None) -> None:
         """Take the gradient of this tensor."""
-        call, task = self.call, torch._C._current_graph_task_id()
+        call, task = self.call, private.backward_pass()
         if len(call.places) == 1 or not (self._alike or self._lower or self._unknown):
             pending = call.pending.get(task)
             if pending is None:
@@ -141,12 +141,10 @@ class _Entry:
         pending.receive(self._index, gradient)
 
     def _begin(self, task: int) -> _Pending:
-        runs = torch._C._will_engine_execute_node
-        coming = {at for at, node in self._lower if runs(node)}
+        coming = {at for at, node in self._lower if private.will_run(node)}
         pending = _Pending(self.call, {self._index, *self._alike, *self._unknown, *coming})
         self.call.pending[task] = pending
-        # The engine owns it: of a backward pass that fails nothing is left.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_Pending.close, pending))
+        private.call_at_end_of_backward(partial(_Pending.close, pending))
         return pending
 
 
@@ -210,7 +208,11 @@ class _Call:
         self._keep_place = keep_place
         self._lose = lose
         self._is_logged = False
-        views = [leaf for leaf in leaves if leaf.grad_fn is not None and leaf._is_view()]
+        views = [
+            leaf
+            for leaf in leaves
+            if leaf.grad_fn is not None and private.base_of(leaf) is not None
+        ]
         self._views = [(counter, counter._version) for counter in map(version_counter, views)]
 
     def kept_place(self) -> Place | None:

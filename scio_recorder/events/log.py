@@ -22,6 +22,7 @@ from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.events.places import Place, Places
 from scio_recorder.events.regions import Regions
 from scio_recorder.nets.labelling.supported import check_supported
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Tracker:
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._warn_of_lost()
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if private.is_inside_transform():
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
                 "tensors die with it and can't be logged: end the block of track() before"

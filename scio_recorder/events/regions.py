@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from scio_recorder.capture.checkpoint_regions import regions
+from scio_recorder.tensors import private
 
 __all__ = ["Regions"]
 
@@ -50,7 +49,7 @@ class Regions:
         found = [
             region
             for region, runs_again in regions(None)
-            if isinstance(region, torch._C._FunctionBase) and not runs_again
+            if private.is_function_context(region) and not runs_again
         ]
         for region in found:
             marks: Any = getattr(region, _ATTRIBUTE, None)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scio_recorder.errors import PostprocessorError
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 __all__ = [
@@ -49,8 +49,7 @@ def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
     if not torch.compiler.is_compiling():
         return flatten(value)
     # Dynamo follows torch's own walk over structures, but not one that looks into objects.
-    leaves, structure = pytree.tree_flatten(value)
-    return leaves, lambda new: pytree.tree_unflatten(new, structure)
+    return private.flatten_traceable(value)
 
 
 def _is_floating(leaf: Any) -> bool:

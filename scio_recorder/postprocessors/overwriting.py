@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import MutationError
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 __all__ = ["explain_overwriting", "versions_on_graph"]
@@ -37,7 +38,7 @@ def versions_on_graph(output: Any) -> Versions:
     >>> len(versions_on_graph(torch.ones(2, requires_grad=True).exp()))
     1
     """
-    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True):
+    if not torch.is_grad_enabled() or private.active_saved_tensors_hooks():
         return []
     found = (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
     return [(tensor, tensor._version, tensor.grad_fn) for tensor in found]
@@ -78,18 +79,8 @@ class _Explanation:
 
 def _spoiled(node: Any) -> Any:
     for _ in range(_MAX_VIEWS):
-        if node is None or _has_lost_a_tensor(node):
+        if node is None or private.has_lost_a_tensor(node):
             return node
         ahead = node.next_functions
         node = ahead[0][0] if len(ahead) == 1 else None
     return None
-
-
-def _has_lost_a_tensor(node: Any) -> bool:
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                getattr(node, name)
-            except RuntimeError as error:
-                return "modified by an inplace operation" in str(error)
-    return False

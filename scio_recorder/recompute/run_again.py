@@ -31,6 +31,7 @@ from scio_recorder.postprocessors.assigning import (
     apply_to_input,
     on_inputs,
 )
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
 from scio_recorder.tensors.structures import flatten, map_tensors
 
@@ -228,11 +229,11 @@ class _Again:
             precede(inner, self._receive_inputs) for inner in on_inputs if inner is not None
         ]
         # The recorded inputs are what forward received: these hooks have acted on them already.
-        before, module._forward_pre_hooks = module._forward_pre_hooks, OrderedDict()
+        before = private.replace_pre_hooks(module, OrderedDict())
         try:
             yield
         finally:
-            module._forward_pre_hooks = before
+            private.replace_pre_hooks(module, before)
             for handle in handles:
                 handle.remove()
 

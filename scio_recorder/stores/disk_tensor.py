@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.stores.disk_format import RunReader
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
 __all__ = ["DiskTensor"]
@@ -52,7 +53,7 @@ class DiskTensor(Tensor):
         """Make a tensor without memory."""
         spec = reader.layers[layer]
         shape = (reader.num_samples, *spec.shape)
-        made: DiskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=spec.dtype)
+        made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
         made._reader = reader
         made._layer = layer
         return made
@@ -67,8 +68,7 @@ class DiskTensor(Tensor):
     ) -> Any:
         """Read what an operation needs, and hand it ordinary tensors."""
         if func in _ABOUT_IT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return private.run_without_overrides(func, args, kwargs or {})
         if func is Tensor.__getitem__ and isinstance(args[0], DiskTensor):
             return args[0]._item(args[1])
         if func is Tensor.__setitem__ and isinstance(args[0], DiskTensor):

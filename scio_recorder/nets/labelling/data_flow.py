@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import FlowError
+from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.labelling.branches import (
     Step,
     calls_operation,
@@ -31,6 +31,7 @@ from scio_recorder.nets.state.copying import (
     refusing_calls,
 )
 from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet
+from scio_recorder.tensors import private
 
 __all__ = ["check_static_flow"]
 
@@ -75,6 +76,8 @@ def check_static_flow(
     try:
         with quiet(), eager(), _silent_loggers(), preserved_rng():
             _run_without_values(net, args, kwargs, mode)
+    except UnsupportedTorchError:
+        raise
     except OriginalCalledError:
         return
     except Exception as error:
@@ -93,27 +96,15 @@ def check_static_flow(
 def _run_without_values(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
 ) -> None:
-    # Imported late because it takes about a second.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    fake_mode = FakeTensorMode(
-        allow_non_fake_inputs=True,
-        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True),
-    )
-    # Its cache is global.
-    fake_mode.cache_enabled = False
+    fake_mode = private.fake_tensor_mode()
 
     def without_values(tensor: Tensor) -> Tensor:
-        return fake_mode.from_tensor(tensor, static_shapes=True)
+        return fake_mode.from_tensor(tensor, static_shapes=True)  # type: ignore[no-any-return]
 
     def state_without_values(tensor: Tensor) -> Tensor:
-        fake = fake_mode.from_tensor(tensor, static_shapes=True)
-        if tensor.numel() == 1:
-            # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
-            fake.constant = tensor.detach().clone()
-            fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake
+        # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
+        is_flag = tensor.numel() == 1
+        return private.give_value(fake_mode, tensor) if is_flag else without_values(tensor)
 
     twin = copy_net(net, copier=state_without_values, share_uncopyable=False)
     with CopyTensors(without_values):
@@ -125,16 +116,14 @@ def _run_without_values(
 
 def _branch_behind(error: BaseException) -> Step | None:
     """Return the step of the net that was about to branch on a value, None if there is none."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    if not isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+    needs_number, needs_size = private.data_dependent_errors()
+    if not isinstance(error, needs_number | needs_size):
         return None
     steps = steps_of(error.__traceback__)
     while _is_internal(steps[-1]):
         steps.pop()
     # An operation may need a number of hits for reasons of its own, which are none of the net's.
-    if isinstance(error, GuardOnDataDependentSymNode) and calls_operation(steps[-1]):
+    if isinstance(error, needs_size) and calls_operation(steps[-1]):
         return None
     for step in reversed(steps):
         if _is_internal(step) or step.filename == __file__:

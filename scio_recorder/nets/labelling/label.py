@@ -34,6 +34,7 @@ from scio_recorder.nets.state.copying import (
     refusing_calls,
 )
 from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet, restored
+from scio_recorder.tensors import private
 
 __all__ = ["label_net"]
 
@@ -135,7 +136,7 @@ _Labelled = tuple[ModelStatistics, Architecture, Any]
 
 def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
-    has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    has_hooks = any(private.forward_hooks(m) or private.forward_pre_hooks(m) for m in net.modules())
     # Hooks may have side effects, so they are left out, unless the net can't run without them.
     for keep_hooks in (False, True) if has_hooks else (False,):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.tensors import private
 
 __all__ = ["check_supported"]
 
@@ -40,7 +40,7 @@ def check_supported(net: Any) -> None:
             f"{_name(net)} is a TorchScript module, whose submodules run without hooks: give the "
             "module that it was made from"
         )
-    if _is_compiled(net):
+    if private.is_compiled(net):
         raise UnsupportedNetError(
             "the net is compiled already, and compiled code ignores hooks that come later: wrap "
             "first, compile after, as in torch.compile(Recorder(net, ...))"
@@ -73,13 +73,6 @@ def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None
         )
     for child_name, child in module.named_children():
         _check_acyclic(child, f"{name}.{child_name}".lstrip("."), [*above, module])
-
-
-def _is_compiled(net: nn.Module) -> bool:
-    # Without this module, nothing was compiled, and importing it takes seconds.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    is_wrapped = dynamo is not None and isinstance(net, dynamo.OptimizedModule)
-    return is_wrapped or net._compiled_call_impl is not None
 
 
 def _not_a_module(net: Any) -> str:

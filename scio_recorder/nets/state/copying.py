@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from scio_recorder.tensors import private
+
 __all__ = [
     "CopyTensors",
     "OriginalCalledError",
@@ -29,19 +31,6 @@ TensorCopier: TypeAlias = Callable[[Tensor], Tensor]
 # leaves no trace; beyond it, the copy shares their memory.
 CLONED_PARAMETER_BYTES = 1 << 30
 
-HOOK_DICTIONARIES = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype)
 
 
@@ -201,7 +190,7 @@ def _first_memo(net: nn.Module, keep_hooks: bool, copier: TensorCopier | None) -
         if not keep_hooks:
             memo |= {
                 id(vars(module)[name]): OrderedDict()
-                for name in HOOK_DICTIONARIES
+                for name in private.HOOK_DICTIONARIES
                 if name in vars(module)
             }
         if copy_parameter is not None:

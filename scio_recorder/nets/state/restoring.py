@@ -13,8 +13,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.nets.state.copying import HOOK_DICTIONARIES, are_large, clone
+from scio_recorder.nets.state.copying import are_large, clone
 from scio_recorder.nets.state.random import RandomState
+from scio_recorder.tensors import private
 
 __all__ = ["eager", "preserved_rng", "quiet", "restored"]
 
@@ -49,7 +50,11 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
         if not keep_hooks:
             for module in modules:
                 vars(module).update(
-                    {name: OrderedDict() for name in HOOK_DICTIONARIES if name in vars(module)}
+                    {
+                        name: OrderedDict()
+                        for name in private.HOOK_DICTIONARIES
+                        if name in vars(module)
+                    }
                 )
         yield
     finally:
@@ -110,7 +115,7 @@ def eager() -> Any:
     ...     pass
     """
     # Where nothing was compiled, this would import the compiler.
-    if "torch._dynamo.eval_frame" not in sys.modules:
+    if not private.dynamo_is_loaded():
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 

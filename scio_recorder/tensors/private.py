@@ -1,0 +1,395 @@
+"""The private names of torch and of the interpreter: every one that the package needs, and why.
+
+NOTE [Checked at first use]
+
+A private name can go, or mean something else, in the next version. So nothing is looked up at
+import, and each function is tried when it is first called, on a small example whose answer is
+known. If that fails, ``UnsupportedTorchError`` names the feature that can't be had. From then on
+the bare function stands in its place in this module, so that a check costs nothing in a pass. That
+is why other modules write ``private.backward_pass()``, and import no function from here.
+
+An example runs in a thread of its own: modes, transforms, hooks on saved tensors and the backward
+pass under way belong to a thread, and must neither see the example nor change its answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from scio_recorder.errors import UnsupportedTorchError
+from scio_recorder.tensors import private_examples as examples
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Functions that were tried and work.
+_TRIED: set[str] = set()
+
+
+def unsupported(feature: str, name: str) -> UnsupportedTorchError:
+    """Return the error for a feature whose private name is gone or means something else."""
+    return UnsupportedTorchError(
+        f"{feature} needs {name}, which torch {torch.__version__} on Python "
+        f"{platform.python_version()} does not have, or which means something else there: use "
+        "versions that scio-recorder was run with (docs/versions.md), or do without this feature"
+    )
+
+
+def _checked(
+    name: str, feature: str, works: Callable[[Any], bool]
+) -> Callable[[Function], Function]:
+    """Try a function on an example when it is first called."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def first_use(*args: Any) -> Any:
+            if function.__name__ not in _TRIED:
+                works_here, cause = _answer_of_example(works, function)
+                if not works_here:
+                    raise unsupported(feature, name) from cause
+                _TRIED.add(function.__name__)
+            globals()[function.__name__] = function
+            return function(*args)
+
+        return first_use  # type: ignore[return-value]  # the same signature, by functools.wraps
+
+    return decorate
+
+
+def _answer_of_example(
+    works: Callable[[Any], bool], function: Callable[..., Any]
+) -> tuple[bool, Exception | None]:
+    answer: list[tuple[bool, Exception | None]] = []
+
+    def run_example() -> None:
+        try:
+            answer.append((bool(works(function)), None))
+        except Exception as error:
+            # The name is gone, or is used otherwise: whatever it raises, the feature is missing.
+            answer.append((False, error))
+
+    thread = threading.Thread(target=run_example)
+    thread.start()
+    thread.join()
+    return answer[0] if answer else (False, None)
+
+
+# -- the backward pass -----------------------------------------------------------------------------
+
+
+@_checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
+def backward_pass() -> int:
+    """Return the number of the backward pass that the caller runs in, -1 outside of one.
+
+    Gradients of one backward pass belong together.
+    """
+    return torch._C._current_graph_task_id()
+
+
+@_checked("torch._C._current_autograd_node", "activation checkpointing", examples.is_node_of_hook)
+def running_node() -> Any:
+    """Return the node of the graph that the backward pass has come to, None outside of one.
+
+    Reentrant activation checkpointing runs modules again inside a node of its own.
+    """
+    return torch._C._current_autograd_node()
+
+
+@_checked(
+    "torch._C._will_engine_execute_node",
+    "logging the gradients of modules that return several tensors",
+    examples.foresees,
+)
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that the caller runs in will come to a node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+@_checked(
+    "Node._sequence_nr",
+    "logging the gradients of modules that return several tensors",
+    examples.falls_in_backward,
+)
+def sequence_number(node: Any) -> int:
+    """Return the number of a node: of nodes that one thread made, the highest runs first."""
+    return int(node._sequence_nr())
+
+
+@_checked(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "delivering the gradients of a backward pass together",
+    examples.is_called_at_end,
+)
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that the caller runs in is over.
+
+    The engine owns it: of a backward pass that fails, nothing is left.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+# -- what autograd keeps ---------------------------------------------------------------------------
+
+
+@_checked(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "recording with gradients, and activation checkpointing,",
+    examples.is_innermost_pair,
+)
+def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost hooks on saved tensors, to pack and to unpack, or None.
+
+    Only these act. Activation checkpointing works by such hooks, and is recognised by them.
+    """
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if found is None else tuple(found)
+
+
+@_checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
+def keeps_its_result(tensor: Tensor) -> bool:
+    """Whether the operation that made a tensor keeps the result for its own backward.
+
+    Autograd names such an attribute ``result``, numbered where there are several.
+    """
+    kind, number = type(tensor.grad_fn), tensor.output_nr
+    return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
+
+
+@_checked("Node._saved_*", "explaining what a post-processor overwrote", examples.finds_overwritten)
+def has_lost_a_tensor(node: Any) -> bool:
+    """Whether something that a node keeps for its backward was overwritten in place."""
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                return "modified by an inplace operation" in str(error)
+    return False
+
+
+@_checked("torch._C._FunctionBase", "activation checkpointing", examples.is_context_of_function)
+def is_function_context(value: Any) -> bool:
+    """Whether a value is the ``ctx`` of an autograd function written in Python."""
+    return isinstance(value, torch._C._FunctionBase)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@_checked("Tensor._use_count", "recording with gradients", examples.counts_what_the_graph_holds)
+def use_count(tensor: Any) -> int:
+    """Return how many references there are to a tensor from inside torch."""
+    return int(tensor._use_count())
+
+
+@_checked("torch._C._storage_Use_Count", "recording with gradients", examples.counts_aliases)
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many tensors share a tensor's memory, over a constant; -1 without storage."""
+    try:
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    except (NotImplementedError, RuntimeError):
+        return -1
+
+
+@_checked("UntypedStorage._cdata", "recording", examples.tells_memory_apart)
+def memory_of(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor while it lives."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        # Sparse and other layouts have no storage of their own, and share none.
+        return -id(tensor)
+
+
+@_checked("Tensor._base and Tensor._is_view", "recording with gradients", examples.finds_base)
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that another is a view of, None where it is none."""
+    return tensor._base if tensor._is_view() else None
+
+
+# -- what surrounds a call -------------------------------------------------------------------------
+
+
+@_checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
+def is_inside_transform() -> bool:
+    """Whether the caller runs inside a transform of ``torch.func``, whose tensors die with it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@_checked("torch._C._is_any_autocast_enabled", "recording", examples.sees_autocast)
+def is_any_autocast_on() -> bool:
+    """Whether operations run in another dtype, on any kind of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@_checked("sys._getframe", "activation checkpointing", examples.sees_itself)
+def calling_frame() -> FrameType:
+    """Return the frame of the caller, from which those around it are found."""
+    return sys._getframe(1)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+# The dictionaries of an ``nn.Module`` that hold what others attached to it.
+HOOK_DICTIONARIES = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@_checked("Module._forward_hooks", "recording", examples.finds_forward_hook)
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks that run after a module, by the numbers of their handles, to be changed.
+
+    Ours must stay behind those of others, and are removed by what they are: handles get lost.
+    """
+    return module._forward_hooks
+
+
+@_checked("Module._forward_pre_hooks", "recording", examples.finds_pre_hook)
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """Return the hooks that run ahead of a module, by the numbers of their handles."""
+    return module._forward_pre_hooks
+
+
+@_checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
+def remove_hook(module: nn.Module, number: int) -> None:
+    """Remove the forward hook or pre-hook whose handle has a number."""
+    for name in HOOK_DICTIONARIES:
+        if name.startswith("_forward_"):
+            getattr(module, name).pop(number, None)
+
+
+@_checked("Module._forward_pre_hooks", "recomputing", examples.takes_pre_hooks_off)
+def replace_pre_hooks(module: nn.Module, hooks: Any) -> Any:
+    """Give a module other pre-hooks, and return those that it had."""
+    before, module._forward_pre_hooks = module._forward_pre_hooks, hooks
+    return before
+
+
+@_checked(
+    "torch.nn.modules.module._global_forward_hooks",
+    "recording with gradients",
+    examples.sees_global_hook,
+)
+def has_global_hooks() -> bool:
+    """Whether somebody's hooks run around every module."""
+    places = torch.nn.modules.module
+    return bool(places._global_forward_hooks or places._global_forward_pre_hooks)
+
+
+@_checked("RemovableHandle.next_id", "recording", examples.counts_handles)
+def next_handle() -> int:
+    """Return the number that the next handle of a hook will take; every new hook raises it."""
+    return RemovableHandle.next_id
+
+
+@_checked("torch.nn.modules.batchnorm._NormBase", "resuming", examples.tells_batch_norm)
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module may keep running statistics of its batches."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
+
+
+# -- compiled code ---------------------------------------------------------------------------------
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything can have been compiled: only then has this been imported, which is slow."""
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+@_checked("Module._compiled_call_impl", "recognising compiled modules", examples.is_bare)
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_wrapper or module._compiled_call_impl is not None
+
+
+try:
+    # Looked up here, as dynamo follows the function below and can't follow an import.
+    from torch.utils import _pytree
+except ImportError:
+    _pytree = None  # type: ignore[assignment]
+
+
+def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """Take apart and rebuild the containers that torch knows, in code that dynamo can follow."""
+    if _pytree is None:
+        raise unsupported("recording compiled passes", "torch.utils._pytree")
+    leaves, structure = _pytree.tree_flatten(value)
+    return leaves, lambda new: _pytree.tree_unflatten(new, structure)
+
+
+# -- tensors that are more, or less, than numbers --------------------------------------------------
+
+
+@_checked("Tensor._make_wrapper_subclass", "reading from disk", examples.has_shape_only)
+def make_wrapper(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return a tensor of a subclass with a shape and a dtype, and no memory."""
+    return kind._make_wrapper_subclass(kind, shape, dtype=dtype)
+
+
+@_checked("torch._C.DisableTorchFunctionSubclass", "reading from disk", examples.passes_by)
+def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function of torch as if subclasses did not change what it does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+@_checked("torch._subclasses.fake_tensor", "force_static_flow", examples.knows_no_numbers)
+def fake_tensor_mode() -> Any:
+    """Return a mode in which tensors have shapes and no numbers.
+
+    A network that can't go on without a number in it lets the data decide. Importing it is slow.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(
+        allow_non_fake_inputs=True,
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True),
+    )
+    # Its cache is global.
+    mode.cache_enabled = False
+    return mode
+
+
+def give_value(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a tensor without numbers whose one number is known all the same.
+
+    It is tried together with :func:`fake_tensor_mode`.
+    """
+    fake: Any = mode.from_tensor(tensor, static_shapes=True)
+    fake.constant = tensor.detach().clone()
+    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    return fake  # type: ignore[no-any-return]
+
+
+def data_dependent_errors() -> tuple[type[Exception], type[Exception]]:
+    """Return what is raised where a number, or a size that is not known, is needed.
+
+    They are tried together with :func:`fake_tensor_mode`.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, GuardOnDataDependentSymNode

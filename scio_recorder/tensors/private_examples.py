@@ -1,0 +1,251 @@
+"""An example for each private name, with a known answer: whether the name means what it must.
+
+Examples use what torch has made public, so that they are no victims of what they look for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+
+def leaf_and_output() -> tuple[Tensor, Any]:
+    leaf = torch.ones(1, requires_grad=True, device="cpu")
+    return leaf, (leaf * 2).exp()
+
+
+def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
+    """Return what a function returns that is called when the gradient of a tensor comes."""
+    found: list[Any] = []
+    handle = tensor.register_hook(lambda gradient: found.append(function()))
+    tensor.backward(retain_graph=True)
+    handle.remove()
+    return found[0]
+
+
+def numbers_differ(number: Callable[[], int]) -> bool:
+    _, output = leaf_and_output()
+    numbers = {number(), *(when_differentiated(output, number) for _ in range(2))}
+    return number() == -1 and len(numbers) == 3 and min(numbers) == -1
+
+
+def is_node_of_hook(node: Callable[[], Any]) -> bool:
+    _, output = leaf_and_output()
+    return node() is None and when_differentiated(output, node) == output.grad_fn
+
+
+def foresees(will: Callable[[Any], bool]) -> bool:
+    leaf, output = leaf_and_output()
+    coming, other = output.grad_fn.next_functions[0][0], (leaf * 3).grad_fn
+    return bool(when_differentiated(output, lambda: (will(coming), will(other))) == (True, False))
+
+
+def falls_in_backward(number: Callable[[Any], int]) -> bool:
+    _, output = leaf_and_output()
+    return bool(number(output.grad_fn) > number(output.grad_fn.next_functions[0][0]))
+
+
+def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
+    leaf, output = leaf_and_output()
+    order: list[str] = []
+    leaf.register_hook(lambda gradient: order.append("leaf"))  # type: ignore[no-untyped-call]
+    when_differentiated(output, lambda: call(lambda: order.append("end")))
+    return order == ["leaf", "end"]
+
+
+def is_innermost_pair(active: Callable[[], Any]) -> bool:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    before = active()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        inside = active()
+    return before is None and tuple(inside) == (pack, unpack) and active() is None
+
+
+def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
+    leaf, output = leaf_and_output()
+    several = torch.var_mean(leaf.expand(1, 3))[1]
+    return keeps(output) and not keeps(leaf * 2) and not keeps(several)
+
+
+def finds_overwritten(has_lost: Callable[[Any], bool]) -> bool:
+    _, intact = leaf_and_output()
+    _, changed = leaf_and_output()
+    changed.add_(1)
+    node = changed.grad_fn.next_functions[0][0]
+    return has_lost(node) and not has_lost(intact.grad_fn)
+
+
+def is_context_of_function(is_context: Callable[[Any], bool]) -> bool:
+    seen: list[bool] = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(is_context(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]
+
+    leaf, output = leaf_and_output()
+    Identity.apply(leaf)  # type: ignore[no-untyped-call]
+    return seen == [True] and not is_context(output.grad_fn) and not is_context(None)
+
+
+def counts_what_the_graph_holds(count: Callable[[Tensor], int]) -> bool:
+    leaf, _ = leaf_and_output()
+    before = count(leaf)
+    held = leaf.exp() * leaf
+    after = count(leaf)
+    del held
+    return before < after and count(leaf) == before
+
+
+def counts_aliases(count: Callable[[Tensor], int]) -> bool:
+    tensor = torch.ones(2, device="cpu")
+    before = count(tensor)
+    aliases = [tensor.view(1, 2), tensor.view(2, 1)]
+    after = count(tensor)
+    del aliases
+    return after == before + 2 and count(tensor) == before
+
+
+def tells_memory_apart(identity: Callable[[Tensor], int]) -> bool:
+    tensor, other = torch.ones(2, device="cpu"), torch.ones(2, device="cpu")
+    return identity(tensor) == identity(tensor[1:]) != identity(other)
+
+
+def finds_base(base: Callable[[Tensor], Tensor | None]) -> bool:
+    leaf, _ = leaf_and_output()
+    product = leaf * 2
+    return base(product) is None and base(product.view(1, 1)) is product
+
+
+def sees_vmap(is_inside: Callable[[], bool]) -> bool:
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(is_inside())
+        return x
+
+    torch.vmap(function)(torch.ones(1, device="cpu"))
+    return seen == [True] and not is_inside()
+
+
+def sees_autocast(is_on: Callable[[], bool]) -> bool:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = is_on()
+    return inside and not is_on()
+
+
+def sees_itself(frame: Callable[[], FrameType]) -> bool:
+    return frame().f_code.co_name == "sees_itself"
+
+
+def nothing(*call: Any) -> None:
+    """Do nothing: a hook for examples."""
+
+
+def finds_forward_hook(hooks: Callable[[nn.Module], dict[int, Any]]) -> bool:
+    module = nn.Identity()
+    handle = module.register_forward_hook(nothing)
+    return hooks(module) == {handle.id: nothing}
+
+
+def finds_pre_hook(hooks: Callable[[nn.Module], dict[int, Any]]) -> bool:
+    module = nn.Identity()
+    handle = module.register_forward_pre_hook(nothing, with_kwargs=True)
+    return hooks(module) == {handle.id: nothing}
+
+
+def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
+    module = nn.Identity()
+    handle = module.register_forward_pre_hook(nothing, with_kwargs=True)
+    remove(module, handle.id)
+    module.register_forward_pre_hook(lambda module, args: None)
+    # What is left of the first would hand this hook a third argument.
+    return bool(module(1) == 1)
+
+
+def takes_pre_hooks_off(replace: Callable[[nn.Module, Any], Any]) -> bool:
+    module, calls = nn.Identity(), []
+    module.register_forward_pre_hook(lambda *call: calls.append(call))
+    before = replace(module, OrderedDict())
+    module(None)
+    replace(module, before)
+    module(None)
+    return len(calls) == 1
+
+
+def sees_global_hook(has_any: Callable[[], bool]) -> bool:
+    before = has_any()
+    handle = register_module_forward_hook(nothing)
+    inside = has_any()
+    handle.remove()
+    return inside and has_any() == before
+
+
+def counts_handles(number: Callable[[], int]) -> bool:
+    before = number()
+    handle = nn.Identity().register_forward_hook(nothing)
+    return before <= handle.id < number()
+
+
+def tells_batch_norm(is_norm: Callable[[nn.Module], bool]) -> bool:
+    norms = (nn.BatchNorm1d(1), nn.SyncBatchNorm(1), nn.InstanceNorm2d(1))
+    return all(map(is_norm, norms)) and not is_norm(nn.LayerNorm(1))
+
+
+def is_bare(is_wrapped: Callable[[nn.Module], bool]) -> bool:
+    module = nn.Identity()
+    bare = is_wrapped(module)
+    module._compiled_call_impl = nothing
+    return not bare and is_wrapped(module)
+
+
+def has_shape_only(make: Callable[..., Tensor]) -> bool:
+    class Wrapper(Tensor):
+        __torch_dispatch__ = nothing  # type: ignore[assignment]  # is never called
+
+    made = make(Wrapper, (2, 3), torch.float16)
+    return type(made) is Wrapper and made.shape == (2, 3) and made.dtype == torch.float16
+
+
+def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
+    calls = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, *call: Any) -> Any:
+            calls.append(call)
+
+    tensor = torch.ones(2, device="cpu").as_subclass(Watched)
+    return run(Tensor.dim, (tensor,), {}) == 1 and not calls
+
+
+def knows_no_numbers(mode: Callable[[], Any]) -> bool:
+    # Not at the top, because it imports this module.
+    from scio_recorder.tensors.private import data_dependent_errors, give_value
+
+    fake_mode = mode()
+    fake = fake_mode.from_tensor(torch.ones(2, device="cpu"), static_shapes=True)
+    flag = give_value(fake_mode, torch.ones((), device="cpu"))
+    with fake_mode:
+        product = fake * 2
+        try:
+            bool(product.sum() > 1)
+        except data_dependent_errors():
+            return product.shape == (2,) and bool(flag)
+    return False
