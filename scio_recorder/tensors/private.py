@@ -355,41 +355,36 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
 
 
+class FakeTensors:
+    """A world in which tensors have shapes and no numbers. Importing what it takes is slow."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+        from torch.fx.experimental import symbolic_shapes
+
+        shapes = symbolic_shapes.ShapeEnv(
+            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
+        )
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+        # Its cache is global.
+        self.mode.cache_enabled = False
+        # What is raised where a number, and a size, is needed that is not known.
+        self.needs_number: type[Exception] = DataDependentOutputException
+        self.needs_size: type[Exception] = symbolic_shapes.GuardOnDataDependentSymNode
+
+    def without_numbers(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this world with the shape of another."""
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def with_number(self, tensor: Tensor) -> Tensor:
+        """Return the same for a tensor of one number, which stays known."""
+        fake: Any = self.without_numbers(tensor)
+        fake.constant = tensor.detach().clone()
+        self.mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake  # type: ignore[no-any-return]  # its type has attributes that Tensor has not
+
+
 @_checked("torch._subclasses.fake_tensor", "force_static_flow", examples.knows_no_numbers)
-def fake_tensor_mode() -> Any:
-    """Return a mode in which tensors have shapes and no numbers.
-
-    A network that can't go on without a number in it lets the data decide. Importing it is slow.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = FakeTensorMode(
-        allow_non_fake_inputs=True,
-        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True),
-    )
-    # Its cache is global.
-    mode.cache_enabled = False
-    return mode
-
-
-def give_value(mode: Any, tensor: Tensor) -> Tensor:
-    """Return a tensor without numbers whose one number is known all the same.
-
-    It is tried together with :func:`fake_tensor_mode`.
-    """
-    fake: Any = mode.from_tensor(tensor, static_shapes=True)
-    fake.constant = tensor.detach().clone()
-    mode.fake_tensor_converter.add_constant_storage_mapping(fake)
-    return fake  # type: ignore[no-any-return]
-
-
-def data_dependent_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return what is raised where a number, or a size that is not known, is needed.
-
-    They are tried together with :func:`fake_tensor_mode`.
-    """
-    from torch._subclasses.fake_tensor import DataDependentOutputException
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return DataDependentOutputException, GuardOnDataDependentSymNode
+def fake_tensors() -> FakeTensors:
+    """Return a world without numbers, in which data can't decide what a network does next."""
+    return FakeTensors()

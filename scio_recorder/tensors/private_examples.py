@@ -235,17 +235,14 @@ def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
     return run(Tensor.dim, (tensor,), {}) == 1 and not calls
 
 
-def knows_no_numbers(mode: Callable[[], Any]) -> bool:
-    # Not at the top, because it imports this module.
-    from scio_recorder.tensors.private import data_dependent_errors, give_value
-
-    fake_mode = mode()
-    fake = fake_mode.from_tensor(torch.ones(2, device="cpu"), static_shapes=True)
-    flag = give_value(fake_mode, torch.ones((), device="cpu"))
-    with fake_mode:
-        product = fake * 2
+def knows_no_numbers(make: Callable[[], Any]) -> bool:
+    world = make()
+    unknown = world.without_numbers(torch.ones(2, device="cpu"))
+    known = world.with_number(torch.ones((), device="cpu"))
+    with world.mode:
+        product = unknown * 2
         try:
             bool(product.sum() > 1)
-        except data_dependent_errors():
-            return product.shape == (2,) and bool(flag)
+        except (world.needs_number, world.needs_size):
+            return product.shape == (2,) and bool(known)
     return False

@@ -96,34 +96,31 @@ def check_static_flow(
 def _run_without_values(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
 ) -> None:
-    fake_mode = private.fake_tensor_mode()
+    world = private.fake_tensors()
 
-    def without_values(tensor: Tensor) -> Tensor:
-        return fake_mode.from_tensor(tensor, static_shapes=True)  # type: ignore[no-any-return]
-
-    def state_without_values(tensor: Tensor) -> Tensor:
+    def state_without_numbers(tensor: Tensor) -> Tensor:
         # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
-        is_flag = tensor.numel() == 1
-        return private.give_value(fake_mode, tensor) if is_flag else without_values(tensor)
+        make = world.with_number if tensor.numel() == 1 else world.without_numbers
+        return make(tensor)
 
-    twin = copy_net(net, copier=state_without_values, share_uncopyable=False)
-    with CopyTensors(without_values):
+    twin = copy_net(net, copier=state_without_numbers, share_uncopyable=False)
+    with CopyTensors(world.without_numbers):
         args, kwargs = copy.deepcopy((args, kwargs))
     twin.train(mode == "train")
-    with refusing_calls(net), fake_mode, torch.no_grad():
+    with refusing_calls(net), world.mode, torch.no_grad():
         twin(*args, **kwargs)
 
 
 def _branch_behind(error: BaseException) -> Step | None:
     """Return the step of the net that was about to branch on a value, None if there is none."""
-    needs_number, needs_size = private.data_dependent_errors()
-    if not isinstance(error, needs_number | needs_size):
+    world = private.fake_tensors()
+    if not isinstance(error, world.needs_number | world.needs_size):
         return None
     steps = steps_of(error.__traceback__)
     while _is_internal(steps[-1]):
         steps.pop()
     # An operation may need a number of hits for reasons of its own, which are none of the net's.
-    if isinstance(error, needs_size) and calls_operation(steps[-1]):
+    if isinstance(error, world.needs_size) and calls_operation(steps[-1]):
         return None
     for step in reversed(steps):
         if _is_internal(step) or step.filename == __file__:
