@@ -204,7 +204,7 @@ class Capture:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
             latest.gradients = current.gradients
-            latest.scene = Scene(current.moments, current.posts or {})
+            latest.scene = Scene(current.received.moments, current.posts or {})
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients

@@ -22,19 +22,16 @@ from scio_recorder.capture.keeping import (
     NOTHING,
     Keeper,
     Kept,
-    keep_inputs,
     overwritten,
 )
 from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Plan, Program
+from scio_recorder.capture.program import COPY, LEARN, Plan, Program
+from scio_recorder.capture.receiving import ReceivedInputs
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.records import Inputs, Offloaded, Records
-from scio_recorder.nets.state.moment import LiveMoment
+from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import (
     Postprocessor,
     apply,
-    apply_to_input,
-    on_inputs,
 )
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import Rebuild, flatten
@@ -72,22 +69,18 @@ class Pass:
         "_counts",
         "_is_bare",
         "_keeper",
-        "_pending",
         "_seen_plain",
-        "_starts",
         "fast",
         "gradients",
-        "inputs",
         "is_fast",
         "keeps_outputs",
         "log",
         "lost",
         "lost_inputs",
-        "moments",
-        "on_inputs",
         "plan",
         "posts",
         "program",
+        "received",
         "records_outputs",
         "rerun",
         "sink",
@@ -107,7 +100,7 @@ class Pass:
         self.program = program
         self.plan = plan
         self.posts = posts
-        self.on_inputs = on_inputs(posts)
+        self.received = ReceivedInputs(program, plan, posts, sink)
         self.records_outputs = records_outputs and sink is None
         # A sink takes all calls of a module at once, where it may run any number of times.
         self.keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
@@ -124,10 +117,6 @@ class Pass:
         if sink is not None and stop_after is None and not is_involved:
             self.takers = [label and sink.takers[label] for label in program.single]
         self.log: list[Any] = []
-        # By position; several of one position only where calls are not counted.
-        self.inputs: list[tuple[int, Kept | Offloaded]] = []
-        # The state in which the calls ran whose inputs are recorded.
-        self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # The events of which only a reference was kept, which turned out to be overwritten.
@@ -137,8 +126,6 @@ class Pass:
         self._is_bare = True
         self._keeper: Keeper | None = None
         self._counts: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
         self._seen_plain: set[int] = set()
 
     def receive(self, index: int, args: Any, output: Any, references: int) -> Any:
@@ -150,12 +137,12 @@ class Pass:
             if self.rerun is not None:
                 self.rerun.note(position)
             if self.program.options.inputs:
-                self._assign_inputs(index, args, position, label)
+                self.received.assign(index, args, position, label)
         if position is None or label is None:
             self.log += index, NOTHING, 0
             return None
         handed = output
-        if self.posts is not None and label in self.posts and label not in self.on_inputs:
+        if self.posts is not None and label in self.posts and label not in self.received.changes:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
         if self.sink is not None and not self.keeps_outputs:
@@ -169,67 +156,10 @@ class Pass:
                 raise StopForward(self)
         return None if handed is output else handed
 
-    def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Take what a module's forward is about to receive; return what it receives instead."""
-        changed = None
-        if self.on_inputs:
-            label = self._started(index)
-            if label is not None and label in self.on_inputs:
-                layer = self.program.architecture[label]
-                changed = apply_to_input(self.on_inputs[label], args, kwargs, layer)
-                args, kwargs = changed
-        if self.program.options.inputs:
-            self._keep_inputs(index, args, kwargs)
-        return changed
-
-    def _started(self, index: int) -> DepthIdx | None:
-        """Return the label of the call of a module that is about to run."""
-        count = self._starts.get(index, 0)
-        self._starts[index] = count + 1
-        starts = self.program.starts[index]
-        return starts[min(count, len(starts) - 1)]
-
-    def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
-        """Keep what a module's forward is about to receive.
-
-        Which call this is shows only when it returns: calls fail, and modules call themselves.
-        """
-        value, module = Inputs(args, dict(kwargs)), self.program.modules[index]
-        moment = None
-        if self.sink is not None:
-            kept: Any = self.sink.keep_inputs(module, value)
-        elif self.program.options.offload:
-            kept = offload(value)
-        else:
-            kinds = {self.plan.input_kinds[at] for at in self.program.positions[index]}
-            kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
-        if self.sink is None:
-            moment = LiveMoment(module, value)
-        self._pending.setdefault(index, []).append((args, kept, moment))
-
-    def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
-        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
-        pending = self._pending.get(index)
-        if not pending:
-            return
-        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
-        _, kept, moment = pending[own]
-        del pending[own:]
-        if label is None:
-            return
-        if self.sink is not None:
-            self.sink.receive_inputs(label, kept)
-        else:
-            self.inputs.append((position, kept))
-            assert moment is not None
-            self.moments[label] = moment
-
     def abandon(self) -> None:
         """Let go of everything: a traceback may keep this object alive."""
         self.log.clear()
-        self.inputs.clear()
-        self.moments.clear()
-        self._pending.clear()
+        self.received.clear()
         self._keeper = None
         self.gradients = None
         self.rerun = None
@@ -294,7 +224,7 @@ class Pass:
     def learned(self) -> Plan | None:
         """Return a better plan where this pass found how outputs can be kept."""
         options = self.program.options
-        keeps_nothing = (self._is_bare or self.sink is not None) and not self.inputs
+        keeps_nothing = (self._is_bare or self.sink is not None) and not self.received.kept
         is_known = keeps_nothing and not self.lost
         if is_known or options.copy == "always" or options.offload:
             return None
@@ -307,7 +237,7 @@ class Pass:
             kind = next_kind(self.plan.kinds[position], kept, is_hit, buffers)
             # Of several calls, the one that needs most decides: kinds are in that order.
             kinds[position] = max(kinds[position], kind)
-        for at, given in self.inputs:
+        for at, given in self.received.kept:
             if isinstance(given, Kept):
                 (is_hit,) = overwritten([given])
                 kind = next_kind(self.plan.input_kinds[at], given, is_hit, buffers)
@@ -358,7 +288,7 @@ class Pass:
         if not self._is_bare:
             events = zip(positions, values, strict=True)
             self.lost += [at for at, kept in events if is_lost(kept)]
-        self.lost_inputs += [at for at, kept in self.inputs if is_lost(kept)]
+        self.lost_inputs += [at for at, kept in self.received.kept if is_lost(kept)]
 
     def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
         program = self.program
@@ -379,7 +309,7 @@ class Pass:
         program = self.program
         if not program.options.inputs or self.sink is not None:
             return None
-        inputs = sorted(self.inputs, key=operator.itemgetter(0))
+        inputs = sorted(self.received.kept, key=operator.itemgetter(0))
         found = [(program.labels[at], *settled(kept, 0)) for at, kept in inputs]
         lost = [program.labels[at] for at in self.lost_inputs]
         return Records(program.architecture, *columns(self._by_layer(found)), "input", lost)

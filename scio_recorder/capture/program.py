@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -65,13 +66,6 @@ class Program:
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
-        # The rows of each module in the order in which calls started, failed ones among them.
-        self.starts: list[list[DepthIdx | None]] = [[] for _ in self.modules]
-        for row in architecture.values():
-            if id(row.module) in index:
-                self.starts[index[id(row.module)]].append((row.depth, row.index))
-        if not self.counts_calls:
-            self.starts = [[self.labels[at] for at in own] for own in self.positions]
         # The label of each module that is called once, and with that recorded.
         self.single: list[DepthIdx | None] = [
             self.labels[positions[0]] if len(positions) == 1 and self.counts_calls else None
@@ -91,6 +85,17 @@ class Program:
             return self.architecture.calls(module)
         chosen = (at for at in self.recording if self.architecture[at].module is module)
         return (next(chosen),)
+
+    @cached_property
+    def starts(self) -> list[list[DepthIdx | None]]:
+        """The rows of each module in the order in which calls started, failed ones among them."""
+        if not self.counts_calls:
+            return [[self.labels[at] for at in own] for own in self.positions]
+        rows: dict[int, list[DepthIdx | None]] = {id(module): [] for module in self.modules}
+        for row in self.architecture.values():
+            if id(row.module) in rows:
+                rows[id(row.module)].append((row.depth, row.index))
+        return list(rows.values())
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
         """Return the indices of the modules that layers are calls of."""
