@@ -17,6 +17,10 @@ The tree::
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
     └── UnsupportedTorchError (RuntimeError) torch or Python works otherwise in this version
 
+Warnings::
+
+    CollectWarning  (UserWarning)   a dataset is likely to be collected otherwise than was meant
+
 Each class also derives from the built-in that a caller would expect, so that code written without
 this package in mind catches the right thing.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "CollectError",
+    "CollectWarning",
     "FlowError",
     "LabellingError",
     "LayerNotFoundError",
@@ -99,3 +104,7 @@ class RecomputeError(RecorderError, LookupError):
 
 class UnsupportedTorchError(RecorderError, RuntimeError):
     """A feature needs something of torch or Python that this version has not, or has otherwise."""
+
+
+class CollectWarning(UserWarning):
+    """A dataset is likely to be collected otherwise than was meant."""

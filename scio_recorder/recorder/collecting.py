@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
+from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording
-from scio_recorder.recording.collect.loop import Request, collect
+from scio_recorder.recording.collect import Collection
 from scio_recorder.recording.collect.options import Reduce, Transforms
 from scio_recorder.stores import Plan, Store, labelled_bytes, make_plan
 
@@ -48,6 +49,8 @@ class Collecting:
         to_inputs: Callable[[Any], Any] | None = None,
         sample_ids: Callable[[Any], Any] | None = None,
         dtype: torch.dtype | None = None,
+        activation_postproc: Postprocessors | None = None,
+        stop_early: bool = False,
         progress: bool = True,
         resume: bool = False,
     ) -> Recording:
@@ -73,12 +76,19 @@ class Collecting:
         max_batches : int, optional
             Stop after so many batches that were taken.
         to_inputs : callable, optional
-            ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net.
+            ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net, or
+            both as a pair ``(tuple, dict)``.
         sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample. By default samples are numbered
-            from 0 on, those of batches that are passed over included.
+            ``batch ->`` integers or strings, one for each sample, none twice. By default samples
+            are numbered from 0 on, those of batches that are passed over included.
         dtype : torch.dtype, optional
             What floating-point activations are rounded to where they are kept.
+        activation_postproc : callable, list or mapping, optional
+            What to do to the output of recorded layers before the network goes on with it, as in
+            ``Recorder.forward``. Layers are collected as they returned, before it acts; one that
+            works in place changes what is collected too.
+        stop_early : bool, default False
+            Run the network no further than the last recorded layer.
         progress : bool, default True
             Show a progress bar, on a terminal.
         resume : bool, default False
@@ -95,8 +105,16 @@ class Collecting:
         CollectError
             Nothing is selected, batches are not understood, samples have different shapes, or
             something else can't be done as asked.
+        PostprocessorError
+            Too few post-processors, or one that failed.
         RecordingError
             The disk fails, or holds a recording made otherwise.
+
+        Warns
+        -----
+        CollectWarning
+            The net is in training mode and has layers that do something else there; or only the
+            first element of batches goes into a net that would take the second, too.
 
         Examples
         --------
@@ -107,7 +125,10 @@ class Collecting:
         >>> rnet.collect(loader)["1"].shape
         torch.Size([4, 4])
         """
-        request = Request(
+        return Collection(
+            self._capture,
+            self._net,
+            batches,
             store=store,
             reduce=reduce,
             transform=transform,
@@ -116,10 +137,11 @@ class Collecting:
             to_inputs=to_inputs,
             sample_ids=sample_ids,
             dtype=dtype,
+            activation_postproc=activation_postproc,
+            stop_early=stop_early,
             progress=progress,
             resume=resume,
-        )
-        return collect(self._capture, self._net, batches, request)
+        ).run()
 
     def plan(self, num_samples: int) -> Plan:
         """Say what collecting the recorded layers would take, before anything runs.

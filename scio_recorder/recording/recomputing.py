@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeErro
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
 from scio_recorder.recompute.calls import Batches, KeptCall, Weights, digest_of
 from scio_recorder.recompute.run_again import Call, enclosing_layers, rerun, untouched
 from scio_recorder.stores import labelled_bytes
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["BatchInputs", "RecomputingRecording"]
 
 
-# The layers that run again, and those inside them whose activations are asked for.
-Wanted: TypeAlias = "dict[DepthIdx, set[DepthIdx]]"
+class _Plan(NamedTuple):
+    """What runs again, with what is the same for all batches."""
+
+    architecture: Architecture
+    # The layers that run again, and those inside them whose activations are asked for.
+    wanted: dict[DepthIdx, set[DepthIdx]]
+    posts: dict[DepthIdx, Postprocessor]
+    weights: Weights
 
 
 class BatchInputs(Sequence[Inputs]):
@@ -70,8 +77,11 @@ class RecomputingRecording(LayerMapping[Any]):
             ...
 
     calls: Batches
+    settings: dict[str, Any]
 
-    def recompute(self, rnet: nn.Module, *selectors: Any) -> LayerMapping[Any]:
+    def recompute(
+        self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
+    ) -> LayerMapping[Any]:
         """Return activations of the whole dataset that were not kept, from inputs that were.
 
         After ``record(..., inputs=True)`` and ``collect``: batch by batch the nearest module around
@@ -85,6 +95,8 @@ class RecomputingRecording(LayerMapping[Any]):
             A recorder of the same net, with the weights of then; what it records does not matter.
         *selectors
             What ``Recorder.record`` takes.
+        activation_postproc : callable, list or mapping, optional
+            What ``collect`` was given, which acts again.
 
         Returns
         -------
@@ -117,12 +129,13 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
         True
         """
-        architecture, wanted = self._wanted(rnet, selectors)
+        plan = self._plan(rnet, selectors, activation_postproc)
+        architecture = plan.architecture
         arrays: dict[DepthIdx, _Array] = {}
-        rows, start, weights = self.calls.rows, 0, Weights()
-        with untouched(architecture, wanted):
+        rows, start = self.calls.rows, 0
+        with untouched(architecture, plan.wanted):
             for number, count in enumerate(rows):
-                for target, value in self._batch(architecture, number, wanted, weights).items():
+                for target, value in self._batch(number, plan).items():
                     if target not in arrays:
                         name = str(architecture[target])
                         arrays[target] = _Array(name, value, count, sum(rows))
@@ -131,7 +144,9 @@ class RecomputingRecording(LayerMapping[Any]):
         values = {target: array.value for target, array in sorted(arrays.items())}
         return LayerMapping(self.architecture, values, "activation")
 
-    def recompute_batches(self, rnet: nn.Module, *selectors: Any) -> Iterator[LayerMapping[Any]]:
+    def recompute_batches(
+        self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
+    ) -> Iterator[LayerMapping[Any]]:
         """Return what `recompute` does, one batch after the other.
 
         For more than fits into memory, and for layers whose dimension 0 does not count samples or
@@ -142,6 +157,8 @@ class RecomputingRecording(LayerMapping[Any]):
         rnet : Recorder
             As for `recompute`.
         *selectors
+            As for `recompute`.
+        activation_postproc : callable, list or mapping, optional
             As for `recompute`.
 
         Returns
@@ -166,38 +183,53 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> [len(found["0.0"]) for found in recording.recompute_batches(rnet, "0.0")]
         [4, 2]
         """
-        return self._batches(*self._wanted(rnet, selectors))
+        return self._batches(self._plan(rnet, selectors, activation_postproc))
 
-    def _batches(self, architecture: Architecture, wanted: Wanted) -> Iterator[LayerMapping[Any]]:
-        weights = Weights()
+    def _batches(self, plan: _Plan) -> Iterator[LayerMapping[Any]]:
         for number in range(len(self.calls.rows)):
-            with untouched(architecture, wanted):
-                found = self._batch(architecture, number, wanted, weights)
+            with untouched(plan.architecture, plan.wanted):
+                found = self._batch(number, plan)
             yield LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
 
-    def _wanted(self, rnet: nn.Module, selectors: Sequence[Any]) -> tuple[Architecture, Wanted]:
+    def _plan(
+        self, rnet: nn.Module, selectors: Sequence[Any], given: Postprocessors | None
+    ) -> _Plan:
         architecture = _same_architecture(self.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        wanted: Wanted = {}
+        wanted: dict[DepthIdx, set[DepthIdx]] = {}
         for target in select(architecture, selectors):
             wanted.setdefault(self._nearest(architecture, target), set()).add(target)
-        return architecture, wanted
+        return _Plan(architecture, wanted, self._posts(architecture, given), Weights())
 
-    def _batch(
-        self, architecture: Architecture, number: int, wanted: Wanted, weights: Weights
-    ) -> dict[DepthIdx, Any]:
+    def _posts(
+        self, architecture: Architecture, given: Postprocessors | None
+    ) -> dict[DepthIdx, Postprocessor]:
+        order = sorted(self, key=lambda label: architecture[label].completion or 0)
+        posts = {} if given is None else assign(architecture, order, given)
+        then = self.settings.get("postprocessors") or []
+        now = [str(architecture[label].label) for label in sorted(posts)]
+        if now != then:
+            raise RecomputeError(
+                f"the layers that were post-processed in collect(...) are {', '.join(then) or None}"
+                f", and activation_postproc= is for {', '.join(now) or None}: give what collect "
+                "was given"
+            )
+        return posts
+
+    def _batch(self, number: int, plan: _Plan) -> dict[DepthIdx, Any]:
         found: dict[DepthIdx, Any] = {}
-        for label, targets in wanted.items():
+        for label, targets in plan.wanted.items():
             kept = self.calls.call(number, label)
             call = Call(
                 label,
                 kept.inputs,
                 partial(_has_digest, kept.output),
                 kept.moment,
-                partial(_explain_change, kept, weights),
+                partial(_explain_change, kept, plan.weights),
+                plan.posts,
             )
-            found.update(rerun(architecture, call, targets))
+            found.update(rerun(plan.architecture, call, targets))
         return found
 
     @property

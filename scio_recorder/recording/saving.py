@@ -22,6 +22,7 @@ _SETTINGS = (
     "dtype",
     "every",
     "transforms",
+    "postprocessors",
     "to_inputs",
     "sample_ids",
     "mode",

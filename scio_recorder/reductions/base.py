@@ -20,6 +20,7 @@ from scio_recorder.reductions.labels import (
     labels_of,
 )
 from scio_recorder.reductions.numerics import undisturbed, working_dtype
+from scio_recorder.tensors.kinds import gathered, is_dense
 
 __all__ = ["Reduction", "SampleReduction"]
 
@@ -169,7 +170,7 @@ class SampleReduction(Reduction):
         """Take in an activation [batch, ...] and, for ``by``, the batch that it came from."""
         self._check(activation)
         with undisturbed(activation.device.type):
-            samples = activation.detach()
+            samples = gathered(activation).detach()
             labels = None if self._by is None else labels_of(self._by, batch, len(samples))
             if len(samples) == 0:
                 return
@@ -296,7 +297,7 @@ class SampleReduction(Reduction):
                 f"{self!r} reduces tensors and was given {type(activation).__name__}; choose a "
                 "tensor of it with transform=."
             )
-        if activation.layout != torch.strided or activation.is_nested or activation.is_quantized:
+        if not is_dense(activation):
             raise CollectError(
                 f"{self!r} reduces dense tensors and was given a nested, sparse or quantised one; "
                 "make it dense with transform=."

@@ -219,17 +219,15 @@ class Column:
         Whether that is a known length rather than a guess.
     """
 
-    __slots__ = ("_buffer", "_next", "_places", "_rows", "array", "capacity", "spec")
+    __slots__ = ("_buffer", "array", "capacity", "places", "spec")
 
     def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
         self.spec = spec
         self.capacity = 0
         self._buffer = buffer
         # Views for the batches that come next, the last one first: many made at once cost a third
-        # of what they cost one by one. All are for so many rows, and the next begins at this row.
-        self._places: list[Tensor] = []
-        self._rows = 0
-        self._next = 0
+        # of what they cost one by one.
+        self.places: list[Tensor] = []
         self.array = torch.empty(0)
         free_rows = 0 if is_exact else buffer.least_bytes // max(1, spec.num_bytes)
         try:
@@ -238,7 +236,7 @@ class Column:
             # The address space is limited.
             self._reserve(max(rows, 1))
 
-    def put(self, activation: Tensor, start: int, rows: int) -> None:
+    def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
         """Copy the samples of a batch to where they begin; they count once the batch does.
 
         Parameters
@@ -249,11 +247,18 @@ class Column:
             The row of the first.
         rows : int
             How many there are.
+        follows : bool, default False
+            Whether the batch follows the one before and has as many rows. Then what is in
+            `places` is right for it, and for those that come next.
+
+        Returns
+        -------
+        torch.Tensor
+            The place to which they were copied.
         """
-        if start != self._next or rows != self._rows or not self._places:
-            self._make_places(start, rows)
-        self._next = start + rows
-        self._places.pop().copy_(activation, non_blocking=True)
+        if not (follows and self.places):
+            self._make_places(start, rows, _MOST_PLACES if follows else 1)
+        return self.places.pop().copy_(activation, non_blocking=True)
 
     def touch(self, start: int, stop: int) -> None:
         """Make the memory of rows ready to be written, in a thread of its own.
@@ -279,23 +284,22 @@ class Column:
         torch.Tensor
             The samples, [rows, ...].
         """
-        self._places = []
+        self.places = []
         self.array = torch.empty(0)
         with torch.inference_mode(False):
             return self._view(self._buffer.first(rows * self.spec.num_bytes), rows)
 
-    def _make_places(self, start: int, rows: int) -> None:
+    def _make_places(self, start: int, rows: int, number: int) -> None:
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
-        self._rows = rows
-        number = min(_MOST_PLACES, (self.capacity - start) // rows) if rows else 1
-        self._places = list(torch.split(self.array[start : start + number * rows], rows))
-        self._places.reverse()
+        number = min(number, (self.capacity - start) // rows) if rows else 1
+        self.places = list(torch.split(self.array[start : start + number * rows], rows))
+        self.places.reverse()
 
     def _reserve(self, rows: int) -> None:
         num_bytes = rows * self.spec.num_bytes
         # No view may be alive while the memory moves.
-        self._places = []
+        self.places = []
         self.array = torch.empty(0)
         # Tensors made in inference mode could not be used outside it.
         with torch.inference_mode(False):

@@ -30,6 +30,11 @@ from tests.oracle import Watch, differences, same_bits
 from tests.recording.nets import batches
 from tests.zoo.base import Net
 
+# These nets have to run in training mode: dropout and running statistics are what is tested.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the net is in training mode:scio_recorder.errors.CollectWarning"
+)
+
 SIZES = (4, 3, 4)
 
 

@@ -217,6 +217,7 @@ def digest(*tensors: Tensor) -> str:
     return found.hexdigest()
 
 
+@pytest.mark.filterwarnings("ignore:the net is in training mode")
 def test_another_program_reads_the_inputs(tmp_path: Path) -> None:
     extra = {"scale": float("-inf"), "kind": torch.bfloat16, "where": torch.device("cpu")}
     extra |= {"sizes": torch.Size([2, 3]), "many": [None, True, 2**70, "é", {1: (0.5,)}]}

@@ -49,6 +49,7 @@ def around_and_inside(rnet: Recorder) -> tuple[list[Any], list[Any]]:
     return around, inside
 
 
+@pytest.mark.filterwarnings("ignore:the net is in training mode")
 @pytest.mark.parametrize(("case", "training"), CHOSEN)
 def test_inside_modules_that_were_recorded(case: Case, training: bool) -> None:
     torch.manual_seed(0)

@@ -170,6 +170,7 @@ def test_a_histogram_over_another_range_is_refused(first, second, tmp_path):
     assert torch.equal(resumed.edges, clean.edges)
 
 
+@pytest.mark.filterwarnings("ignore:the net is in training mode")
 def test_statistics_that_every_pass_changes_do_not_forbid_to_resume(tmp_path):
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU()).train()
     rnet, data = Recorder(net, input_size=(2, 4), mode="train"), batches(4, 4, 3)

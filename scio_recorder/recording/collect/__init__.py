@@ -1,5 +1,5 @@
 """Collecting a whole dataset: the loop, and what it hands to stores and reductions."""
 
-from scio_recorder.recording.collect.loop import Request, collect
+from scio_recorder.recording.collect.collection import Collection
 
-__all__ = ["Request", "collect"]
+__all__ = ["Collection"]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
+from typing import Any
 
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.nets.records import Inputs
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["Feed", "NetInputs"]
+__all__ = ["Feed"]
 
 _WRITE = (
     "a batch must be a tensor, a tuple or list that begins with one, or a mapping of keywords: "
     "write to_inputs=lambda batch: ... to say what the net is given"
 )
-
-
-class NetInputs(NamedTuple):
-    """What the net is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class Feed:
@@ -65,11 +60,14 @@ class Feed:
         self._batches = batches
         self._to_inputs = to_inputs
         self._sample_ids = sample_ids
+        self._seen = _SeenIds()
+        self._number = 0
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
         remaining = self._limit
         for number, batch in enumerate(self._batches):
+            self._number = number
             is_taken = number % self.every == 0
             yield batch, is_taken
             if is_taken and remaining is not None:
@@ -87,23 +85,25 @@ class Feed:
         taken = -(-length // self.every)
         return taken if self._limit is None else min(taken, self._limit)
 
-    def inputs(self, batch: Any) -> NetInputs:
+    def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""
         if self._to_inputs is None:
             return _default_inputs(batch)
         given = self._to_inputs(batch)
         if isinstance(given, Tensor):
-            return NetInputs((given,), {})
+            return Inputs((given,), {})
         if isinstance(given, Mapping):
-            return NetInputs((), _keywords(given))
+            return Inputs((), _keywords(given))
+        if _is_pair(given):
+            return Inputs(given[0], _keywords(given[1]))
         if isinstance(given, tuple | list):
-            return NetInputs(tuple(given), {})
+            return Inputs(tuple(given), {})
         raise CollectError(
             f"to_inputs returned a {type(given).__name__}: return a tensor, a tuple of positional "
-            "inputs or a dict of keyword inputs"
+            "inputs, a dict of keyword inputs, or both as a pair (tuple, dict)"
         )
 
-    def ids(self, batch: Any, inputs: NetInputs | None, first: int) -> Ids:
+    def ids(self, batch: Any, inputs: Inputs | None, first: int) -> Ids:
         """Return the ids of a batch's samples, which also say how many there are."""
         if self._sample_ids is None:
             rows = _num_samples(self.inputs(batch) if inputs is None else inputs)
@@ -115,25 +115,73 @@ class Feed:
                 f"sample_ids returned {given!r}: return one integer or string for each sample"
             )
         try:
-            return to_ids(list(values))
+            ids = to_ids(list(values))
         except ValueError as error:
             raise CollectError(f"sample_ids: {error}") from None
+        self._seen.add(ids, self._number)
+        return ids
 
 
-def _default_inputs(batch: Any) -> NetInputs:
+class _SeenIds:
+    """Refuses an id that comes twice. As long as ids rise, only the last one has to be looked at.
+
+    Otherwise all of them are kept in a set.
+    """
+
+    def __init__(self) -> None:
+        self._rising: list[Ids] = []
+        self._others: set[int | str] | None = None
+
+    def add(self, ids: Ids, number: int) -> None:
+        """Take the ids of a batch, which has this number."""
+        if not len(ids):
+            return
+        if self._others is None:
+            if self._goes_on_rising(ids):
+                self._rising.append(ids)
+                return
+            self._others = set(chain.from_iterable(self._rising))
+        for value in ids:
+            if value in self._others:
+                raise CollectError(
+                    f"sample_ids: batch {number} has the id {value!r}, which another sample has "
+                    "had before: give every sample an id of its own"
+                )
+            self._others.add(value)
+
+    def _goes_on_rising(self, ids: Ids) -> bool:
+        before: Any = self._rising[-1][-1:] if self._rising else ()
+        try:
+            return all(one < other for one, other in pairwise([*before, *ids]))
+        except TypeError:
+            # Integers and strings are mixed, which is an error that others report.
+            return False
+
+
+def _default_inputs(batch: Any) -> Inputs:
     value = batch
     if isinstance(batch, tuple | list):
         if not batch:
             raise CollectError(f"a batch is an empty {type(batch).__name__}; {_WRITE}")
         value = batch[0]
     if isinstance(value, Tensor):
-        return NetInputs((value,), {})
+        return Inputs((value,), {})
     if isinstance(value, Mapping):
-        return NetInputs((), _keywords(value))
+        return Inputs((), _keywords(value))
     what = type(batch).__name__
     if value is not batch:
         what += f" that begins with a {type(value).__name__}"
     raise CollectError(f"a batch is a {what}; {_WRITE}")
+
+
+def _is_pair(given: Any) -> bool:
+    """Whether something is positional and keyword inputs together: a tuple and a mapping."""
+    return (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and isinstance(given[0], tuple)
+        and isinstance(given[1], Mapping)
+    )
 
 
 def _keywords(given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -143,10 +191,10 @@ def _keywords(given: Mapping[Any, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _num_samples(inputs: NetInputs) -> int:
+def _num_samples(inputs: Inputs) -> int:
     first = inputs.args[0] if inputs.args else None
     if isinstance(first, Tensor) and first.ndim > 0:
-        # So it mostly is, and there is no need to look through all of them.
+        # Usually the first input counts, and there is no need to look through all of them.
         return first.shape[0]
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:

@@ -30,12 +30,14 @@ def settings_of(
     inputs: bool,
     *,
     transforms: Iterable[DepthIdx],
+    postprocessors: Iterable[DepthIdx],
     has_to_inputs: bool,
     has_sample_ids: bool,
 ) -> dict[str, Any]:
     """Return what decides the values of a recording, besides the data and the architecture.
 
-    Of functions only whether there are any: what they do can't be compared.
+    Of functions only whether there are any: what they do can't be compared. The weights of the net
+    are missing, since looking at all of them takes its time: see `weights_digest`.
     """
     return {
         "layers": _labels(recording),
@@ -46,11 +48,11 @@ def settings_of(
         "every": every,
         "inputs": inputs,
         "transforms": _labels(sorted(transforms)),
+        "postprocessors": _labels(sorted(postprocessors)),
         "to_inputs": has_to_inputs,
         "sample_ids": has_sample_ids,
         "mode": mode_of(net),
         "autocast": _autocast(),
-        "weights": weights_digest(net),
     }
 
 

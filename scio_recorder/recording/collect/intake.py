@@ -1,0 +1,280 @@
+"""What becomes of one layer's activations as they come: samples are kept, or reduced."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions import Reduction
+from scio_recorder.stores.buffers import NoRoomError
+from scio_recorder.stores.disk_format import TensorSpec
+from scio_recorder.tensors.kinds import gathered, is_dense
+
+if TYPE_CHECKING:
+    from scio_recorder.layer import Layer
+    from scio_recorder.recording.collect.options import Transform
+    from scio_recorder.stores import Column, StoreWriter
+
+__all__ = ["CurrentBatch", "LayerIntake", "ReducingIntake", "StoringIntake"]
+
+
+class CurrentBatch:
+    """The batch that is under way."""
+
+    __slots__ = ("batch", "follows", "is_reduced", "rows", "skip", "start")
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.rows = 0
+        # Samples at its beginning that are durable already.
+        self.skip = 0
+        # The row of the store where its samples begin.
+        self.start = 0
+        # Whether its samples follow those of the batch before, and are as many.
+        self.follows = False
+        # Whether a reduction may have seen a part of it.
+        self.is_reduced = False
+
+    def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
+        """Go on to the next batch."""
+        self.follows = start == self.start + self.rows and (rows, skip) == (self.rows, 0)
+        self.batch, self.rows, self.skip, self.start = batch, rows, skip, start
+        self.is_reduced = False
+
+
+class LayerIntake:
+    """What becomes of one layer's activations."""
+
+    def __init__(self, layer: Layer, transform: Transform | None, current: CurrentBatch) -> None:
+        self.layer = layer
+        self.transform = transform
+        self.current = current
+
+    def receive(self, activation: Any) -> None:
+        """Take in an activation before the net goes on."""
+        raise NotImplementedError
+
+    def _transformed(self, activation: Any) -> Tensor:
+        """Return the tensor to keep: what was returned, or what the transform makes of it."""
+        result = activation
+        if self.transform is not None:
+            result = self._apply(self.transform, activation)
+        if not isinstance(result, Tensor):
+            raise CollectError(self._not_a_tensor(activation, result))
+        if not is_dense(result):
+            raise CollectError(
+                f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
+                "be kept sample by sample: make it dense with transform="
+            )
+        return gathered(result)
+
+    def _apply(self, transform: Transform, activation: Any) -> Any:
+        is_counted = isinstance(activation, Tensor) and not activation.is_inference()
+        before = activation._version if is_counted else 0
+        result = transform(activation, self.current.batch)
+        if is_counted and activation._version != before:
+            raise CollectError(
+                f"the transform of layer {self.layer} changed the activation in place, and with it "
+                "what the net goes on with: let it return a new tensor"
+            )
+        return result
+
+    def _not_a_tensor(self, activation: Any, result: Any) -> str:
+        if self.transform is not None:
+            return (
+                f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
+                "tensor [batch, ...]"
+            )
+        return (
+            f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
+            "with transform, such as transform={"
+            f'"{self.layer.label}": lambda activation, batch: activation[0]}}'
+        )
+
+    def _check_rows(self, kept: Tensor) -> None:
+        rows = self.current.rows
+        if kept.ndim == 0 or kept.shape[0] != rows:
+            raise CollectError(
+                f"layer {self.layer} gave a tensor of shape {tuple(kept.shape)} for a batch of "
+                f"{rows} samples, and dimension 0 must count the samples, as in "
+                f"{(rows, *kept.shape[1:])}: rearrange it with transform=, or say with sample_ids= "
+                "how many samples a batch has"
+            )
+
+
+class StoringIntake(LayerIntake):
+    """Keeps every sample.
+
+    Batches are mostly alike. What a layer returned for one that was checked and kept as it is lets
+    the next one of this shape and dtype go straight to its place: every layer of every batch pays
+    for what stands between the hook and the copy.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        transform: Transform | None,
+        current: CurrentBatch,
+        writer: StoreWriter,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(layer, transform, current)
+        self._writer = writer
+        self._wanted_dtype = dtype
+        self._column: Column | None = None
+        # Of activations that need no look: None where each has to be looked at.
+        self._usual_shape: torch.Size | None = None
+        self._dtype: torch.dtype | None = None
+        self.rounds = False
+        # Sums of squares, in float64: of what rounding took away, and of all.
+        self.lost, self.total = 0.0, 0.0
+        # Those of the batch that is under way, which may fail.
+        self._measured = 0.0, 0.0
+
+    def receive(self, activation: Any) -> None:
+        """Copy an activation into the store."""
+        if (
+            self.current.follows
+            and type(activation) is Tensor
+            and activation.shape == self._usual_shape
+            and activation.dtype is self._dtype
+            and self._column is not None
+            and self._column.places
+        ):
+            self._column.places.pop().copy_(activation, non_blocking=True)
+            return
+        self._receive_checked(activation)
+
+    def _receive_checked(self, activation: Any) -> None:
+        current, kept = self.current, self._transformed(activation)
+        self._check(kept)
+        kept = kept[current.skip :]
+        try:
+            column = self._column or self._open(kept)
+            rows = current.rows - current.skip
+            place = column.put(kept, current.start, rows, current.follows)
+        except NoRoomError as error:
+            raise CollectError(self._no_room(error)) from error
+        if self.rounds:
+            self._measured = _rounding(kept, place)
+        elif self.transform is None:
+            self._usual_shape = activation.shape
+
+    def settle(self) -> None:
+        """Count the batch, which has ended well."""
+        lost, total = self._measured
+        self.lost += lost
+        self.total += total
+        self._measured = 0.0, 0.0
+
+    @property
+    def relative_error(self) -> float | None:
+        """Norm of what rounding took away over the norm of all; None where nothing is rounded."""
+        if not self.rounds:
+            return None
+        return (self.lost / self.total) ** 0.5 if self.total else 0.0
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample, 0 as long as none was seen."""
+        return 0 if self._column is None else self._column.spec.num_bytes
+
+    def _check(self, kept: Tensor) -> None:
+        self._check_rows(kept)
+        column = self._column
+        if column is not None and tuple(kept.shape[1:]) != column.spec.shape:
+            raise CollectError(
+                f"layer {self.layer} gave samples of shape {tuple(kept.shape[1:])} after samples "
+                f"of shape {column.spec.shape}: bring them to one shape with transform=, by "
+                "padding or pooling, or reduce the layer"
+            )
+        if self._dtype not in (None, kept.dtype):
+            raise CollectError(
+                f"layer {self.layer} gave {kept.dtype} after {self._dtype}: give dtype= and "
+                "convert in transform=, or run all batches under the same autocast"
+            )
+        self._dtype = kept.dtype
+
+    def _open(self, kept: Tensor) -> Column:
+        wanted = self._wanted_dtype if kept.is_floating_point() else None
+        spec = TensorSpec(tuple(kept.shape[1:]), wanted or kept.dtype)
+        self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
+        self._column = self._writer.column(self.layer.label, spec, kept)
+        return self._column
+
+    def _no_room(self, error: NoRoomError) -> str:
+        return (
+            f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be had in "
+            'one piece; write store="disk:PATH", record fewer layers, or reduce them (reduce=, '
+            "every=, dtype=, transform=)"
+        )
+
+
+class ReducingIntake(LayerIntake):
+    """Keeps a running summary, or several."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        transform: Transform | None,
+        current: CurrentBatch,
+        reductions: Reduction | list[Reduction],
+    ) -> None:
+        super().__init__(layer, transform, current)
+        self._reductions = reductions if isinstance(reductions, list) else [reductions]
+
+    def receive(self, activation: Any) -> None:
+        """Hand an activation to the reductions."""
+        kept = self._transformed(activation)
+        if self.current.skip:
+            kept = self._tail(kept)
+        self.current.is_reduced = True
+        for reduction in self._reductions:
+            try:
+                reduction.update(kept, self.current.batch)
+            except CollectError as error:
+                error.add_note(f"raised while reducing layer {self.layer}")
+                raise
+
+    def _tail(self, kept: Tensor) -> Tensor:
+        self._check_rows(kept)
+        for reduction in self._reductions:
+            if reduction.reads_batch:
+                raise CollectError(
+                    f"{reduction!r} of layer {self.layer} reads the batch, and the first "
+                    f"{self.current.skip} of its {self.current.rows} samples are durable already: "
+                    "resume with the batch size of before, or one that divides it"
+                )
+        return kept[self.current.skip :]
+
+
+def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    try:
+        return torch.promote_types(wide, narrow) == wide
+    except RuntimeError:
+        # The smallest floating-point dtypes take no part in promotion.
+        return wide == narrow
+
+
+def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
+    """Return the sums of squares of what rounding took away, and of all, over finite values.
+
+    What became infinite was taken away whole.
+    """
+    exact = exact.double()
+    rounded = (exact.to(kept.dtype) if exact.device != kept.device else kept).double()
+    lost, total = _squares(exact - rounded), _squares(exact)
+    if math.isfinite(lost) and math.isfinite(total):
+        return lost, total
+    exact = torch.where(exact.isfinite(), exact, 0.0)
+    rounded = torch.where(rounded.isfinite(), rounded, 0.0)
+    return _squares(exact - rounded), _squares(exact)
+
+
+def _squares(values: Tensor) -> float:
+    return float(values.square().sum())

@@ -1,0 +1,205 @@
+"""What goes into the net, the ids of samples, and warnings of what is likely to be a mistake."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import CollectError, Recorder, RecordingError
+from scio_recorder.errors import CollectWarning
+from scio_recorder.nets.records import Inputs
+from scio_recorder.stores import Disk
+from tests.recording.nets import batches, recorder
+
+
+class Masked(nn.Module):
+    """Takes a mask as well, by position or by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        out: Tensor = self.inner(x if mask is None else x * mask)
+        return out * scale
+
+
+def masked() -> Recorder:
+    torch.manual_seed(3)
+    rnet = Recorder(Masked().eval(), input_size=(2, 4))
+    rnet.record("0-1")
+    return rnet
+
+
+@pytest.mark.parametrize("pair", [Inputs, lambda args, kwargs: (args, kwargs)])
+def test_positional_and_keyword_inputs_together(pair):
+    rnet, data = masked(), [(x, (x > 0).float()) for x in batches(3, 2)]
+    recording = rnet.collect(
+        data, to_inputs=lambda batch: pair((batch[0],), {"mask": batch[1], "scale": 2.0})
+    )
+    with torch.no_grad():
+        wanted = [rnet.net.inner(x * mask) * 2 for x, mask in data]
+    assert torch.equal(recording["0-1"], torch.cat(wanted))
+
+
+def test_keywords_of_a_pair_are_strings():
+    with pytest.raises(CollectError, match="keyword"):
+        masked().collect(batches(2), to_inputs=lambda batch: ((batch,), {1: batch}))
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 1]], [[1, 2], [2, 3]], [["b", "a"], ["c", "b"]]])
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_an_id_that_comes_twice(ids, store, tmp_path):
+    given = iter(ids)
+    where = f"disk:{tmp_path}/run" if store == "disk" else store
+    twice = (set(ids[0]) & set(ids[1])).pop()
+    with pytest.raises(CollectError, match=f"batch 1 has the id {twice!r}"):
+        recorder("0").collect(batches(2, 2), store=where, sample_ids=lambda batch: next(given))
+
+
+def test_an_id_twice_in_one_batch():
+    with pytest.raises(CollectError, match="batch 0 has the id 7"):
+        recorder("0").collect(batches(3), sample_ids=lambda batch: [7, 8, 7])
+
+
+def test_ids_in_any_order_are_kept(tmp_path):
+    rnet, data = recorder("0"), batches(2, 2, 1)
+    ids = [[5, 9], [3, 10], [4]]
+    given = iter(ids)
+    recording = rnet.collect(data, sample_ids=lambda batch: next(given))
+    assert list(recording.sample_ids) == [5, 9, 3, 10, 4]
+    # What is durable already comes again on resuming, and is not taken for another sample.
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+
+    def loader():
+        yield from data[:2]
+        raise InterruptedError
+
+    given = iter(ids)
+    with pytest.raises(InterruptedError):
+        rnet.collect(loader(), store=store, sample_ids=lambda batch: next(given))
+    with pytest.raises(RecordingError, match="already"):
+        rnet.collect(data, store=store, sample_ids=lambda batch: next(given))
+    given = iter(ids)
+    resumed = rnet.collect(data, store=store, sample_ids=lambda batch: next(given), resume=True)
+    assert list(resumed.sample_ids) == [5, 9, 3, 10, 4]
+
+
+def warned(rnet: Recorder, data: list[Any], **options: Any) -> list[str]:
+    """Return what a collection warns of, and check that it is said to come from here."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rnet.collect(data, **options)
+    assert {warning.category for warning in caught} <= {CollectWarning}
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_second_input_that_stays_out_is_said_once():
+    rnet, data = masked(), [(x, (x > 0).float()) for x in batches(3, 3, 2)]
+    (message,) = warned(rnet, data)
+    for part in ("batch[0] alone", "(3, 4)", "to_inputs=lambda batch: tuple(batch[:2])"):
+        assert part in message
+    both = rnet.collect(data, to_inputs=lambda batch: tuple(batch[:2]))
+    with torch.no_grad():
+        assert torch.equal(both["0-1"], torch.cat([rnet.net(x, mask) for x, mask in data]))
+
+
+class Option(nn.Module):
+    """Its second parameter is no place for a tensor."""
+
+    def forward(self, x: Tensor, return_more: bool = False) -> Tensor:
+        return x * 2
+
+
+class Labelled(nn.Module):
+    """Its second parameter is for labels, which only a loss needs."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("net", "second"),
+    [
+        (nn.ReLU(), torch.ones(3, 4)),
+        (nn.Sequential(nn.ReLU()), torch.ones(3, 4)),
+        (Option(), torch.ones(3, 4)),
+        (Labelled(), torch.ones(3, 4)),
+        (Masked(), torch.tensor([0, 1, 2])),
+        (Masked(), torch.ones(4)),
+        (Masked(), ["a", "b", "c"]),
+        (Masked(), None),
+    ],
+)
+def test_labels_are_no_second_input(net, second):
+    rnet = Recorder(net.eval(), input_size=(3, 4))
+    rnet.record("0-1")
+    assert warned(rnet, [(torch.ones(3, 4), second)]) == []
+    assert warned(rnet, [torch.ones(3, 4)]) == []
+    assert warned(rnet, [{net_input(net): torch.ones(3, 4)}]) == []
+
+
+def net_input(net: nn.Module) -> str:
+    return "x" if isinstance(net, Option | Labelled | Masked) else "input"
+
+
+def test_a_second_input_that_is_named_is_no_slip():
+    rnet = masked()
+    x = torch.ones(3, 4)
+    assert warned(rnet, [(x, x)], to_inputs=lambda batch: batch[0]) == []
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(4), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_differ_in_training_mode(layer):
+    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), layer).train(), input_size=(3, 4))
+    rnet.record("0")
+    (message,) = warned(rnet, batches(3, 2))
+    for part in (f"1 ({type(layer).__name__})", "net.eval()"):
+        assert part in message
+    rnet.net.eval()
+    assert warned(rnet, batches(3, 2)) == []
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(4, 4),
+        nn.Dropout(0.0),
+        nn.LayerNorm(4),
+        nn.BatchNorm1d(4, track_running_stats=False),
+    ],
+    ids=str,
+)
+def test_layers_that_do_the_same_in_training_mode(layer):
+    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), layer).train(), input_size=(3, 4))
+    rnet.record("0")
+    assert warned(rnet, batches(3, 2)) == []
+
+
+def test_one_layer_left_in_training_mode_on_purpose():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    net[1].train()
+    rnet = Recorder(net, input_size=(3, 4))
+    rnet.record("0")
+    assert warned(rnet, batches(3, 2)) == []
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind(tmp_path):
+    rnet = Recorder(nn.Sequential(nn.Dropout(0.5)).train(), input_size=(3, 4))
+    rnet.record("0")
+    store = f"disk:{tmp_path}/run"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CollectWarning):
+            rnet.collect(batches(3), store=store)
+    rnet.net.eval()
+    assert rnet.collect(batches(3), store=store).complete
