@@ -337,8 +337,10 @@ def test_a_direction_fits_activations_of_varying_length_under_compile() -> None:
     torch.compiler.reset()
     rnet = Recorder(Block(), input_size=SHAPE)
     rnet.record("inner")
-    run = torch.compile(rnet, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (5, 7):
-        x = torch.randn(2, length, 6)
-        result = run(x, activation_postproc=Add(torch.ones(6)))
-        assert torch.equal(result, (x * 2 + 1).relu() + 1)
+    run = torch.compile(rnet, fullgraph=True, backend="aot_eager")
+    for shape in ((2, 5, 6), (2, 7, 8)):
+        run(torch.randn(shape), activation_postproc=Scale(1.0))
+    # The lengths of activations are taken to vary by now, that of a direction is not.
+    x = torch.randn(2, 3, 4)
+    result = run(x, activation_postproc=Add(torch.ones(4)))
+    assert torch.equal(result, (x * 2 + 1).relu() + 1)
