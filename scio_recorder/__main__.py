@@ -2,7 +2,7 @@
 
 import sys
 
-from scio_recorder.command_line.commands import main
+from scio_recorder.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

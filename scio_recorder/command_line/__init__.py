@@ -1,5 +1,59 @@
 """The command ``scio-recorder``."""
 
-from scio_recorder.command_line.commands import main
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from scio_recorder.command_line.status import INTERRUPTED
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What follows the program's name; None (default) means ``sys.argv[1:]``.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 1 for what failed and 2 for wrong use, with one line on standard error;
+        130 after Ctrl-C.
+
+    Examples
+    --------
+    >>> main(["summary", "torch.nn:ReLU"])
+    Traceback (most recent call last):
+    SystemExit: 2
+    """
+    with _leaving_when_interrupted():
+        # Takes seconds, most of them in torch.
+        from scio_recorder.command_line.commands import run
+    return run(arguments)
+
+
+@contextmanager
+def _leaving_when_interrupted() -> Iterator[None]:
+    """Let Ctrl-C end the process without a word; an import that it breaks off would say a lot."""
+    before = signal.getsignal(signal.SIGINT)
+    is_usual = before is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)

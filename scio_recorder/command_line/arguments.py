@@ -6,12 +6,14 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-__all__ = ["UsageError", "call", "kind_of", "load", "positive", "said", "size", "whole"]
-__all__ += ["dtype_of"]
+__all__ = ["UsageError", "call", "current_folder_on_path", "dtype_of", "kind_of", "load"]
+__all__ += ["positive", "said", "size", "whole"]
 
 
 class UsageError(Exception):
@@ -23,17 +25,28 @@ def load(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
-    # A console script does not look in the current folder by itself.
-    sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
         raise UsageError(f"can't load {target}: {said(error)}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     return found
+
+
+@contextmanager
+def current_folder_on_path() -> Iterator[None]:
+    """Import from the current folder too inside the block, as ``python -m`` does.
+
+    What was loaded may itself import more when it is called, and so may worker processes.
+    """
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
 
 
 def call(target: str, function: Any) -> Any:

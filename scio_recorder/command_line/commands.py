@@ -21,6 +21,7 @@ from torch import nn
 from scio_recorder.command_line.arguments import (
     UsageError,
     call,
+    current_folder_on_path,
     dtype_of,
     kind_of,
     load,
@@ -29,48 +30,32 @@ from scio_recorder.command_line.arguments import (
     size,
     whole,
 )
+from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
+from scio_recorder.display.progress import lines_every
 from scio_recorder.errors import RecorderError, RecordingError
 
-__all__ = ["main"]
+__all__ = ["run"]
 
-FAILED = 1
-# What argparse itself exits with for wrong use.
-WRONG_USE = 2
-INTERRUPTED = 130
+# Between lines about long work, where there is no terminal.
+SECONDS = 10.0
 
 
 class FailureError(Exception):
     """What was asked for was understood and failed; its text is all that the user sees."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        What follows the program's name; None (default) means ``sys.argv[1:]``.
-
-    Returns
-    -------
-    int
-        The exit code: 0; 1 for what failed and 2 for wrong use, with one line on standard error;
-        130 after Ctrl-C.
-
-    Examples
-    --------
-    >>> main(["summary", "torch.nn:ReLU"])
-    Traceback (most recent call last):
-    SystemExit: 2
-    """
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
     parsed = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines of a table are worth less than the rest of it, where they can't be encoded.
         sys.stdout.reconfigure(errors="replace")
     try:
-        parsed.run(parsed, Console())
+        with lines_every(SECONDS), current_folder_on_path():
+            parsed.run(parsed, Console())
         sys.stdout.flush()
     except KeyboardInterrupt:
+        print(f"scio-recorder: interrupted{_way_on(parsed)}", file=sys.stderr)
         return INTERRUPTED
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
@@ -80,6 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_failure = isinstance(error, FailureError | OSError)
         return FAILED if is_failure else WRONG_USE
     return 0
+
+
+def _way_on(parsed: argparse.Namespace) -> str:
+    """Say how to go on with what a collection has on disk, if anything is."""
+    from scio_recorder.recording import open_recording
+
+    try:
+        samples = open_recording(parsed.out).num_samples
+    except (AttributeError, RecorderError):
+        # Another command, or nothing is there yet.
+        return ""
+    return f"; {samples:,} samples are durable, --resume goes on behind them" if samples else ""
 
 
 def _drop_output() -> None:
@@ -250,19 +247,8 @@ def _collect(parsed: argparse.Namespace, console: Console) -> None:
     except RecorderError:
         raise
     except (Exception, SystemExit) as error:
-        raise FailureError(f"{said(error)}{_way_on(parsed.out)}") from error
+        raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
     _show(recording, console)
-
-
-def _way_on(path: str) -> str:
-    """Say how to go on with what is on disk, if anything is."""
-    from scio_recorder.recording import open_recording
-
-    try:
-        samples = open_recording(path).num_samples
-    except RecorderError:
-        samples = 0
-    return f"; {samples:,} samples are safe, --resume goes on behind them" if samples else ""
 
 
 def _inspect(parsed: argparse.Namespace, console: Console) -> None:

@@ -39,10 +39,11 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with open(name, "x", encoding="utf-8", newline="\n") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
+        # Whether there can be a file is known before the work, and nothing lies there during it:
+        # a process that is killed leaves no half page.
+        _write(name, "")
+        name.unlink()
+        _write(name, "".join(pieces))
         os.replace(name, target)
     except RecordingError:
         raise
@@ -52,3 +53,10 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         with contextlib.suppress(OSError):
             name.unlink()
     return target
+
+
+def _write(name: Path, text: str) -> None:
+    with open(name, "x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

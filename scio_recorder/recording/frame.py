@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scio_recorder.recording.survey import Survey
+from scio_recorder.display.progress import Advance
+from scio_recorder.recording.survey import Survey, for_each_layer, read
 
 if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.recording.readable import Readable
 
 __all__ = ["FRAME_COLUMNS", "layer_frame", "layer_rows", "to_array"]
@@ -44,10 +47,10 @@ def layer_frame(recording: Readable) -> pd.DataFrame:
 
 def layer_rows(recording: Readable) -> list[dict[str, Any]]:
     """Return the rows of the table without pandas; what is not known is absent or None."""
-    return [_row(recording, label) for label in recording]
+    return for_each_layer(list(recording), lambda label, advance: _row(recording, label, advance))
 
 
-def _row(recording: Readable, label: Any) -> dict[str, Any]:
+def _row(recording: Readable, label: DepthIdx, advance: Advance) -> dict[str, Any]:
     layer = recording.architecture[label]
     row: dict[str, Any] = {
         "label": str(layer.label),
@@ -60,13 +63,13 @@ def _row(recording: Readable, label: Any) -> dict[str, Any]:
         row["shape"] = tuple(samples.shape[1:])
         row["dtype"] = str(samples.dtype).removeprefix("torch.")
         row["bytes"] = samples.nbytes
-        row.update(_statistics(recording, label))
+        row.update(_statistics(read(recording, label, advance)))
     return row
 
 
-def _statistics(recording: Readable, label: Any) -> dict[str, float | None]:
+def _statistics(parts: Iterable[Tensor]) -> dict[str, float | None]:
     survey = Survey()
-    for part in recording.parts(label):
+    for part in parts:
         survey.update(part)
     found = survey.values
     return {

@@ -8,9 +8,6 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
 
-from rich.console import Console
-from rich.progress import track
-
 from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.display.figure import draw
 from scio_recorder.display.page import Page, page_html
@@ -21,6 +18,7 @@ from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
+from scio_recorder.recording.survey import for_each_layer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,16 +161,9 @@ class Showing(Outlined, LayerMapping[Any]):
         return [label for label in self._architecture if label in wanted]
 
     def _summaries(self, labels: Sequence[DepthIdx], bins: int) -> list[LayerSummary]:
-        console = Console(stderr=True)
-        # Reading takes minutes where a recording is large.
-        watched = track(
-            labels,
-            description="reading layers",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
+        return for_each_layer(
+            labels, lambda label, advance: summarise(self._readable, label, bins, advance)
         )
-        return [summarise(self._readable, label, bins) for label in watched]
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scio_recorder.display.progress import Advance
 from scio_recorder.display.summary import Bars, LayerSummary, Values
 from scio_recorder.errors import RecorderError
 from scio_recorder.nets.architecture import DepthIdx
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.survey import Survey, bounds_of, count_bars, unit_dimension, whole_bins
+from scio_recorder.recording.survey import (
+    Survey,
+    bounds_of,
+    count_bars,
+    read,
+    unit_dimension,
+    whole_bins,
+)
 from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
 from scio_recorder.tensors.structures import tensors
 
 __all__ = ["summarise"]
 
+# So much of a layer is kept from its statistics to its bins, instead of being read again.
+_KEPT_BYTES = 1 << 28
 
-def summarise(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
-    """Return what can be shown of one layer; its samples are read twice, in parts."""
+
+def summarise(
+    recording: Readable, label: DepthIdx, bins: int, advance: Advance = lambda *done: None
+) -> LayerSummary:
+    """Return what can be shown of one layer; samples are read in parts, and large layers twice."""
     if label in recording.reductions:
         return _of_reductions(recording, label)
-    return _of_samples(recording, label, bins)
+    return _of_samples(recording, label, bins, advance)
 
 
-def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary:
+def _of_samples(recording: Readable, label: DepthIdx, bins: int, advance: Advance) -> LayerSummary:
     layer = recording.architecture[label]
     samples: Tensor = recording[label]
     survey = Survey(unit_dimension(layer, samples.ndim), bounds_of(layer))
-    for part in recording.parts(label):
+    parts: Iterable[Tensor] = read(recording, label, advance)
+    if samples.nbytes <= _KEPT_BYTES:
+        parts = list(parts)
+    for part in parts:
         survey.update(part)
+    if samples.nbytes > _KEPT_BYTES:
+        parts = read(recording, label, advance)
     span = survey.span
     if span and not (samples.is_floating_point() or samples.dtype.is_complex):
         span, bins = whole_bins(span, bins)
@@ -55,7 +73,7 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int) -> LayerSummary
         values=survey.values,
         finite=survey.finite if survey.values.infinities else None,
         units=survey.units,
-        bars=count_bars(recording.parts(label), span, bins) if span else None,
+        bars=count_bars(parts, span, bins, has_nan=bool(survey.values.nans)) if span else None,
         notes=notes,
     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scio_recorder import Recorder
-from scio_recorder.command_line.commands import main
+from scio_recorder.command_line import main
 
 NETS = """
 import torch
@@ -112,6 +112,17 @@ def test_one_tensor_as_data_and_one_dtype(capsys: pytest.CaptureFixture[str]) ->
     assert text == expected(cli_nets.Small(), input_size=(5, 3))
     text = out(capsys, "torch.nn:Identity", "--input-size", "1,2", "--dtype", "int64")
     assert text == expected(nn.Identity(), input_size=(1, 2), dtypes=[torch.int64])
+
+
+def test_what_is_imported_later_is_found_in_the_current_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cli_helper.py").write_text("from torch import nn\nnet = nn.Tanh()")
+    lazy = "def build():\n    from cli_helper import net\n    return net"
+    (tmp_path / "cli_lazy.py").write_text(lazy)
+    for name in ("cli_helper", "cli_lazy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert "Tanh" in out(capsys, "cli_lazy:build", "--input-size", "2,3")
 
 
 def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
-from scio_recorder.command_line.commands import main
+from scio_recorder.command_line import main
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.recording import survey
 from tests.display.examples import hostile_recording, small_recording
 
 
@@ -160,6 +161,11 @@ def test_samples_on_disk_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("scio_recorder.recording.recording._PART_BYTES", 64)
     lazy.report(tmp_path / "page.html")
     assert max(read) < 8
+    assert sum(read) == 8 * 4, "a small layer is read once"
+    read.clear()
+    monkeypatch.setattr("scio_recorder.recording.summarise._KEPT_BYTES", 0)
+    lazy.report(tmp_path / "page.html")
+    assert max(read) < 8
     assert sum(read) == 2 * 8 * 4
 
 
@@ -174,6 +180,8 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
     def pieces() -> Iterator[str]:
         yield "half"
+        # A process that is killed here leaves nothing.
+        assert os.listdir(tmp_path) == ["page.html"]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -210,13 +218,33 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == []
 
 
+def test_layers_are_read_with_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for cores which others want made a report fifty times slower."""
+    threads, seen = torch.get_num_threads(), []
+    original = survey.Survey.update
+
+    def update(self: survey.Survey, part: torch.Tensor) -> None:
+        seen.append(torch.get_num_threads())
+        original(self, part)
+
+    monkeypatch.setattr(survey.Survey, "update", update)
+    try:
+        torch.set_num_threads(2)
+        of(torch.ones(2, 2)).report(tmp_path / "page.html")
+        of(torch.ones(2, 2)).to_frame()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [1, 1]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_bar_on_a_terminal_and_nowhere_else(
     is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, width=80)
-    monkeypatch.setattr("scio_recorder.recording.showing.Console", lambda stderr: console)
+    monkeypatch.setattr("scio_recorder.display.progress.Console", lambda stderr: console)
     of(torch.ones(2, 2)).report(tmp_path / "page.html")
     assert ("reading layers" in shown.getvalue()) == is_terminal
     assert is_terminal or shown.getvalue() == ""

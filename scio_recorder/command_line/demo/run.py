@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -20,24 +19,14 @@ from scio_recorder.command_line.demo.detection import (
 from scio_recorder.command_line.demo.digits import Digits, load_digits
 from scio_recorder.command_line.demo.network import DigitNet, accuracy, train
 from scio_recorder.recorder.recorder import Recorder
+from scio_recorder.tensors.threads import one_thread
 
 __all__ = ["run_demo"]
 
 KNOWN = 7
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """On so small a net, threads would spend their time waiting for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@_one_thread()
+@one_thread()
 def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Result]:
     """Train a net on the digits 0 to 6 and see which scores notice the digits 7 to 9.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
@@ -27,7 +28,6 @@ from scio_recorder.recording.collect.options import (
     transforms_of,
     valid_dtype,
 )
-from scio_recorder.recording.collect.progress import progress_bar
 from scio_recorder.recording.collect.resume_settings import settings_of, weights_digest
 from scio_recorder.stores import Job, Store, as_store
 
@@ -163,7 +163,7 @@ class Collection:
         seen, kept, is_empty = 0, 0, True
         sample_bytes = 0
         is_advised = self.to_inputs is not None
-        with progress_bar(self.progress, self._feed.num_batches) as advance:
+        with progress_bar("collecting", self._feed.num_batches, is_wanted=self.progress) as advance:
             for batch, is_taken in self._feed:
                 is_empty = False
                 if not is_taken:

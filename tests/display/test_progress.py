@@ -1,4 +1,4 @@
-"""The progress bar: what it tells on a terminal, and that it is silent anywhere else."""
+"""The progress bar: what it tells on a terminal, and elsewhere if asked; otherwise it is silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from scio_recorder.recording.collect import progress
+from scio_recorder.display import progress
 from tests.recording.nets import batches, recorder
 
 
@@ -106,3 +106,50 @@ def test_samples_that_were_there_already_are_not_counted(
     rnet.collect(torch.cat(data).split(6), store=store, resume=True)
     assert "96 bytes" in text.getvalue()
     assert "216 bytes" not in text.getvalue()
+
+
+def test_lines_where_they_are_wanted(capfd: pytest.CaptureFixture[str]) -> None:
+    data = batches(3, 2)
+    with progress.lines_every(0.0):
+        recorder("0").collect(data)
+        assert "0:" not in capfd.readouterr().out
+        with progress.progress_bar("reading", None) as advance:
+            advance(0, 2_000_000, 0)
+            advance(0, 0)
+        read = capfd.readouterr().err.splitlines()
+        recorder("0").collect(data)
+        collected = capfd.readouterr().err.splitlines()
+        recorder("0").collect(data, progress=False)
+    recorder("0").collect(data)
+    assert capfd.readouterr().err == ""
+    assert read[0].startswith("reading 0/?, ")
+    assert read[1].startswith("reading 1/?, ")
+    assert all(line.endswith("B/s, 2.0 MB") for line in read)
+    # Of 3 and 2 samples with 6 numbers each.
+    assert collected[0].startswith("collecting 1/2, ")
+    assert collected[0].endswith(" samples/s, 72 bytes")
+    assert collected[1].startswith("collecting 2/2, ")
+    assert collected[1].endswith(" samples/s, 120 bytes")
+
+
+def test_lines_come_no_more_often_than_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with progress.lines_every(10.0), progress.progress_bar("reading", 40) as advance:
+        for step in range(1, 41):
+            now = float(step)
+            advance(5, 0)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"reading {step}/40, 5 samples/s, 0 bytes" for step in (10, 20, 30, 40)]
+
+
+def test_work_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(progress.sys, "stderr", Closed())
+    with progress.lines_every(0.0):
+        recorder("0").collect(batches(3))
