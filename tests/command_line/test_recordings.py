@@ -176,13 +176,9 @@ def interrupted(arguments, *, path=None):
     """Run the command line as a user does, and press Ctrl-C when it says that it waits."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, root]))}
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        "import sys; from scio_recorder.command_line import main",
-    ]
-    command = [sys.executable, "-P", "-c", code]
+    program = "import sys; from scio_recorder.command_line import main; sys.exit(main())"
+    # An installed script has the current folder not on its path either.
+    command = [sys.executable, "-P", "-c", program]
     with subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,
