@@ -8,23 +8,25 @@ they did, or gradients would be those of another function.
 
 What ties a re-run to its first run is the region: the object that torch keeps in the graph for
 each checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
-(reentrant checkpointing and its kin), or torch's own frame object (non-reentrant). Both are local
-variables of functions that are running when a hook is called, in the first run and in the re-run.
-So each event of a pass marks the regions around it, found by walking up the stack, and a re-run
-looks for the nearest marked region in the same way. The marks live and die with the graph.
+(reentrant checkpointing and its kin), or torch's own object (non-reentrant). Functions that are
+running when a hook is called hold it, in the first run and in the re-run. So each event of a pass
+marks the regions around it, found by walking up the stack, and a re-run looks for the nearest
+marked region in the same way. The marks live and die with the graph.
 
 A region holds the positions of its events in order, so that the calls of a module that runs several
 times are told apart by counting. Hooks of a selection that was given up stay, for re-runs only, as
-long as any of its marks lives.
+long as any of its marks lives. Event logs mark regions too: see ``events``.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, MutableMapping
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.utils import checkpoint
 
 from scio_recorder.postprocessors.assigning import (
@@ -41,51 +43,107 @@ if TYPE_CHECKING:
     from scio_recorder.capture.program import Program
     from scio_recorder.nets.architecture import DepthIdx
 
-__all__ = ["Rerun", "Reruns", "is_rerun", "regions"]
+__all__ = ["Marks", "Region", "Rerun", "Reruns", "is_rerun", "regions"]
 
 _ATTRIBUTE = "_scio_recorder_marks"
-_FRAME: type = getattr(checkpoint, "_CheckpointFrame", type(None))
+# Where a backward pass begins: what is around it is not what it runs again.
+_BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
+
+
+class Region(NamedTuple):
+    """A checkpointed call that the caller is part of."""
+
+    kept: Any  # what the graph keeps of it
+    is_rerun: bool
+    is_reentrant: bool
 
 
 def is_rerun() -> bool:
     """Whether activation checkpointing is running something again on this thread."""
     if private.backward_pass() == -1:
         return False
-    node = private.running_node()
-    if node is not None and node.name() == "CheckpointFunctionBackward":
-        return True
-    hooks = private.active_saved_tensors_hooks()
-    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+    return any(
+        region.is_rerun
+        # Other functions than checkpointing may run modules in their backward, for the first time.
+        and (not region.is_reentrant or type(region.kept).__name__ == "CheckpointFunctionBackward")
+        for region in regions(_BACKWARD)
+    )
 
 
-def regions(until: CodeType | None) -> Iterator[tuple[Any, bool]]:
-    """Yield the regions around the caller, innermost first, up to a function.
-
-    With each, whether it is being run again rather than for the first time.
-    """
-    frame: FrameType | None = private.calling_frame()
-    while frame is not None and frame.f_code is not until:
-        found = _region_of(frame)
-        if found is not None:
-            yield found, frame.f_code.co_name in ("backward", "unpack_hook")
+def regions(until: Collection[CodeType] = ()) -> list[Region]:
+    """Return the regions around the caller, innermost first, up to any of some functions."""
+    found: list[Region] = []
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in until:
+        region = _region_of(frame)
+        if region is not None:
+            found.append(region)
         frame = frame.f_back
+    return found
 
 
-def _region_of(frame: FrameType) -> Any:
+def _region_of(frame: FrameType) -> Region | None:
     code = frame.f_code
     if code.co_name in ("forward", "backward"):
         # A static method of an autograd function, not a method of a module.
         first = code.co_varnames[0] if code.co_argcount else "self"
-        found = None if first == "self" else frame.f_locals.get(first)
-        return found if private.is_function_context(found) else None
-    if code.co_name == "checkpoint":
-        generator = frame.f_locals.get("gen")
-        inner = getattr(generator, "gi_frame", None)
-        return None if inner is None else inner.f_locals.get("new_frame")
-    if code.co_name == "unpack_hook" and "frame" in code.co_freevars:
-        found = frame.f_locals.get("frame")
-        return found if isinstance(found, _FRAME) else None
+        context = None if first == "self" else frame.f_locals.get(first)
+        if isinstance(context, torch.autograd.function.FunctionCtx):
+            return Region(context, code.co_name == "backward", is_reentrant=True)
+    elif code.co_filename == checkpoint.__file__:
+        held = private.checkpointed_region(frame)
+        return None if held is None else Region(*held, is_reentrant=False)
     return None
+
+
+def _first_runs(until: Collection[CodeType]) -> list[Any]:
+    """Return what the graph will keep of the regions around an event of a pass."""
+    around = [region.kept for region in regions(until)]
+    # Nothing on the stack holds a region that hooks of a module begin and end.
+    saving = private.region_that_saves()
+    if saving is not None and all(region.kept is not saving for region in regions()):
+        around.insert(0, saving)
+    return around
+
+
+class Marks:
+    """What one observer has marked regions with. A graph holds the marks, and no observer."""
+
+    def __init__(self) -> None:
+        self._alive: set[weakref.ref[Any]] = set()
+        self._when_over: Callable[[], None] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything left that can run again."""
+        return bool(self._alive)
+
+    def hold(self, mark: object) -> None:
+        """Take up what a graph is going to hold as long as something can run again."""
+        self._alive.add(weakref.ref(mark, self._is_gone))
+
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Call a function whenever there is nothing left to run again."""
+        self._when_over = function
+        if not self._alive:
+            function()
+
+    def _is_gone(self, reference: weakref.ref[Any]) -> None:
+        self._alive.discard(reference)
+        if not self._alive and self._when_over is not None:
+            self._when_over()
+
+    def on(self, region: Any) -> Any:
+        """Return this observer's mark on a region, None if there is none."""
+        return getattr(region, _ATTRIBUTE, {}).get(self)
+
+    def put(self, region: Any, mark: Any) -> Any:
+        """Mark a region, and return the mark."""
+        marks: MutableMapping[Marks, Any] | None = getattr(region, _ATTRIBUTE, None)
+        if marks is None:
+            marks = weakref.WeakKeyDictionary()
+            setattr(region, _ATTRIBUTE, marks)
+        marks[self] = mark
+        return mark
 
 
 class _Mark:
@@ -113,14 +171,6 @@ class _Mark:
         return found[count] if count < len(found) else None
 
 
-def _marks(region: Any) -> dict[int, _Mark]:
-    marks: dict[int, _Mark] | None = getattr(region, _ATTRIBUTE, None)
-    if marks is None:
-        marks = {}
-        setattr(region, _ATTRIBUTE, marks)
-    return marks
-
-
 class Rerun:
     """What a re-run of one forward pass needs; held by the regions of its graph."""
 
@@ -132,8 +182,8 @@ class Rerun:
         owner: Reruns,
         until: CodeType,
     ) -> None:
-        self._owner = id(owner)
-        self._until = until
+        self._owner = weakref.ref(owner)
+        self._until = (until,)
         self.positions = program.positions
         self.labels = program.labels
         self.posts = posts
@@ -144,11 +194,12 @@ class Rerun:
 
     def note(self, position: int) -> None:
         """Mark the regions around an event of the first run."""
-        for region, _ in regions(self._until):
-            marks = _marks(region)
-            mark = marks.get(self._owner)
+        owner = self._owner()
+        assert owner is not None, "the hooks that bring events hold it"
+        for region in _first_runs(self._until):
+            mark = owner.on(region)
             if mark is None or mark.rerun is not self:
-                mark = marks[self._owner] = _Mark(self)
+                mark = owner.put(region, _Mark(self))
             mark.positions.append(position)
 
     def again(self, label: DepthIdx, output: Any, task: int) -> Any:
@@ -172,61 +223,36 @@ class Rerun:
         return apply_to_input(self.on_inputs[label], args, kwargs, layer)
 
 
-class Reruns:
+class Reruns(Marks):
     """The passes of one selection that may be run again."""
-
-    def __init__(self) -> None:
-        self._alive: set[weakref.ref[Rerun]] = set()
-        self._when_over: Callable[[], None] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._alive)
-
-    def add(self, rerun: Rerun) -> None:
-        """Take up a pass that may be run again."""
-        self._alive.add(weakref.ref(rerun, self._is_gone))
-
-    def when_over(self, function: Callable[[], None]) -> None:
-        """Call a function as soon as there is nothing left to run again."""
-        if self._alive:
-            self._when_over = function
-        else:
-            function()
-
-    def _is_gone(self, reference: weakref.ref[Rerun]) -> None:
-        self._alive.discard(reference)
-        if not self._alive and self._when_over is not None:
-            function, self._when_over = self._when_over, None
-            function()
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None to go on with them as they are."""
-        for region, runs_again in regions(None) if self._alive else ():
-            mark = getattr(region, _ATTRIBUTE, {}).get(id(self)) if runs_again else None
-            if mark is not None:
-                position = mark.next_position(index, starts=True)
-                label = None if position is None else mark.rerun.labels[position]
-                return None if label is None else mark.rerun.inputs_again(label, args, kwargs)
-        return None
+        mark, _ = self._mark_and_inner()
+        position = None if mark is None else mark.next_position(index, starts=True)
+        label = None if position is None else mark.rerun.labels[position]
+        return None if label is None else mark.rerun.inputs_again(label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None to go on with it as it is."""
-        if not self._alive:
+        mark, inner = self._mark_and_inner()
+        position = None if mark is None else mark.next_position(index)
+        label = None if position is None else mark.rerun.labels[position]
+        if label is None:
             return None
-        owner, inner = id(self), []
-        for region, runs_again in regions(None):
-            mark = getattr(region, _ATTRIBUTE, {}).get(owner) if runs_again else None
-            if mark is None:
-                inner.append(region)
-                continue
-            position = mark.next_position(index)
-            label = None if position is None else mark.rerun.labels[position]
-            if position is None or label is None:
-                return None
-            task = private.backward_pass() if mark.root is None else mark.root
-            for new in inner:
-                # Checkpointing inside a checkpointed region: its own re-run comes later.
-                own = _marks(new).setdefault(owner, _Mark(mark.rerun, task))
-                own.positions.append(position)
-            return mark.rerun.again(label, output, task)
-        return None
+        task = private.backward_pass() if mark.root is None else mark.root
+        for region in inner:
+            # Checkpointing inside a checkpointed region: its own re-run comes later.
+            own = self.on(region) or self.put(region, _Mark(mark.rerun, task))
+            own.positions.append(position)
+        return mark.rerun.again(label, output, task)
+
+    def _mark_and_inner(self) -> tuple[Any, list[Any]]:
+        """Return the mark of the nearest region that is run again, and the regions inside it."""
+        inner: list[Any] = []
+        for region in regions() if self else ():
+            mark = self.on(region.kept) if region.is_rerun else None
+            if mark is not None:
+                return mark, inner
+            inner.append(region.kept)
+        return None, []

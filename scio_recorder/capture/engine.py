@@ -219,7 +219,7 @@ class Capture:
                 self._reruns,
                 Capture._run.__code__,
             )
-            self._reruns.add(current.rerun)
+            self._reruns.hold(current.rerun)
 
     def _new_plan(self, key: object) -> Plan:
         plan = self.program.first_plan()

@@ -237,14 +237,12 @@ def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
 
 def _is_input_of_a_region() -> bool:
     """Whether checkpointing itself is saving something: what its re-run will start from."""
-    frame = private.calling_frame().f_back
-    for _ in range(3):
-        if frame is None or frame.f_code.co_filename == checkpoint.__file__:
-            break
-        frame = frame.f_back
-    else:
-        return False
-    return frame is not None
+    callers = inspect.currentframe()
+    for _ in range(5):
+        if callers is not None and callers.f_code.co_filename == checkpoint.__file__:
+            return True
+        callers = None if callers is None else callers.f_back
+    return False
 
 
 def _storage(tensor: Tensor) -> int:

@@ -65,10 +65,11 @@ class Tracker:
         self.stashes: list[Any] = []
         self._stash = stash
         self._handles: list[RemovableHandle] = []
-        self._regions = Regions(self._end_reruns)
+        self._regions = Regions()
         # What ran inside regions, and the hooks that stay on that after the block.
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
+        self._regions.when_over(partial(_call_if_alive, weakref.WeakMethod(self._end_reruns)))
         self._places = Places()
         self._listeners = GradientListeners(self._take_gradient, self._keep_place, self._note_lost)
         self._compiled: dict[str, bool] = {}
@@ -269,6 +270,12 @@ class Tracker:
                 "for x += 1 or ReLU() for ReLU(inplace=True)",
                 stacklevel=3,
             )
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 def track(

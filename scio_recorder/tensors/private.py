@@ -15,14 +15,17 @@ pass under way belong to a thread, and must neither see the example nor change i
 from __future__ import annotations
 
 import functools
+import inspect
 import platform
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -95,40 +98,19 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-@_checked("torch._C._current_autograd_node", "activation checkpointing", examples.is_node_of_hook)
-def running_node() -> Any:
-    """Return the node of the graph that the backward pass has come to, None outside of one.
-
-    Reentrant activation checkpointing runs modules again inside a node of its own.
-    """
-    return torch._C._current_autograd_node()
-
-
-@_checked(
-    "torch._C._will_engine_execute_node",
-    "logging the gradients of modules that return several tensors",
-    examples.foresees,
-)
+@_checked("torch._C._will_engine_execute_node", "logging gradients", examples.foresees)
 def will_run(node: Any) -> bool:
     """Whether the backward pass that the caller runs in will come to a node of the graph."""
     return torch._C._will_engine_execute_node(node)
 
 
-@_checked(
-    "Node._sequence_nr",
-    "logging the gradients of modules that return several tensors",
-    examples.falls_in_backward,
-)
+@_checked("Node._sequence_nr", "logging gradients", examples.falls_in_backward)
 def sequence_number(node: Any) -> int:
     """Return the number of a node: of nodes that one thread made, the highest runs first."""
     return int(node._sequence_nr())
 
 
-@_checked(
-    "torch.autograd.Variable._execution_engine.queue_callback",
-    "delivering the gradients of a backward pass together",
-    examples.is_called_at_end,
-)
+@_checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that the caller runs in is over.
 
@@ -176,10 +158,40 @@ def has_lost_a_tensor(node: Any) -> bool:
     return False
 
 
-@_checked("torch._C._FunctionBase", "activation checkpointing", examples.is_context_of_function)
-def is_function_context(value: Any) -> bool:
-    """Whether a value is the ``ctx`` of an autograd function written in Python."""
-    return isinstance(value, torch._C._FunctionBase)
+_CHECKPOINTING = "activation checkpointing"
+
+
+@_checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
+def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
+    """Return the region that a frame of ``torch.utils.checkpoint`` runs, and whether again.
+
+    The first run holds in a generator what the graph keeps of a region, and a re-run in the
+    function that was asked for what the first run saved.
+    """
+    kind = torch.utils.checkpoint._CheckpointFrame
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, kind):
+            return value, True
+        generator = value.gi_frame if inspect.isgenerator(value) else None
+        for held in () if generator is None else generator.f_locals.values():
+            if isinstance(held, kind):
+                return held, False
+    return None
+
+
+@_checked("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, examples.saves_twice)
+def region_that_saves() -> Any:
+    """Return the region whose hook on saved tensors is active, None where another's or none is."""
+    hooks = active_saved_tensors_hooks()
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
+        return None
+    for cell in getattr(pack, "__closure__", None) or ():
+        value = cell.cell_contents
+        value = value() if isinstance(value, weakref.ref) else value
+        if isinstance(value, torch.utils.checkpoint._CheckpointFrame):
+            return value
+    raise unsupported(_CHECKPOINTING, "the hook of torch.utils.checkpoint")
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -229,12 +241,6 @@ def is_inside_transform() -> bool:
 def is_any_autocast_on() -> bool:
     """Whether operations run in another dtype, on any kind of device."""
     return torch._C._is_any_autocast_enabled()
-
-
-@_checked("sys._getframe", "activation checkpointing", examples.sees_itself)
-def calling_frame() -> FrameType:
-    """Return the frame of the caller, from which those around it are found."""
-    return sys._getframe(1)
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -300,12 +306,6 @@ def has_global_hooks() -> bool:
 def next_handle() -> int:
     """Return the number that the next handle of a hook will take; every new hook raises it."""
     return RemovableHandle.next_id
-
-
-@_checked("torch.nn.modules.batchnorm._NormBase", "resuming", examples.tells_batch_norm)
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module may keep running statistics of its batches."""
-    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 
 
 # -- compiled code ---------------------------------------------------------------------------------

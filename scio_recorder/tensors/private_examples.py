@@ -5,6 +5,7 @@ Examples use what torch has made public, so that they are no victims of what the
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import __file__ as checkpoint_file
+from torch.utils.checkpoint import checkpoint
 
 
 def leaf_and_output() -> tuple[Tensor, Any]:
@@ -33,11 +36,6 @@ def numbers_differ(number: Callable[[], int]) -> bool:
     _, output = leaf_and_output()
     numbers = {number(), *(when_differentiated(output, number) for _ in range(2))}
     return number() == -1 and len(numbers) == 3 and min(numbers) == -1
-
-
-def is_node_of_hook(node: Callable[[], Any]) -> bool:
-    _, output = leaf_and_output()
-    return node() is None and when_differentiated(output, node) == output.grad_fn
 
 
 def foresees(will: Callable[[Any], bool]) -> bool:
@@ -86,22 +84,37 @@ def finds_overwritten(has_lost: Callable[[Any], bool]) -> bool:
     return has_lost(node) and not has_lost(intact.grad_fn)
 
 
-def is_context_of_function(is_context: Callable[[Any], bool]) -> bool:
-    seen: list[bool] = []
+def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
+    """Return what a function returns in a checkpointed region, at first and when it runs again."""
+    found = []
 
-    class Identity(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(is_context(ctx))
-            return x.clone()
+    def region(x: Tensor) -> Tensor:
+        found.append(function())
+        return x.exp()
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return gradients[0]
+    leaf, _ = leaf_and_output()
+    output: Any = checkpoint(region, leaf, use_reentrant=False, preserve_rng_state=False)
+    output.backward()
+    return found
 
-    leaf, output = leaf_and_output()
-    Identity.apply(leaf)  # type: ignore[no-untyped-call]
-    return seen == [True] and not is_context(output.grad_fn) and not is_context(None)
+
+def runs_twice(region_of: Callable[[FrameType], Any]) -> bool:
+    def nearest() -> Any:
+        frame = inspect.currentframe()
+        while frame is not None:
+            found = region_of(frame) if frame.f_code.co_filename == checkpoint_file else None
+            if found is not None:
+                return found
+            frame = frame.f_back
+        return None
+
+    (first, is_first_again), (second, is_second_again) = _in_both_runs(nearest)
+    return first is second and not is_first_again and is_second_again
+
+
+def saves_twice(saving: Callable[[], Any]) -> bool:
+    first, second = _in_both_runs(saving)
+    return first is not None and first is second and saving() is None
 
 
 def counts_what_the_graph_holds(count: Callable[[Tensor], int]) -> bool:
@@ -148,10 +161,6 @@ def sees_autocast(is_on: Callable[[], bool]) -> bool:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = is_on()
     return inside and not is_on()
-
-
-def sees_itself(frame: Callable[[], FrameType]) -> bool:
-    return frame().f_code.co_name == "sees_itself"
 
 
 def nothing(*call: Any) -> None:
@@ -201,11 +210,6 @@ def counts_handles(number: Callable[[], int]) -> bool:
     before = number()
     handle = nn.Identity().register_forward_hook(nothing)
     return before <= handle.id < number()
-
-
-def tells_batch_norm(is_norm: Callable[[nn.Module], bool]) -> bool:
-    norms = (nn.BatchNorm1d(1), nn.SyncBatchNorm(1), nn.InstanceNorm2d(1))
-    return all(map(is_norm, norms)) and not is_norm(nn.LayerNorm(1))
 
 
 def is_bare(is_wrapped: Callable[[nn.Module], bool]) -> bool:

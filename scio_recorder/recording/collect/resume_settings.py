@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from scio_recorder.recording import recipes_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores.disk_format.chunks import block_checksums, dense
-from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx
@@ -100,7 +99,7 @@ def weights_digest(net: nn.Module) -> str:
     moving = {
         f"{name}.{key}".removeprefix(".")
         for name, module in net.named_modules()
-        if private.is_batch_norm(module) and module.training
+        if getattr(module, "track_running_stats", False) and module.training
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
     named = {
