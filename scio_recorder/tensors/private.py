@@ -14,6 +14,7 @@ pass under way belong to a thread, and must neither see the example nor change i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import platform
@@ -359,18 +360,13 @@ class FakeTensors:
     """A world in which tensors have shapes and no numbers. Importing what it takes is slow."""
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-        from torch.fx.experimental import symbolic_shapes
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        shapes = symbolic_shapes.ShapeEnv(
-            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-        )
+        shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
         # Its cache is global.
         self.mode.cache_enabled = False
-        # What is raised where a number, and a size, is needed that is not known.
-        self.needs_number: type[Exception] = DataDependentOutputException
-        self.needs_size: type[Exception] = symbolic_shapes.GuardOnDataDependentSymNode
 
     def without_numbers(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this world with the shape of another."""
@@ -388,3 +384,28 @@ class FakeTensors:
 def fake_tensors() -> FakeTensors:
     """Return a world without numbers, in which data can't decide what a network does next."""
     return FakeTensors()
+
+
+@_checked(
+    "torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow", examples.sees_operations
+)
+def operations_made_by(
+    call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a function makes every operation of this thread.
+
+    Whether a network asks for a value shows only there: functions ask by operations of their own.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # A mode that defined its method itself would be wrapped in what imports the compiler.
+    class Calling:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            return call(func, args, kwargs or {})
+
+    class Mode(Calling, TorchDispatchMode):
+        pass
+
+    return Mode()

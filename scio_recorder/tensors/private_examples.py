@@ -245,8 +245,21 @@ def knows_no_numbers(make: Callable[[], Any]) -> bool:
     known = world.with_number(torch.ones((), device="cpu"))
     with world.mode:
         product = unknown * 2
+        length = product[product > 1].shape[0]
         try:
             bool(product.sum() > 1)
-        except (world.needs_number, world.needs_size):
-            return product.shape == (2,) and bool(known)
+        except Exception:
+            return product.shape == (2,) and bool(known) and not isinstance(length, int)
     return False
+
+
+def sees_operations(made_by: Callable[[Any], Any]) -> bool:
+    asking = []
+
+    def call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asking.append(torch.Tag.data_dependent_output in operation.tags)
+        return operation(*args, **kwargs)
+
+    with made_by(call):
+        is_positive = bool(torch.ones(1, device="cpu") > 0)
+    return is_positive and asking[-1] and not any(asking[:-1])

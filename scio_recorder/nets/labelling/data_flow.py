@@ -1,7 +1,13 @@
-"""Whether a net's control flow depends on the values of its inputs.
+"""Whether what a net runs depends on the values of its inputs.
 
-A copy of the net whose tensors have shapes and no values is run once. Where it can't go on without
-a value, the source at that point tells whether it was about to take a branch.
+NOTE [Other answers]
+
+A copy of the net runs on fake tensors, which have shapes and no values. Wherever it asks for a
+value, or for a size that depends on values, it is told one of a few made-up answers. Then it runs
+again for every other answer. If the net calls other functions of torch then, or the same on other
+tensors, the answer has decided what runs: that is a branch on data. If it calls the same, the
+answer was only computed with. If it raises, the question was a check of the data. Neither source
+nor byte code is looked at: these differ from one Python to the next, or can't be had.
 """
 
 from __future__ import annotations
@@ -9,21 +15,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
-from scio_recorder.nets.labelling.branches import (
-    Step,
-    calls_operation,
-    is_returned,
-    steps_of,
-    takes_branch,
-)
+from scio_recorder.nets.labelling.worlds import Question, World
 from scio_recorder.nets.state.copying import (
     CopyTensors,
     OriginalCalledError,
@@ -35,25 +35,29 @@ from scio_recorder.tensors import private
 
 __all__ = ["check_static_flow"]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-# Modules of torch branch like anyone's; the rest of torch does so on behalf of its caller.
-_TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
-# These report the failure that is looked for.
+# These report what fake tensors can't do.
 _TALKATIVE = (
     "torch.fx.experimental.recording",
     "torch.fx.experimental.sym_node",
     "torch.fx.experimental.symbolic_shapes",
     "torch._subclasses.fake_tensor",
 )
+# Other answers that are tried to get past an exception.
+_ATTEMPTS = 16
 
 
 def check_static_flow(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, mode: str = "eval"
+    net: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mode: str = "eval",
+    grad: bool = False,
 ) -> None:
     """Refuse a net whose control flow depends on the data.
 
-    Any other failure is no answer and no reason to refuse: some operations can't be followed
-    without values.
+    A failure is no answer and no reason to refuse: some operations can't be followed without
+    values.
 
     Parameters
     ----------
@@ -63,6 +67,8 @@ def check_static_flow(
         What it is called with.
     mode : str
         ``"eval"`` or ``"train"``.
+    grad : bool
+        Whether it runs with gradients.
 
     Raises
     ------
@@ -74,67 +80,92 @@ def check_static_flow(
     >>> check_static_flow(nn.ReLU(), (torch.ones(2),), {})
     """
     try:
-        with quiet(), eager(), _silent_loggers(), preserved_rng():
-            _run_without_values(net, args, kwargs, mode)
+        with quiet(), eager(), _silent_loggers():
+            question = _deciding_question(_Pass(net, args, kwargs, mode == "train", grad))
     except UnsupportedTorchError:
         raise
-    except OriginalCalledError:
+    except (OriginalCalledError, Exception):
         return
-    except Exception as error:
-        step = _branch_behind(error)
-    else:
-        return
-    if step is not None:
+    if question is not None:
         raise FlowError(
-            f"the control flow of {type(net).__name__} depends on the data at {step}: on other "
-            "data other layers may run, and labels would change their meaning. If the layers that "
-            "you record run whatever the data, write force_static_flow=False; every pass is then "
-            "still checked against the labelling"
+            f"the control flow of {type(net).__name__} depends on the data at {question.place}: on "
+            "other data other layers may run, and labels would change their meaning. If the layers "
+            "that you record run whatever the data, write force_static_flow=False; every pass is "
+            "then still checked against the labelling"
         )
 
 
-def _run_without_values(
-    net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
-) -> None:
-    world = private.fake_tensors()
-
-    def state_without_numbers(tensor: Tensor) -> Tensor:
-        # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
-        make = world.with_number if tensor.numel() == 1 else world.without_numbers
-        return make(tensor)
-
-    twin = copy_net(net, copier=state_without_numbers, share_uncopyable=False)
-    with CopyTensors(world.without_numbers):
-        args, kwargs = copy.deepcopy((args, kwargs))
-    twin.train(mode == "train")
-    with refusing_calls(net), world.mode, torch.no_grad():
-        twin(*args, **kwargs)
-
-
-def _branch_behind(error: BaseException) -> Step | None:
-    """Return the step of the net that was about to branch on a value, None if there is none."""
-    world = private.fake_tensors()
-    if not isinstance(error, world.needs_number | world.needs_size):
-        return None
-    steps = steps_of(error.__traceback__)
-    while _is_internal(steps[-1]):
-        steps.pop()
-    # An operation may need a number of hits for reasons of its own, which are none of the net's.
-    if isinstance(error, world.needs_size) and calls_operation(steps[-1]):
-        return None
-    for step in reversed(steps):
-        if _is_internal(step) or step.filename == __file__:
-            break
-        if takes_branch(step):
-            return step
-        # A helper that returns the value may be called in the head of a branch.
-        if not is_returned(step):
-            break
+def _deciding_question(run: Callable[[list[int]], World]) -> Question | None:
+    """Return a question whose answer decides what runs, None if there is none."""
+    base = _settled(run, [], 0, {None})
+    seen = set()
+    for index, question in enumerate(base.questions):
+        # A line that asks in a loop does the same each time.
+        if question.stack in seen:
+            continue
+        seen.add(question.stack)
+        for choice in set(range(len(question.choices))) - {question.chosen}:
+            answers = base.answers
+            answers[index] = choice
+            other = _settled(run, answers, index + 1, {None, base.failure})
+            if other.failure == base.failure and base.differs(other, question):
+                # A net that does something else each time gives no answer.
+                is_repeatable = not base.differs(run(base.answers), question)
+                return question if is_repeatable else None
     return None
 
 
-def _is_internal(step: Step) -> bool:
-    return step.filename.startswith(_TORCH) and not step.filename.startswith(_TORCH_MODULES)
+def _settled(
+    run: Callable[[list[int]], World], answers: list[int], fixed: int, ends: set[Any]
+) -> World:
+    """Change answers but the first until the pass ends well; return the first pass if none does."""
+    first = world = run(answers)
+    for _ in range(_ATTEMPTS):
+        following = _following(world, fixed)
+        if world.failure in ends or following is None:
+            break
+        world = run(following)
+    return world if world.failure in ends else first
+
+
+def _following(world: World, fixed: int) -> list[int] | None:
+    """Return the next answers to try: the latest question gets its next choice."""
+    answers = world.answers
+    while len(answers) > fixed:
+        answers[-1] += 1
+        if answers[-1] < len(world.questions[len(answers) - 1].choices):
+            return answers
+        answers.pop()
+    return None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Runs a net without values, each time from the same state."""
+
+    net: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool
+    grad: bool
+
+    def __call__(self, answers: list[int]) -> World:
+        world = World(answers)
+        fakes = private.fake_tensors()
+
+        def state_without_values(tensor: Tensor) -> Tensor:
+            # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
+            make = fakes.with_number if tensor.numel() == 1 else fakes.without_numbers
+            return make(tensor)
+
+        with preserved_rng():
+            twin = copy_net(self.net, copier=state_without_values, share_uncopyable=False)
+            with CopyTensors(fakes.without_numbers):
+                args, kwargs = copy.deepcopy((self.args, self.kwargs))
+            twin.train(self.training)
+            with refusing_calls(self.net), fakes.mode, torch.set_grad_enabled(self.grad):
+                world.run(twin, args, kwargs)
+        return world
 
 
 @contextlib.contextmanager

@@ -92,9 +92,11 @@ def label_net(
     """
     check_supported(net)
     keywords = _keywords(net, summary_kwargs)
+    watch = Watch()
+    watching = watch.watching if force_static_flow else contextlib.nullcontext
     with preserved_rng():
-        statistics, architecture, inputs = _label(net, keywords)
-        if force_static_flow and inputs is not None:
+        statistics, architecture, inputs = _label(net, keywords, watching)
+        if watch.asked and inputs is not None:
             check_static_flow(net, *inputs, mode=keywords["mode"] or "eval")
     verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
     statistics.formatting.verbose = verbose
