@@ -91,7 +91,8 @@ class Layer:
     label : Label
         Its key, ``(depth, index)``.
     name : str
-        Qualified name of the module, ``""`` for the net itself.
+        Qualified name of the module, ``""`` for the net itself. A module that the net holds under
+        several names goes by the first of them, and can be selected by each.
     module : torch.nn.Module or None
         The module; None in an architecture that was read from disk.
     type_name : str

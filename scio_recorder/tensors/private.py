@@ -405,7 +405,5 @@ def operations_made_by(
         ) -> Any:
             return call(func, args, kwargs or {})
 
-    class Mode(Calling, TorchDispatchMode):
-        pass
-
-    return Mode()
+    mode: Any = type("Mode", (Calling, TorchDispatchMode), {})
+    return mode()  # type: ignore[no-any-return]  # made by `type`, so that mypy can't tell

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from scio_recorder.errors import FlowError
+from scio_recorder.nets.labelling import label
 from scio_recorder.nets.labelling.data_flow import check_static_flow
 from scio_recorder.nets.labelling.label import label_net
 from tests.zoo import CASES
@@ -139,6 +140,81 @@ def loop_in_comprehension(net, x):
     return sum([net.a(x) for _ in x.sum(0).nonzero()])
 
 
+def branch_on_match(net, x):
+    match x.any().item():
+        case True:
+            return net.a(x)
+    return net.b(x)
+
+
+def branch_after_a_static_condition(net, x):
+    if net.training in (True, False) and x.any():
+        x = net.a(x)
+    return net.b(x)
+
+
+def choice_of_an_input(net, x):
+    return net.a(x if x.any() else -x)
+
+
+def choice_of_an_output(net, x):
+    y, z = net.a(x), net.b(x)
+    return y if x.any() else z
+
+
+def choice_of_a_module(net, x):
+    return (net.a, net.b)[x.argmax() % 2](x)
+
+
+def choice_of_a_factor(net, x):
+    return net.a(x * 2 if x.any() else x * 3)
+
+
+def branch_on_a_flag_of_before(net, x):
+    flag = bool(x.any())
+    y = net.a(x)
+    if flag:
+        y = net.b(y)
+    return y
+
+
+def branch_on_a_number_of_before(net, x):
+    count = int((x > 0).sum())
+    y = net.a(x)
+    return net.b(y) if count == 3 else y
+
+
+def branch_on_a_list(net, x):
+    if x.tolist()[0][0] > 0.3:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_on_membership(net, x):
+    if 0.5 in x:
+        x = net.a(x)
+    return net.b(x)
+
+
+def branch_before_what_fake_tensors_can_not_do(net, x):
+    if x.any():
+        x = net.a(x)
+    return x + torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def branch_beyond_a_check(net, x):
+    if x.any():
+        assert (x < 99).all()
+        x = net.a(x)
+    return net.b(x)
+
+
+def loop_while_all(net, x):
+    while (x > 0).all():
+        x = net.a(x) - 1
+    return x
+
+
 DYNAMIC = (
     branch_on_sum,
     branch_on_item,
@@ -157,6 +233,19 @@ DYNAMIC = (
     loop_over_counted_hits,
     loop_over_list_of_hits,
     loop_in_comprehension,
+    branch_on_match,
+    branch_after_a_static_condition,
+    choice_of_an_input,
+    choice_of_an_output,
+    choice_of_a_module,
+    choice_of_a_factor,
+    branch_on_a_flag_of_before,
+    branch_on_a_number_of_before,
+    branch_on_a_list,
+    branch_on_membership,
+    branch_before_what_fake_tensors_can_not_do,
+    branch_beyond_a_check,
+    loop_while_all,
 )
 
 
@@ -260,6 +349,31 @@ def takes_any_inputs(net, x, *rest, **options):
     return net.a(x) * (1 + len(rest) + len(options))
 
 
+def trims_to_the_longest(net, x):
+    longest = int((x > -99).sum(1).max())
+    return net.a(x)[:, :longest]
+
+
+def splits_by_lengths(net, x):
+    parts = torch.split(x, [int(length) for length in (x.sum(1) * 0 + 1).tolist()])
+    return torch.cat([net.a(part) for part in parts])
+
+
+def works_on_hits_only(net, x):
+    y, chosen = torch.zeros_like(x), x[:, 0] > -9
+    y[chosen] = net.a(x[chosen])
+    return net.b(y)
+
+
+def uses_flags_in_arithmetic(net, x):
+    return net.a(x) * bool(x.any()) + (x > 0).all().item()
+
+
+def prints_a_value(net, x):
+    print(f"{x.sum()}")
+    return net.a(x)
+
+
 STATIC = (
     looks_at_shapes,
     branches_on_options,
@@ -280,6 +394,11 @@ STATIC = (
     samples,
     leaves_torch,
     takes_any_inputs,
+    trims_to_the_longest,
+    splits_by_lengths,
+    works_on_hits_only,
+    uses_flags_in_arithmetic,
+    prints_a_value,
 )
 
 
@@ -429,9 +548,55 @@ def test_torch_keeps_no_fake_mode():
     assert type(torch.ones(1)) is Tensor
 
 
-def test_code_without_source_is_judged_by_its_instructions():
+@pytest.mark.parametrize(
+    "source",
+    [
+        "return net.a(x) if x.sum() > 0 else net.b(x)",
+        "return [x := net.a(x) for _ in x.nonzero()][-1]",
+    ],
+)
+def test_code_without_source_is_judged_like_any_other(source):
     namespace: dict[str, Any] = {}
-    source = "def branch(net, x):\n    return net.a(x) if x.sum() > 0 else net.b(x)\n"
-    exec(compile(source, "<nowhere>", "exec"), namespace)
+    exec(compile(f"def branch(net, x):\n    {source}\n", "<nowhere>", "exec"), namespace)
     with pytest.raises(FlowError, match="<nowhere>:2"):
         check_static_flow(build(namespace["branch"]), (DATA,), {})
+
+
+def test_torch_that_chooses_how_to_compute_is_no_branch_of_the_net():
+    # The encoder asks whether its mask is a causal one.
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = Net(
+        lambda net, x, mask: net.encoder(x[None], mask=mask),
+        encoder=nn.TransformerEncoder(layer, 2),
+    )
+    mask = torch.zeros(3, 3)
+    check_static_flow(net, (DATA, mask), {})
+    label_net(net, input_data=[DATA, mask])
+
+
+def test_a_net_that_does_something_else_each_time_gives_no_answer():
+    counter = iter(range(1000))
+
+    def vary(net, x):
+        for _ in range(next(counter) % 3):
+            x = net.a(x)
+        return net.b(x) * x.max().item()
+
+    check_static_flow(build(vary), (DATA,), {})
+
+
+@pytest.mark.parametrize(
+    ("function", "asks"),
+    [
+        (looks_at_shapes, False),
+        (lambda net, x: net.a(x[torch.tensor([0, 1])]), False),
+        (branch_on_a_list, True),
+        (indexes_with_a_mask, True),
+        (uses_items_in_arithmetic, True),
+    ],
+)
+def test_only_nets_that_ask_for_values_are_looked_at_closer(function, asks, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(label, "check_static_flow", lambda *_, **__: looked_at.append(1))
+    label.label_net(build(function), input_data=DATA)
+    assert bool(looked_at) is asks

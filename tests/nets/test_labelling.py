@@ -24,6 +24,7 @@ from torchinfo.layer_info import LayerInfo
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.selection import select
 from scio_recorder.nets.state import copying
 from tests.zoo import BY_NAME, CASES
 from tests.zoo.base import Net, linear
@@ -624,3 +625,98 @@ def test_streams_and_warning_filters_survive_threads_that_label():
     for thread in threads:
         thread.join()
     assert (sys.stdout, sys.stderr, list(warnings.filters)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_input_size_gives_inputs_of_the_type_of_the_parameters(dtype):
+    net = nn.Sequential(linear(), linear()).to(dtype)
+    layer = label_net(net, input_size=(2, 4))[1][0, 1]
+    assert layer.output_spec.dtype is dtype
+    two = Net(lambda net, x, y: net.a(x) * y, a=linear()).to(dtype)
+    assert label_net(two, input_size=[(2, 4), (2, 4)])[1][0, 1].output_spec.dtype is dtype
+
+
+def test_dtypes_that_are_given_count():
+    net = nn.Sequential(nn.Embedding(5, 4), linear()).double()
+    layer = label_net(net, input_size=(2, 3), dtypes=[torch.long])[1]["1"]
+    assert (layer.output_shape, layer.output_spec.dtype) == ((2, 3, 4), torch.float64)
+
+
+def force(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(net.a(x).pow(2).sum(), x, create_graph=True)[0]
+
+
+def differentiate_backward(net: nn.Module, x: Tensor) -> Tensor:
+    energy = net.norm(net.a(x)).pow(2).sum()
+    energy.backward()
+    return energy.detach()
+
+
+@pytest.mark.parametrize("forward", [force, differentiate_backward])
+@pytest.mark.parametrize("leads_back", [False, True])
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_nets_that_differentiate_in_their_forward(forward, leads_back, has_gradient):
+    net = Net(forward, a=linear(), norm=nn.BatchNorm1d(4))
+    if leads_back:
+        net.forward = lambda x: forward(net, x)
+    if has_gradient:
+        net.a.weight.grad = torch.ones(4, 4)
+    data = torch.ones(2, 4)
+    before, generator = snapshot(net), torch.get_rng_state()
+    architecture = label_net(net, input_data=data, mode="train", force_static_flow=True)[1]
+    assert architecture["a"].executed
+    after = snapshot(net)
+    # What leads back to the net runs the net itself, and is put back.
+    kinds = ["values", "containers"] if leads_back else list(before)
+    assert [str(after[kind]) for kind in kinds] == [str(before[kind]) for kind in kinds]
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.is_grad_enabled()
+    assert data.grad is None
+    gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert list(gradients) == ["a.weight"] * has_gradient
+    assert all(torch.equal(gradient, torch.ones(4, 4)) for gradient in gradients.values())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_sparse_inputs(convert):
+    net = Net(lambda net, adjacency, x: torch.sparse.mm(adjacency, net.a(x)), a=linear())
+    data = [convert(torch.eye(3)), torch.ones(3, 4)]
+    architecture = label_net(net, input_data=data)[1]
+    assert architecture[0, 1].input_shape == ((3, 3), (3, 4))
+    assert architecture["a"].output_shape == (3, 4)
+
+
+def test_jagged_inputs():
+    parts = [torch.ones(2, 4), torch.ones(3, 4)]
+    data = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    statistics, architecture = label_net(nn.Sequential(linear(), nn.ReLU()), input_data=data)
+    assert [layer.output_shape for layer in architecture.values()] == [(2, -1, 4)] * 3
+    assert "ReLU" in str(statistics)
+
+
+def test_a_compiled_block_of_a_class_without_length_inside_a_net():
+    block = Net(lambda net, x: net.a(x), a=linear())
+    net = nn.Sequential(torch.compile(block, backend="eager"), nn.ReLU())
+    architecture = label_net(net, input_size=(2, 4))[1]
+    assert [layer.name for layer in architecture.values() if layer.executed] == [
+        "",
+        "0",
+        "0._orig_mod",
+        "0._orig_mod.a",
+        "1",
+    ]
+
+
+def test_a_shared_module_goes_by_its_first_name():
+    shared = nn.Sequential(nn.ReLU())
+    net = nn.Sequential(shared, linear(), shared)
+    architecture = label_net(net, input_size=(2, 4))[1]
+    names = [layer.name for layer in architecture.values()]
+    assert names == ["", "0", "0.0", "1", "0", "0.0"]
+    both = architecture.labels_of("0")
+    assert both == architecture.labels_of("2") == select(architecture, [lambda x: x.name == "0"])
+    assert select(architecture, ["0"]) == select(architecture, ["2"]) == both
+    # The table shows torchinfo's name, which is the last.
+    assert len(both) == 2

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
@@ -35,6 +36,8 @@ class CallTrace:
     ----------
     net : torch.nn.Module
         The net to observe, from the constructor until :meth:`detach`.
+    grad : bool
+        Whether the net runs with gradients, although the caller has turned them off.
 
     Examples
     --------
@@ -48,10 +51,11 @@ class CallTrace:
     [('Sequential', 1), ('ReLU', 0)]
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, *, grad: bool = False) -> None:
         self.calls: list[Call] = []
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._net = net
+        self._grad = grad
         self._open: dict[int, list[Call]] = {}
         self._counts: dict[int, int] = {}
         self._completed = 0
@@ -76,6 +80,9 @@ class CallTrace:
         if module is self._net and self.inputs is None:
             # As they were before the pass, which may resize them or fill a cache among them.
             self.inputs = copy_inputs((args, kwargs), share_memory=True)
+            if self._grad:
+                # The caller's `no_grad` puts this back.
+                torch.set_grad_enabled(True)
         number = self._counts.get(id(module), 0)
         self._counts[id(module)] = number + 1
         call = Call(module, number, _input_shape(args, kwargs), sys.exc_info()[1])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,10 @@ from scio_recorder.nets.labelling.torchinfo import (
     LayerInfo,
     ModelStatistics,
     forgiving,
-    layer_name,
     point_to,
     summary,
 )
+from scio_recorder.nets.labelling.watching import Watch
 from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
@@ -92,12 +93,11 @@ def label_net(
     """
     check_supported(net)
     keywords = _keywords(net, summary_kwargs)
-    watch = Watch()
-    watching = watch.watching if force_static_flow else contextlib.nullcontext
     with preserved_rng():
-        statistics, architecture, inputs = _label(net, keywords, watching)
-        if watch.asked and inputs is not None:
-            check_static_flow(net, *inputs, mode=keywords["mode"] or "eval")
+        (statistics, architecture, inputs), manner = _label(net, keywords)
+        if force_static_flow and manner.watch.asked and inputs is not None:
+            mode = keywords["mode"] or "eval"
+            check_static_flow(net, *inputs, mode=mode, grad=manner.grad)
     verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
     statistics.formatting.verbose = verbose
     if verbose:
@@ -113,16 +113,16 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
             "input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a tuple "
             "of positional or a dict of keyword inputs"
         )
-    if keywords["input_data"] is None and keywords.get("device") is None:
-        # torchinfo would move the net to a GPU wherever there is one.
-        keywords["device"] = _device_of(net)
+    if keywords["input_data"] is None:
+        state = [*net.parameters(), *net.buffers()]
+        if keywords.get("device") is None:
+            # torchinfo would move the net to a GPU wherever there is one.
+            keywords["device"] = state[0].device if state else torch.device("cpu")
+        if keywords.get("dtypes") is None:
+            numbers = (t.dtype for t in state if t.is_floating_point() or t.is_complex())
+            # One for each input: there are no more inputs than entries of their sizes.
+            keywords["dtypes"] = [next(numbers, torch.float)] * len(keywords["input_size"])
     return keywords
-
-
-def _device_of(net: nn.Module) -> torch.device:
-    first: Tensor | None = next(net.parameters(), None)
-    first = next(net.buffers(), None) if first is None else first
-    return torch.device("cpu") if first is None else first.device
 
 
 def _understood_by_torchinfo(input_data: Any) -> Any:
@@ -136,27 +136,46 @@ def _understood_by_torchinfo(input_data: Any) -> Any:
 _Labelled = tuple[ModelStatistics, Architecture, Any]
 
 
-def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
+@dataclass(frozen=True)
+class _Manner:
+    """How the net is run to be labelled."""
+
+    # Hooks may have side effects, so they are left out, unless the net can't run without them.
+    keep_hooks: bool = False
+    # Gradients cost memory, so there are none, unless the net differentiates something itself.
+    grad: bool = False
+    watch: Watch = field(default_factory=Watch)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with quiet(), eager(), forgiving(), self.watch.watching():
+            yield
+
+
+def _label(net: nn.Module, keywords: dict[str, Any]) -> tuple[_Labelled, _Manner]:
     failure: _DryRunError | None = None
     has_hooks = any(private.forward_hooks(m) or private.forward_pre_hooks(m) for m in net.modules())
-    # Hooks may have side effects, so they are left out, unless the net can't run without them.
-    for keep_hooks in (False, True) if has_hooks else (False,):
+    for keep_hooks, grad in itertools.product(
+        (False, True) if has_hooks else (False,), (False, True)
+    ):
+        manner = _Manner(keep_hooks, grad)
         try:
-            return _label_once(net, keywords, keep_hooks)
+            return _label_once(net, keywords, manner), manner
         except _DryRunError as error:
-            failure = error
+            # What went wrong with gradients may be due to these.
+            failure = failure if grad else error
     assert failure is not None
     raise LabellingError(_explain(net, keywords, failure.cause)) from failure.cause
 
 
-def _label_once(net: nn.Module, keywords: dict[str, Any], keep_hooks: bool) -> _Labelled:
-    twin = _faithful_copy(net, keep_hooks)
+def _label_once(net: nn.Module, keywords: dict[str, Any], manner: _Manner) -> _Labelled:
+    twin = _faithful_copy(net, manner.keep_hooks)
     if twin is not None:
         with contextlib.suppress(OriginalCalledError), refusing_calls(net):
-            return _dry_run(twin, keywords, net)
+            return _dry_run(twin, keywords, net, manner)
     # Something in the net, a closure for one, leads from the copy back to the net.
-    with restored(net, keep_hooks=keep_hooks):
-        return _dry_run(net, keywords, net)
+    with restored(net, keep_hooks=manner.keep_hooks):
+        return _dry_run(net, keywords, net, manner)
 
 
 def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
@@ -176,14 +195,16 @@ class _DryRunError(Exception):
     cause: BaseException
 
 
-def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module) -> _Labelled:
+def _dry_run(
+    twin: nn.Module, keywords: dict[str, Any], net: nn.Module, manner: _Manner
+) -> _Labelled:
     names = dict(net.named_modules(remove_duplicate=False))
     originals = {
         id(module): names[name] for name, module in twin.named_modules(remove_duplicate=False)
     }
-    trace = CallTrace(twin)
+    trace = CallTrace(twin, grad=manner.grad)
     try:
-        with quiet(), eager(), forgiving():
+        with manner.entered():
             statistics = summary(twin, **_dry_run_keywords(keywords))
     except Exception as error:
         # torchinfo wraps what the net raised.
@@ -193,7 +214,9 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module) -> _Labe
         trace.detach()
     rows = list(_rows(statistics.summary_list, trace.calls))
     point_to(statistics.summary_list, originals)
-    layers = [_layer(info, call) for info, call in rows]
+    # Of a shared module, its first name.
+    first_names = {id(module): name for name, module in net.named_modules()}
+    layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]
     return statistics, Architecture(layers, _names(net, layers)), trace.inputs
 
 
@@ -225,13 +248,13 @@ def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo
             yield info, None
 
 
-def _layer(info: LayerInfo, call: Call | None) -> Layer:
+def _layer(info: LayerInfo, call: Call | None, name: str) -> Layer:
     executed = call is not None and call.completion is not None
     label = Label((info.depth, info.depth_index or 0))
     spec = call.output_spec if call is not None and executed else None
     return Layer(
         label=label,
-        name=layer_name(info),
+        name=name,
         module=info.module,
         type_name=info.class_name,
         call=call.number if call is not None else 0,

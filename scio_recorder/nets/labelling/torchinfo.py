@@ -18,7 +18,7 @@ from torchinfo.layer_info import LayerInfo
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 
-__all__ = ["LayerInfo", "ModelStatistics", "forgiving", "layer_name", "point_to", "summary"]
+__all__ = ["LayerInfo", "ModelStatistics", "forgiving", "point_to", "summary"]
 
 _Function: TypeAlias = Callable[..., Any]
 _Replacement: TypeAlias = Callable[[_Function], _Function]
@@ -46,15 +46,6 @@ def forgiving() -> Iterator[None]:
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, _replaced(original, replacement))
         yield
-
-
-def layer_name(info: LayerInfo) -> str:
-    """Return the qualified name along the path that torchinfo shows, ``""`` for the root."""
-    parts: list[str] = []
-    while info.parent_info is not None:
-        parts.append(info.var_name)
-        info = info.parent_info
-    return ".".join(reversed(parts))
 
 
 def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
@@ -134,9 +125,28 @@ def _flat(size_of: _Function) -> _Function:
             size, element_bytes = size_of(inputs, batch_dim)
         except Exception:
             size, element_bytes = _first_size(inputs)
-        return list(engine.flatten(size)), element_bytes
+        flat_size = list(engine.flatten(size))
+        # A jagged tensor has a dimension without one length, and nothing adds up with that.
+        return flat_size if all(type(n) is int for n in flat_size) else [], element_bytes
 
     return flat
+
+
+def _of_any_module(initialise: _Function) -> _Function:
+    """Make a row for a module whose children can't be asked whether they are true.
+
+    A compiled module passes `len` on to what it was made from, which may have none.
+    """
+
+    def initialise_any(info: LayerInfo, name: str, module: nn.Module, *place: Any) -> None:
+        try:
+            initialise(info, name, module, *place)
+        except TypeError:
+            initialise(info, name, nn.Sequential(nn.Identity()), *place)
+            info.module, info.layer_id = module, id(module)
+            info.class_name = type(module).__name__
+
+    return initialise_any
 
 
 def _restore_cache(saved: dict[str, Any]) -> None:
@@ -167,8 +177,10 @@ def _data_sizes(data: Any) -> Any:
 
 def _data_bytes(data: Any) -> int:
     arrays = data if isinstance(data, list | tuple) else [data]
-    nbytes = sum(leaf.nbytes for leaf in tensors(data) if not leaf.is_nested)
-    return nbytes + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    dense = [leaf for leaf in tensors(data) if leaf.layout is torch.strided and not leaf.is_nested]
+    return sum(leaf.nbytes for leaf in dense) + sum(
+        array.nbytes for array in arrays if isinstance(array, np.ndarray)
+    )
 
 
 def _none(*args: Any) -> None:
@@ -176,6 +188,7 @@ def _none(*args: Any) -> None:
 
 
 _REPLACEMENTS: dict[tuple[Any, str], _Replacement] = {
+    (LayerInfo, "__init__"): _of_any_module,
     (LayerInfo, "calculate_size"): _flat,
     (LayerInfo, "calculate_num_params"): _guarded(_plain_counts),
     (LayerInfo, "calculate_macs"): _guarded(_none),

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.nets.labelling.watching import asks, intercepted
+from scio_recorder.tensors import private
 
 __all__ = ["Place", "Question", "World"]
 
-_OWN = os.path.dirname(__file__) + os.sep
+# What stands between the net and the questions that it asks.
+_OWN = (os.path.dirname(__file__) + os.sep, private.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Modules of torch belong to nets; the rest of torch works on behalf of its caller.
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep

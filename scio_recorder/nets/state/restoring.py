@@ -46,7 +46,11 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
     attributes = [dict(vars(module)) for module in modules]
     contents = [_contents(value) for saved in attributes for value in saved.values()]
     tensors = [_TensorState(tensor) for tensor in _state_tensors(net)]
+    gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
     try:
+        for parameter, _ in gradients:
+            # A net that differentiates inside its forward adds to them in place.
+            parameter.grad = None
         if not keep_hooks:
             for module in modules:
                 vars(module).update(
@@ -65,6 +69,8 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
             restore()
         for state in tensors:
             state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager
