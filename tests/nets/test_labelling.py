@@ -627,7 +627,7 @@ def test_streams_and_warning_filters_survive_threads_that_label():
     assert (sys.stdout, sys.stderr, list(warnings.filters)) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_input_size_gives_inputs_of_the_type_of_the_parameters(dtype):
     net = nn.Sequential(linear(), linear()).to(dtype)
     layer = label_net(net, input_size=(2, 4))[1][0, 1]
