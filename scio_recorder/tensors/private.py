@@ -389,19 +389,14 @@ def fake_tensors() -> FakeTensors:
 @_checked(
     "torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow", examples.sees_operations
 )
-def operations_made_by(
-    call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
-) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a function makes every operation of this thread.
-
-    Whether a network asks for a value shows only there: functions ask by operations of their own.
-    """
+def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a function makes every operation of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     # A mode that defined its method itself would be wrapped in what imports the compiler.
     class Calling:
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             return call(func, args, kwargs or {})
 
