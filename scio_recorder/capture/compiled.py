@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from scio_recorder.errors import FlowError, PostprocessorError
-from scio_recorder.nets.records import Records
+from scio_recorder.nets.records import Copied, Records
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class CompiledRecords:
             no place to raise it without a graph break.
         """
         if not program.counts_calls:
-            values = [self.values.get(label, ()) for label in program.order]
-            return Records(program.architecture, program.order, values, [()] * len(values))
+            calls = {label: Copied(self.values.get(label, ())) for label in program.order}
+            return Records(program.architecture, calls)
         wrong = [
             str(program.architecture[label])
             for index, positions in enumerate(program.positions)
@@ -89,10 +89,8 @@ class CompiledRecords:
                 f"labelling: {', '.join(wrong)}. Compile the recorder after record(), and call it "
                 "as it was labelled"
             )
-        labels = list(self.values)
-        return Records(
-            program.architecture, labels, [self.values[at] for at in labels], [()] * len(labels)
-        )
+        copies = {label: Copied(value) for label, value in self.values.items()}
+        return Records(program.architecture, copies)
 
 
 def _copy(value: Any) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from scio_recorder.capture.keeping import Kept
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Program
 from scio_recorder.errors import FlowError
-from scio_recorder.nets.records import Offloaded
+from scio_recorder.nets.records import Copied, Entry, Recorded
 from scio_recorder.tensors import private
+from scio_recorder.tensors.ownership import Held
 
-__all__ = ["all_calls", "columns", "flow_error", "is_lost", "next_kind", "settled"]
+__all__ = ["all_calls", "entry_of", "flow_error", "is_lost", "next_kind"]
 
 
 def flow_error(program: Program, expected: Mapping[int, int], seen: Mapping[int, int]) -> FlowError:
@@ -39,46 +42,31 @@ def is_lost(kept: Any) -> bool:
     return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
 
 
-def next_kind(kind: int, kept: Kept, is_hit: bool, buffers: set[int]) -> int:
+def next_kind(kind: int, kept: Kept, is_hit: bool, lasting: set[int]) -> int:
     """Return how an event is to be kept from now on, given whether it was overwritten."""
     if kind != LEARN:
         return kind
     # Tensors of inference mode have no version counter: whether they are overwritten stays unknown.
     is_unknown = any(
-        leaf.original.is_inference() or private.memory_of(leaf.original) in buffers
+        leaf.original.is_inference() or private.memory_of(leaf.original) in lasting
         for leaf in kept.leaves
     )
     return COPY if is_hit or is_unknown else REFERENCE
 
 
-def settled(value: Any, version: int) -> tuple[Any, Any]:
-    """Return what a record holds, and the versions that tell whether it still does."""
-    if isinstance(value, Offloaded):
-        return value, ()
+def entry_of(value: Any, version: int, hold: Callable[[Tensor, int], Held]) -> Entry:
+    """Return what a record is of what a pass has logged."""
+    if isinstance(value, Copied):
+        return value
     if type(value) is not Kept:
-        return value, version
-    leaves = [leaf.settle() for leaf in value.leaves]
-    watched = [
-        (tensor, leaf.version if tensor is leaf.original else tensor._version)
-        for tensor, leaf in zip(leaves, value.leaves, strict=True)
-        if not tensor.is_inference()
-    ]
-    return value.rebuild(leaves), watched
+        return hold(value, version)
+    leaves = [hold(*leaf.settled()) for leaf in value.leaves]
+    return Recorded(leaves, value.rebuild)
 
 
-def all_calls(calls: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return one record of what several calls left, and the versions that it depends on."""
-    values = tuple(value for value, _ in calls)
-    if any(isinstance(value, Offloaded) for value in values):
-        return Offloaded.all_of(values), ()
-    watched = [
-        pair
-        for value, versions in calls
-        for pair in ([(value, versions)] if isinstance(versions, int) else versions)
-    ]
-    return values, watched
-
-
-def columns(rows: list[Any]) -> tuple[Any, Any, Any]:
-    """Turn rows of three into three columns."""
-    return tuple(zip(*rows, strict=True)) if rows else ((), (), ())  # type: ignore[return-value]
+def all_calls(found: Sequence[tuple[Any, Entry]], order: Sequence[Any]) -> dict[Any, Entry]:
+    """Return, for each layer, one record of what all its calls left."""
+    calls: dict[Any, list[Entry]] = {label: [] for label in order}
+    for label, entry in found:
+        calls[label].append(entry)
+    return {label: Recorded(entries, tuple) for label, entries in calls.items()}

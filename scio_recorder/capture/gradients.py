@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.nets.records import Records
+from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
+from scio_recorder.tensors.ownership import Held
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
@@ -29,7 +30,7 @@ class _Layer:
     __slots__ = ("found", "rebuild")
 
     def __init__(self, count: int, rebuild: Callable[[Sequence[Any]], Any]) -> None:
-        self.found: list[Tensor | None] = [None] * count
+        self.found: list[Any] = [None] * count
         self.rebuild = rebuild
 
 
@@ -87,18 +88,14 @@ class Gradients:
             self._layers[label] = _Layer(*self._templates[label])
         found = self._layers[label].found
         earlier = found[index]
-        found[index] = gradient if earlier is None or not self._accumulates else earlier + gradient
+        is_sum = self._accumulates and earlier is not None
+        found[index] = Held(earlier.peek() + gradient if is_sum else gradient)
 
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that got none is absent."""
         layers = sorted(self._layers.items())
-        return Records(
-            architecture,
-            [label for label, _ in layers],
-            [layer.rebuild(layer.found) for _, layer in layers],
-            [[(t, t._version) for t in layer.found if t is not None] for _, layer in layers],
-            "gradient",
-        )
+        entries = {label: Recorded(layer.found, layer.rebuild) for label, layer in layers}
+        return Records(architecture, entries, "gradient")
 
 
 class _Listener:

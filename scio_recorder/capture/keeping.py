@@ -4,10 +4,9 @@ NOTE [What a record holds]
 
 1. Reference: the tensor itself. Its version counter, noted here and compared when the pass ends and
    whenever the record is read, tells whether an in-place operation touched it or a view of it.
-2. Copy, off the graph: for tensors that don't require a gradient, and for those that somebody else
-   holds too (an input that is returned, a view of a parameter, a cached tensor).
-3. Exchange: a tensor on the graph that nobody else holds is kept itself, and the network goes on
-   with a copy of it. So the record is right and also on the graph, upstream of everything.
+2. Copy: of a tensor on the graph, one that has its place there, see `own_copy`.
+3. Exchange: an in-place operation on a view cuts the view's place out of the graph. So a view on
+   the graph that nobody else holds is kept itself, and the network goes on with a copy of it.
 
 While it is unknown whether a copy is needed (LEARN), one is made, and what the network goes on with
 is watched: if it was overwritten by the end of the pass, copies are made from then on; if it was
@@ -26,7 +25,9 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import flatten, replaceable, substitute, tensors
+from scio_recorder.tensors.ownership import own_copy, version_of
+from scio_recorder.tensors.structures import flatten, tensors
+from scio_recorder.tensors.substituting import replaceable, substitute
 
 __all__ = [
     "NOTHING",
@@ -35,26 +36,18 @@ __all__ = [
     "KeptLeaf",
     "keep_inputs",
     "overwritten",
-    "version_of",
 ]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the version counter, or -1 where there is none: in inference mode."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class KeptLeaf:
     """One tensor of a record until the pass ends."""
 
-    __slots__ = ("copied", "is_on_graph", "original", "version", "watched", "watched_version")
+    __slots__ = ("copied", "original", "version", "watched", "watched_version")
 
-    def __init__(self, original: Tensor, copied: Tensor | None, is_on_graph: bool) -> None:
+    def __init__(self, original: Tensor, copied: Tensor | None = None) -> None:
         self.original = original
         self.version = version_of(original)
         self.copied = copied
-        # Whether the original is preferred to its copy as long as it is intact.
-        self.is_on_graph = is_on_graph
         self.watched: Tensor | None = None
         self.watched_version = 0
 
@@ -62,11 +55,6 @@ class KeptLeaf:
         """Learn from what becomes of the tensor that the network goes on with."""
         self.watched = tensor
         self.watched_version = version_of(tensor)
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether nothing has changed the original."""
-        return version_of(self.original) == self.version
 
     @property
     def is_overwritten(self) -> bool:
@@ -77,13 +65,13 @@ class KeptLeaf:
     @property
     def is_violated(self) -> bool:
         """Whether the record is lost: it is the original, and that was changed."""
-        return self.copied is None and not self.is_intact
+        return self.copied is None and version_of(self.original) != self.version
 
-    def settle(self) -> Tensor:
-        """Return what the record holds, now that the pass has ended."""
-        if self.copied is None or (self.is_on_graph and self.is_intact):
-            return self.original
-        return self.copied
+    def settled(self) -> tuple[Tensor, int]:
+        """Return what the record holds, and the version that it must show."""
+        if self.copied is None:
+            return self.original, self.version
+        return self.copied, version_of(self.copied)
 
 
 class Kept:
@@ -119,22 +107,22 @@ class Keeper:
         """
         leaves, rebuild = flatten(output)
         # Counted before anything here holds the leaves as well.
-        private = [False] * len(leaves)
-        if kind != REFERENCE and any(leaf.grad_fn is not None for leaf in leaves):
-            private = self._fresh.is_alike(output, leaves, references, self._holds)
+        alone = [False] * len(leaves)
+        if kind != REFERENCE and any(map(_is_view_on_graph, leaves)):
+            alone = self._fresh.is_alike(output, leaves, references, self._holds)
         is_same = handed is output
         onward = leaves if is_same else tensors(handed)
-        movable = replaceable(handed) if any(private) else set()
+        movable = replaceable(handed) if any(alone) else set()
         replacements: dict[int, Tensor] = {}
         kept = []
-        for leaf, is_private in zip(leaves, private, strict=True):
+        for leaf, is_alone in zip(leaves, alone, strict=True):
             shared = [other for other in onward if _overlaps(other, leaf)]
             # What a post-processor made out of the record itself could change it later.
             effective = COPY if shared and not is_same and kind == REFERENCE else kind
             if self._is_exchanged(leaf):
                 # What an inner module returned and has been exchanged already.
                 kept.append(self._again(self._private[id(leaf)][2], leaf, effective))
-            elif is_private and movable.issuperset(map(id, shared)):
+            elif is_alone and _is_view_on_graph(leaf) and movable.issuperset(map(id, shared)):
                 kept.append(self._keep_private(leaf, effective, shared, replacements))
             else:
                 kept.append(self._keep_shared(leaf, effective))
@@ -150,11 +138,11 @@ class Keeper:
     ) -> KeptLeaf:
         """Keep the tensor itself, and let the network go on with copies."""
         if kind == REFERENCE:
-            return KeptLeaf(leaf, None, is_on_graph=True)
+            return KeptLeaf(leaf)
         copies = {id(other): _faithful_copy(other) for other in shared}
         if leaf.grad_fn is None or any(copy is None for copy in copies.values()):
             return self._keep_shared(leaf, kind)
-        kept = KeptLeaf(leaf, None, is_on_graph=True)
+        kept = KeptLeaf(leaf)
         for key, copy in copies.items():
             assert copy is not None
             replacements[key] = copy
@@ -168,11 +156,11 @@ class Keeper:
         """Keep a reference or a copy, and let the network go on with the tensor."""
         if kind == REFERENCE and not leaf.is_inference():
             self._hold(leaf)
-            return KeptLeaf(leaf, None, is_on_graph=True)
+            return KeptLeaf(leaf)
         earlier = self._private.get(id(leaf))
         if earlier is not None and earlier[0] is leaf and earlier[1] == version_of(leaf) >= 0:
             return self._again(earlier[2], leaf, kind)
-        kept = KeptLeaf(leaf, leaf.detach().clone(), is_on_graph=leaf.requires_grad)
+        kept = KeptLeaf(leaf, own_copy(leaf))
         self._hold(leaf)
         if kind == LEARN:
             kept.watch(leaf)
@@ -181,7 +169,7 @@ class Keeper:
         return kept
 
     def _again(self, earlier: KeptLeaf, leaf: Tensor, kind: int) -> KeptLeaf:
-        kept = KeptLeaf(earlier.original, earlier.copied, earlier.is_on_graph)
+        kept = KeptLeaf(earlier.original, earlier.copied)
         kept.version = earlier.version
         self._hold(earlier.original)
         if kind == LEARN:
@@ -228,12 +216,16 @@ def keep_inputs(value: Any, kind: int) -> Kept:
     kept = []
     for leaf in leaves:
         if kind == REFERENCE and not leaf.is_inference():
-            kept.append(KeptLeaf(leaf, None, is_on_graph=True))
+            kept.append(KeptLeaf(leaf))
             continue
-        kept.append(KeptLeaf(leaf, leaf.detach().clone(), is_on_graph=leaf.requires_grad))
+        kept.append(KeptLeaf(leaf, own_copy(leaf)))
         if kind == LEARN:
             kept[-1].watch(leaf)
     return Kept(kept, rebuild)
+
+
+def _is_view_on_graph(leaf: Tensor) -> bool:
+    return leaf.grad_fn is not None and private.base_of(leaf) is not None
 
 
 def _overlaps(one: Tensor, other: Tensor) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.nets.records import Offloaded
+from scio_recorder.nets.records import Copied
 from scio_recorder.tensors.structures import flatten
 
 __all__ = ["offload"]
 
 
-def offload(value: Any) -> Offloaded:
+def offload(value: Any) -> Copied:
     """Start copying every tensor of a structure to host memory.
 
     The copies are issued on the stream that computes: an in-place operation queued later can't
@@ -24,7 +24,7 @@ def offload(value: Any) -> Offloaded:
         copies = [_to_host(leaf.detach()) for leaf in leaves]
     devices = {leaf.device for leaf in leaves if leaf.device.type == "cuda"}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
-    return Offloaded(rebuild(copies), events)
+    return Copied(rebuild(copies), events)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

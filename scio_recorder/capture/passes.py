@@ -9,31 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.capture.ending import (
-    all_calls,
-    columns,
-    flow_error,
-    is_lost,
-    next_kind,
-    settled,
-)
+from scio_recorder.capture.ending import all_calls, entry_of, flow_error, is_lost, next_kind
 from scio_recorder.capture.gradients import Gradients
-from scio_recorder.capture.keeping import (
-    NOTHING,
-    Keeper,
-    Kept,
-    overwritten,
-)
+from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, overwritten
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import COPY, LEARN, Plan, Program
 from scio_recorder.capture.receiving import ReceivedInputs
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.records import Records
-from scio_recorder.postprocessors.assigning import (
-    Postprocessor,
-    apply,
-)
+from scio_recorder.nets.records import Entry, Records
+from scio_recorder.postprocessors.assigning import Postprocessor, apply
 from scio_recorder.tensors import private
+from scio_recorder.tensors.ownership import holder
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
@@ -67,6 +53,7 @@ class Pass:
 
     __slots__ = (
         "_counts",
+        "_hold",
         "_is_bare",
         "_keeper",
         "_seen_plain",
@@ -125,6 +112,7 @@ class Pass:
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
+        self._hold = holder()
         self._counts: dict[int, int] = {}
         self._seen_plain: set[int] = set()
 
@@ -183,7 +171,8 @@ class Pass:
         _refuse_unkeepable(output, self.program.architecture[label])
         if self._keeper is None:
             self._keeper = Keeper()
-        kind = self.plan.kinds[position]
+        # What a sink is given at the end of the pass must still be what it was.
+        kind = COPY if self.sink is not None else self.plan.kinds[position]
         if isinstance(output, Tensor):
             self._seen_plain.add(position)
         kept, handed = self._keeper.keep(output, handed, kind, references)
@@ -217,8 +206,8 @@ class Pass:
             self._find_lost(positions, values, versions)
         activations = self._activations(positions, values, versions)
         if self.sink is not None and self.keeps_outputs:
-            for label, calls in activations.items():
-                self.sink.takers[label](calls)
+            for label in activations:
+                self.sink.takers[label](activations.peek(label))
         return activations, self._inputs()
 
     def learned(self) -> Plan | None:
@@ -232,15 +221,15 @@ class Pass:
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
         known = [(at, kept) for at, kept in events if type(kept) is Kept and kept is not NOTHING]
         hits = overwritten([kept for _, kept in known])
-        buffers = self._buffers() if LEARN in kinds else set()
+        lasting = self._lasting() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
-            kind = next_kind(self.plan.kinds[position], kept, is_hit, buffers)
+            kind = next_kind(self.plan.kinds[position], kept, is_hit, lasting)
             # Of several calls, the one that needs most decides: kinds are in that order.
             kinds[position] = max(kinds[position], kind)
         for at, given in self.received.kept:
             if isinstance(given, Kept):
                 (is_hit,) = overwritten([given])
-                kind = next_kind(self.plan.input_kinds[at], given, is_hit, buffers)
+                kind = next_kind(self.plan.input_kinds[at], given, is_hit, lasting)
                 input_kinds[at] = max(input_kinds[at], kind)
         for at in self.lost:
             kinds[at] = COPY
@@ -254,10 +243,14 @@ class Pass:
             return None
         return Plan(self.program, kinds, input_kinds, plain)
 
-    def _buffers(self) -> set[int]:
-        """Return the memory of all buffers: batch norm writes its own without a new version."""
+    def _lasting(self) -> set[int]:
+        """Return the memory of all buffers and parameters.
+
+        Batch norm and fused optimisers write theirs without a new version.
+        """
         root = next(iter(self.program.architecture.values())).module
-        return set() if root is None else {private.memory_of(buffer) for buffer in root.buffers()}
+        own = [] if root is None else [*root.buffers(), *root.parameters()]
+        return {private.memory_of(tensor) for tensor in own}
 
     def _positions(self, modules: list[int]) -> list[int]:
         """Tell the events of a pass apart whose modules returned in another order."""
@@ -297,31 +290,29 @@ class Pass:
         labels = program.labels
         lost = [labels[at] for at in self.lost]
         if self._is_bare and type(positions) is range and program.counts_calls:
-            return Records(program.architecture, program.order, values, versions, lost=lost)
-        found = []
-        for at, value, version in zip(positions, values, versions, strict=True):
-            label = labels[at]
-            if label is not None and value is not NOTHING:
-                found.append((label, *settled(value, version)))
-        return Records(program.architecture, *columns(self._by_layer(found)), lost=lost)
+            order = program.order
+            return Records.of_tensors(program.architecture, order, values, versions, lost)
+        found = [
+            (label, entry_of(value, version, self._hold))
+            for label, value, version in zip(
+                map(labels.__getitem__, positions), values, versions, strict=True
+            )
+            if label is not None and value is not NOTHING
+        ]
+        return Records(program.architecture, self._by_layer(found), lost=lost)
 
     def _inputs(self) -> Records | None:
         program = self.program
         if not program.options.inputs or self.sink is not None:
             return None
         inputs = sorted(self.received.kept, key=operator.itemgetter(0))
-        found = [(program.labels[at], *settled(kept, 0)) for at, kept in inputs]
+        found = [(program.labels[at], entry_of(kept, 0, self._hold)) for at, kept in inputs]
         lost = [program.labels[at] for at in self.lost_inputs]
-        return Records(program.architecture, *columns(self._by_layer(found)), "input", lost)
+        return Records(program.architecture, self._by_layer(found), "input", lost)
 
-    def _by_layer(self, found: list[Any]) -> list[Any]:
-        """Make one row a layer of all its calls, where they are not counted."""
-        if self.program.counts_calls:
-            return found
-        calls: dict[Any, list[Any]] = {label: [] for label in self.program.order}
-        for label, value, versions in found:
-            calls[label].append((value, versions))
-        return [(label, *all_calls(each)) for label, each in calls.items()]
+    def _by_layer(self, found: list[tuple[Any, Entry]]) -> dict[Any, Entry]:
+        """Make one entry a layer of all its calls, where they are not counted."""
+        return dict(found) if self.program.counts_calls else all_calls(found, self.program.order)
 
 
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scio_recorder.capture.keeping import Kept, keep_inputs
 from scio_recorder.capture.offload import offload
 from scio_recorder.capture.program import REFERENCE, Plan, Program
-from scio_recorder.nets.records import Inputs, Offloaded
+from scio_recorder.nets.records import Copied, Inputs
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Postprocessor, apply_to_input, on_inputs
 
@@ -37,7 +37,7 @@ class ReceivedInputs:
         # The post-processors that act here.
         self.changes = on_inputs(posts)
         # By position; several of one position only where calls are not counted.
-        self.kept: list[tuple[int, Kept | Offloaded]] = []
+        self.kept: list[tuple[int, Kept | Copied]] = []
         # The state in which the calls ran whose inputs are recorded.
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self._starts: dict[int, int] = {}

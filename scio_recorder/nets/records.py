@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
+from scio_recorder.tensors.ownership import Held, holder
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
 
-__all__ = ["Inputs", "LayerMapping", "Offloaded", "Records"]
+__all__ = ["Copied", "Entry", "Inputs", "LayerMapping", "Recorded", "Records"]
 
+# Threads may look at the same records for the first time.
+_BUILDING = threading.RLock()
 T = TypeVar("T", covariant=True)
 
 
@@ -97,30 +100,60 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
 
 
-class Offloaded:
-    """Host copies that may still be under way."""
+class Copied:
+    """Copies that nothing else holds, and that may still be under way."""
 
-    __slots__ = ("_version", "events", "value")
+    __slots__ = ("_events", "_value", "_version")
 
-    def __init__(self, value: Any, events: Sequence[Any]) -> None:
-        self.value = value
-        self.events = events
+    is_intact = True
+
+    def __init__(self, value: Any, events: Sequence[Any] = ()) -> None:
+        self._value = value
+        self._events = events
         # Compared at the end of a pass together with the versions of bare tensors.
         self._version = 0
 
-    @classmethod
-    def all_of(cls, parts: Sequence[Offloaded]) -> Offloaded:
-        """Return several as one, whose value is the tuple of theirs."""
-        return cls(
-            tuple(part.value for part in parts),
-            [event for part in parts for event in part.events],
-        )
-
-    def wait(self) -> Any:
+    def peek(self) -> Any:
         """Return the copies once they are complete."""
-        for event in self.events:
+        for event in self._events:
             event.synchronize()
-        return self.value
+        return self._value
+
+    read = peek
+
+
+class Recorded:
+    """What a pass has kept of one structure: its parts, and how it is built of them."""
+
+    __slots__ = ("_parts", "_rebuild", "_value")
+
+    def __init__(
+        self, parts: Sequence[Entry | None], rebuild: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        self._parts = parts
+        self._rebuild = rebuild
+        self._value: Any = None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has changed a part in place."""
+        return all(part is None or part.is_intact for part in self._parts)
+
+    def peek(self) -> Any:
+        """Return the structure, whose tensors others may still change."""
+        return self._rebuild([None if part is None else part.peek() for part in self._parts])
+
+    def read(self) -> Any:
+        """Return the structure, always the same one, which nothing else can change."""
+        if self._value is None:
+            parts = [None if part is None else part.read() for part in self._parts]
+            self._value = self._rebuild(parts)
+        return self._value
+
+
+# What a pass keeps of a layer. Each tells whether it `is_intact`, and can be looked at by `peek`
+# and handed out by `read`.
+Entry: TypeAlias = Held | Copied | Recorded
 
 
 class Records(LayerMapping[Any]):
@@ -128,44 +161,64 @@ class Records(LayerMapping[Any]):
 
     Reading compares version counters with those at the end of the pass, and raises
     :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since, and
-    where the pass itself overwrote a record of which it held no copy (``lost``).
+    where the pass itself overwrote a record of which it held no copy (``lost``). What was read
+    stays as it was read, whatever later passes, optimisers or the caller do.
     """
 
     def __init__(
         self,
         architecture: Architecture,
-        labels: Sequence[DepthIdx] = (),
-        values: Sequence[Any] = (),
-        versions: Sequence[int | Sequence[tuple[Tensor, int]]] = (),
+        entries: Mapping[DepthIdx, Entry] | None = None,
         what: str = "activation",
         lost: Collection[DepthIdx | None] = (),
     ) -> None:
         self._architecture = architecture
         self._what = what
         self._lost = lost
-        self._columns = (labels, values, versions)
+        self._entries: Mapping[DepthIdx, Entry] | None = {} if entries is None else entries
+        self._columns: tuple[Any, Any, Any] = ((), (), ())
 
-    # Most passes are never read, or of few layers: the columns become mappings at the first look.
+    @classmethod
+    def of_tensors(
+        cls,
+        architecture: Architecture,
+        labels: Sequence[DepthIdx],
+        tensors: Sequence[Tensor],
+        versions: Sequence[int],
+        lost: Collection[DepthIdx | None],
+    ) -> Records:
+        """Return the records of layers that each returned a tensor, with the versions of then.
 
-    @cached_property
-    def _values(self) -> dict[DepthIdx, Any]:  # type: ignore[override]
-        return dict(zip(self._columns[0], self._columns[1], strict=True))
+        Most passes are never read, or of few layers: the columns become entries at the first look.
+        """
+        records = cls(architecture, lost=lost)
+        records._entries, records._columns = None, (labels, tensors, versions)
+        return records
 
-    @cached_property
-    def _versions(self) -> dict[DepthIdx, int | Sequence[tuple[Tensor, int]]]:
-        return dict(zip(self._columns[0], self._columns[2], strict=True))
+    @property
+    def _values(self) -> Mapping[DepthIdx, Entry]:  # type: ignore[override]  # a plain attribute
+        with _BUILDING:
+            if self._entries is None:
+                hold = holder()
+                rows = zip(*self._columns, strict=True)
+                self._entries = {label: hold(tensor, version) for label, tensor, version in rows}
+                self._columns = ((), (), ())
+        return self._entries
+
+    def peek(self, label: DepthIdx) -> Any:
+        """Return a record to be looked at: it may refer to memory that others write to."""
+        return self._intact(label).peek()
 
     def _get(self, label: DepthIdx) -> Any:
+        return self._intact(label).read()
+
+    def _intact(self, label: DepthIdx) -> Entry:
         if label in self._lost:
             raise MutationError(self._explain_loss(label))
-        value, versions = self._values[label], self._versions[label]
-        if isinstance(value, Offloaded):
-            return value.wait()
-        watched = [(value, versions)] if isinstance(versions, int) else versions
-        for tensor, version in watched:
-            if tensor._version != version:
-                raise MutationError(self._explain_mutation(label))
-        return value
+        entry = self._values[label]
+        if not entry.is_intact:
+            raise MutationError(self._explain_mutation(label))
+        return entry
 
     def _explain_loss(self, label: DepthIdx) -> str:
         return (

@@ -59,9 +59,10 @@ class Differentiating:
         'ReluBackward0'
         """
         activations = self.activations
+        peeked = {label: activations.peek(label) for label in activations}
         differentiable = {
             label: map_tensors(_node, activation)
-            for label, activation in activations.items()
+            for label, activation in peeked.items()
             if any(tensor.requires_grad for tensor in tensors(activation))
         }
         return LayerMapping(self.architecture, differentiable, "autograd node")

@@ -85,7 +85,7 @@ class Recomputing:
         activations = self.activations
         for target in select(self.architecture, selectors):
             if target in activations:
-                found[target] = map_tensors(copied, activations[target])
+                found[target] = map_tensors(copied, activations.peek(target))
             else:
                 wanted.setdefault(self._enclosing(target), set()).add(target)
         with untouched(self.architecture, wanted):
@@ -101,7 +101,7 @@ class Recomputing:
         copying it, the memory of that tensor counts.
         """
         moments, _ = self._capture.scene
-        held = [*self.activations.values(), *self.inputs.values()]
+        held = [each.peek(at) for each in (self.activations, self.inputs) for at in each]
         found = [moment.tensors for moment in moments.values()] + [tensors(one) for one in held]
         return sum(dict(map(_memory, chain.from_iterable(found))).values())
 
@@ -118,7 +118,7 @@ class Recomputing:
             around = enclosing_layers(architecture, label) if layer.executed else []
             nearest = next((one for one in around if one in inputs), None)
             if nearest is not None and label not in activations:
-                rows = next((t.shape[0] for t in tensors(inputs[nearest]) if t.ndim), 1)
+                rows = next((t.shape[0] for t in tensors(inputs.peek(nearest)) if t.ndim), 1)
                 total += rows * labelled_bytes(architecture, [label])[label]
         return total
 
@@ -151,7 +151,7 @@ class Recomputing:
 
     def _recorded_call(self, label: DepthIdx) -> Call:
         moments, posts = self._capture.scene
-        inputs, output = self.inputs[label], self.activations[label]
+        inputs, output = self.inputs.peek(label), self.activations.peek(label)
         moment = moments[label]
         return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)
 

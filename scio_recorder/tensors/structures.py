@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -26,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rebuild", "flatten", "map_tensors", "replaceable", "substitute", "tensors"]
+__all__ = ["Rebuild", "flatten", "map_tensors", "tensors"]
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # Objects that are never opened: they hold no activations of their own, or must keep their identity.
-_OPAQUE = (
+OPAQUE = (
     nn.Module,
     type,
     ModuleType,
@@ -49,10 +48,9 @@ _OPAQUE = (
 )
 
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
-_DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
-_CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
+DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
+_CONTAINERS: tuple[Any, ...] = (*DICTS, list, SimpleNamespace)
 _HEAP_TYPE = 1 << 9
-_BUILT_FROM_ITEMS: tuple[Any, ...] = (set, frozenset, deque)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
@@ -82,7 +80,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     if isinstance(value, Tensor):
         return [value], _first
     walk = _Walk()
-    return walk.leaves, walk.visit(value)
+    part = walk.visit(value, None)
+    return walk.leaves, lambda leaves: part(_Building(leaves))
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -136,113 +135,187 @@ def _first(leaves: Sequence[Any]) -> Any:
     return leaves[0]
 
 
+class _Building:
+    """One structure that is being built: its tensors, and the objects made so far."""
+
+    __slots__ = ("leaves", "made")
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
+        # By the identity of the object in the old structure.
+        self.made: dict[int, Any] = {}
+
+
+_Part: TypeAlias = Callable[[_Building], Any]
+
+
+class _Node:
+    """One container or object that was met, with all that it was met in."""
+
+    __slots__ = ("holders", "holds_tensors", "part", "value")
+
+    def __init__(self, value: Any) -> None:
+        # Held, so that no other object takes its identity.
+        self.value = value
+        self.holders: list[_Node] = []
+        self.holds_tensors = False
+        self.part: _Part
+
+    def mark(self) -> None:
+        """Note that there are tensors in this, and so in all that holds it."""
+        if not self.holds_tensors:
+            self.holds_tensors = True
+            for holder in self.holders:
+                holder.mark()
+
+
 class _Walk:
-    """One traversal: the leaves met so far, and the containers that are being visited."""
+    """One traversal: the leaves, and the containers and objects, each of which is met once.
+
+    So the new structure refers to itself, and to a part twice, just where the old one does.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._meetings = 0
+        self._nodes: dict[int, _Node] = {}
         # Whether an object is open: what it holds may be filled with tensors later, as the parts
         # of a key-value cache are, and is copied even while it is empty.
         self._inside = False
-        # A structure that contains itself is kept by reference at the second meeting.
-        self._open: set[int] = set()
 
-    def visit(self, value: Any) -> Rebuild:
+    def visit(self, value: Any, holder: _Node | None) -> _Part:
         if isinstance(value, Tensor):
-            return self._leaf(value)
-        if value is None or isinstance(value, _OPAQUE) or id(value) in self._open:
-            return lambda leaves: value
+            return self._leaf(value, holder)
+        if value is None or isinstance(value, OPAQUE):
+            return lambda building: value
         if isinstance(value, np.ndarray):
             copied = value.copy()
-            return lambda leaves: copied
-        self._open.add(id(value))
-        try:
-            return self._container(value)
-        finally:
-            self._open.discard(id(value))
+            return lambda building: copied
+        node = self._nodes.get(id(value))
+        is_new = node is None
+        if node is None:
+            node = self._nodes[id(value)] = _Node(value)
+        if holder is not None:
+            node.holders.append(holder)
+            if node.holds_tensors:
+                holder.mark()
+        if is_new:
+            node.part = self._container(value, node)
+        # Looked up when it is built: of a structure that contains itself, it is not known yet.
+        return lambda building: _once(node, building)
 
-    def _leaf(self, value: Tensor) -> Rebuild:
-        self._meetings += 1
+    def _leaf(self, value: Tensor, holder: _Node | None) -> _Part:
+        if holder is not None:
+            holder.mark()
         index = self._index.setdefault(id(value), len(self.leaves))
         if index == len(self.leaves):
             self.leaves.append(value)
-        return lambda leaves: leaves[index]
+        return lambda building: building.leaves[index]
 
-    def _container(self, value: Any) -> Rebuild:
+    def _container(self, value: Any, node: _Node) -> _Part:
         if isinstance(value, tuple):
-            return self._tuple(value)
-        if type(value) is list:
-            parts = [self.visit(item) for item in value]
-            return lambda leaves: [part(leaves) for part in parts]
-        if type(value) in _BUILT_FROM_ITEMS:
-            kind, members = type(value), [self.visit(item) for item in value]
-            return lambda leaves: kind([part(leaves) for part in members])
-        if type(value) in (dict, MappingProxyType):
-            items = [(key, self.visit(item)) for key, item in value.items()]
-            if type(value) is dict:
-                return lambda leaves: {key: part(leaves) for key, part in items}
-            return lambda leaves: MappingProxyType({key: part(leaves) for key, part in items})
-        return self._object(value)
+            return self._tuple(value, node)
+        kind = type(value)
+        if kind in (set, frozenset):
+            members = [self.visit(item, node) for item in value]
+            return lambda building: kind([part(building) for part in members])
+        if kind is MappingProxyType:
+            return self._proxy(value, node)
+        if kind is deque:
+            return self._deque(value, node)
+        return self._object(value, node)
 
-    def _tuple(self, value: tuple[Any, ...]) -> Rebuild:
+    def _tuple(self, value: tuple[Any, ...], node: _Node) -> _Part:
         kind = type(value)
         if kind is torch.Size:
-            return lambda leaves: value
-        parts = [self.visit(item) for item in value]
-        if kind is tuple:
-            return lambda leaves: tuple([part(leaves) for part in parts])
-        if hasattr(kind, "n_sequence_fields"):
+            return lambda building: value
+        parts = [self.visit(item, node) for item in value]
+        if kind is tuple or hasattr(kind, "n_sequence_fields"):
             # torch.return_types.* are struct sequences, built from an iterable by their own type.
-            return lambda leaves: kind([part(leaves) for part in parts])
-        restore = self._attributes(value)
-        return lambda leaves: restore(tuple.__new__(kind, [part(leaves) for part in parts]), leaves)
+            return lambda building: kind([part(building) for part in parts])
+        restore = self._attributes(value, node)
+        return lambda building: restore(
+            tuple.__new__(kind, [part(building) for part in parts]), building
+        )
 
-    def _object(self, value: Any) -> Rebuild:
+    # What can hold itself is put in its place among the objects made before it is filled.
+
+    def _proxy(self, value: Any, node: _Node) -> _Part:
+        entries = [(key, self.visit(item, node)) for key, item in value.items()]
+
+        def build(building: _Building) -> Any:
+            behind: dict[Any, Any] = {}
+            new = building.made[id(value)] = MappingProxyType(behind)
+            behind.update((key, part(building)) for key, part in entries)
+            return new
+
+        return build
+
+    def _deque(self, value: deque[Any], node: _Node) -> _Part:
+        items = [self.visit(item, node) for item in value]
+
+        def build(building: _Building) -> Any:
+            new: deque[Any] = deque(maxlen=value.maxlen)
+            building.made[id(value)] = new
+            new.extend(part(building) for part in items)
+            return new
+
+        return build
+
+    def _object(self, value: Any, node: _Node) -> _Part:
         kind = type(value)
         base: Any = next((base for base in _CONTAINERS if isinstance(value, base)), object)
         is_container = base is not object or dataclasses.is_dataclass(value)
-        if not is_container and not _is_plain(kind):
-            return lambda leaves: value
-        before = self._meetings
-        items = [self.visit(item) for item in list.__iter__(value)] if base is list else []
+        if not is_container and not is_plain_kind(kind):
+            return lambda building: value
+        items = [self.visit(item, node) for item in list.__iter__(value)] if base is list else []
         # Read as the base does: transformers' ModelOutput overrides access by key.
-        entries = [(k, self.visit(v)) for k, v in base.items(value)] if base in _DICTS else []
+        entries = [(k, self.visit(v, node)) for k, v in base.items(value)] if base in DICTS else []
         is_inside, self._inside = self._inside, self._inside or not is_container
-        restore = self._attributes(value)
+        restore = self._attributes(value, node)
         self._inside = is_inside
-        is_empty = not is_container and self._meetings == before
-        is_fixed = isinstance(value, Enum) or not (is_inside or _can_be_filled(value))
-        if is_empty and is_fixed:
-            return lambda leaves: value
+        is_shared_if_empty = not is_container and (
+            isinstance(value, Enum) or not (is_inside or _can_be_filled(value))
+        )
 
-        def rebuild(leaves: Sequence[Any]) -> Any:
-            new = base.__new__(kind)
+        def build(building: _Building) -> Any:
+            if is_shared_if_empty and not node.holds_tensors:
+                return value
+            new = building.made[id(value)] = base.__new__(kind)
             if base is list:
-                list.extend(new, [part(leaves) for part in items])
+                list.extend(new, (part(building) for part in items))
             for key, part in entries:
-                base.__setitem__(new, key, part(leaves))
-            return restore(new, leaves)
+                base.__setitem__(new, key, part(building))
+            return restore(new, building)
 
-        return rebuild
+        return build
 
-    def _attributes(self, value: Any) -> Callable[[Any, Sequence[Any]], Any]:
+    def _attributes(self, value: Any, node: _Node) -> Callable[[Any, _Building], Any]:
         """Return what gives a new object the attributes of the old one, slots included."""
-        instance = [(k, self.visit(v)) for k, v in getattr(value, "__dict__", {}).items()]
-        slots = [(k, self.visit(getattr(value, k))) for k in _slots(value)]
+        own = getattr(value, "__dict__", {}).items()
+        instance = [(name, self.visit(item, node)) for name, item in own]
+        slots = [(name, self.visit(getattr(value, name), node)) for name in slot_names(value)]
         if isinstance(value, defaultdict):
-            slots.append(("default_factory", self.visit(value.default_factory)))
+            slots.append(("default_factory", self.visit(value.default_factory, node)))
 
-        def restore(new: Any, leaves: Sequence[Any]) -> Any:
+        def restore(new: Any, building: _Building) -> Any:
             for name, part in instance:
-                new.__dict__[name] = part(leaves)
+                new.__dict__[name] = part(building)
             for name, part in slots:
                 # Frozen dataclasses refuse their own setattr.
-                object.__setattr__(new, name, part(leaves))
+                object.__setattr__(new, name, part(building))
             return new
 
         return restore
+
+
+def _once(node: _Node, building: _Building) -> Any:
+    """Build an object, or return it where that was done, maybe while its own parts were built."""
+    made, key = building.made, id(node.value)
+    if key not in made:
+        new = node.part(building)
+        made.setdefault(key, new)
+    return made[key]
 
 
 def _can_be_filled(value: Any) -> bool:
@@ -251,7 +324,7 @@ def _can_be_filled(value: Any) -> bool:
     return any(isinstance(item, list | dict | set | deque) for item in own)
 
 
-def _slots(value: Any) -> Iterator[str]:
+def slot_names(value: Any) -> Iterator[str]:
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -259,117 +332,7 @@ def _slots(value: Any) -> Iterator[str]:
                 yield name
 
 
-def _is_plain(kind: type) -> bool:
+def is_plain_kind(kind: type) -> bool:
     """Whether instances are nothing but their attributes, so that copying these copies them."""
     # Classes defined in Python, all the way up: others keep state where it can't be seen.
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
-
-
-def substitute(value: Any, replacements: Mapping[int, Tensor]) -> Any:
-    """Put other tensors in the place of some, in the containers themselves where these can change.
-
-    Whoever else holds a list, a dictionary or an object sees the replacement too. Tuples can't
-    change, and are built again.
-
-    Parameters
-    ----------
-    value : Any
-        What :func:`flatten` takes.
-    replacements : mapping of int to Tensor
-        By the ``id`` of the tensor to be replaced.
-
-    Returns
-    -------
-    Any
-        The structure itself, or a new tuple or tensor.
-
-    Examples
-    --------
-    >>> one, two = torch.ones(1), torch.zeros(1)
-    >>> inner = [one]
-    >>> substitute((inner, one), {id(one): two})
-    ([tensor([0.])], tensor([0.]))
-    >>> inner
-    [tensor([0.])]
-    """
-    return _substitute(value, replacements, set())
-
-
-def replaceable(value: Any) -> set[int]:
-    """Return the ``id`` of each tensor that :func:`substitute` can replace.
-
-    Parameters
-    ----------
-    value : Any
-        What :func:`flatten` takes.
-
-    Returns
-    -------
-    set of int
-        Tensors in sets, for one, are not among them.
-
-    Examples
-    --------
-    >>> one = torch.ones(1)
-    >>> replaceable([one]) == {id(one)}, replaceable({one})
-    (True, set())
-    """
-    looked_up = _LookedUp()
-    substitute(value, looked_up)
-    return looked_up.keys_seen
-
-
-class _LookedUp(dict[int, Tensor]):
-    """An empty mapping that remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys_seen: set[int] = set()
-
-    def get(self, key: int, default: Any = None) -> Any:
-        self.keys_seen.add(key)
-        return default
-
-
-def _substitute(value: Any, replacements: Mapping[int, Tensor], seen: set[int]) -> Any:
-    if isinstance(value, Tensor):
-        return replacements.get(id(value), value)
-    if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
-        return value
-    seen.add(id(value))
-    if isinstance(value, tuple):
-        items = [_substitute(item, replacements, seen) for item in value]
-        is_same = all(new is old for new, old in zip(items, value, strict=True))
-        return value if is_same else _tuple_like(value, items)
-    for old, put in _places(value):
-        new = _substitute(old, replacements, seen)
-        if new is not old:
-            put(new)
-    return value
-
-
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    kind: Any = type(value)
-    if hasattr(kind, "n_sequence_fields"):
-        return kind(items)
-    new = tuple.__new__(kind, items)
-    if hasattr(value, "__dict__"):
-        new.__dict__.update(value.__dict__)
-    return new
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """Yield what a mutable structure holds, each with what puts something else in its place."""
-    if isinstance(value, list | deque):
-        setter: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
-        for index, item in enumerate(list(value)):
-            yield item, partial(setter, value, index)
-    base: Any = next((base for base in _DICTS if isinstance(value, base)), None)
-    if base is not None:
-        for key, item in list(base.items(value)):
-            yield item, partial(base.__setitem__, value, key)
-    if isinstance(value, list | dict | SimpleNamespace) or _is_plain(type(value)):
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            yield item, partial(value.__dict__.__setitem__, name)
-        for name in _slots(value):
-            yield getattr(value, name), partial(object.__setattr__, value, name)

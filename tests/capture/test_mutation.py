@@ -271,18 +271,18 @@ def test_gradient_at_an_overwritten_record(change: Callable[[Tensor], Tensor]) -
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_only_what_was_overwritten_is_copied_after_the_first_pass(grad: bool) -> None:
-    seen: list[Tensor] = []
+    seen: list[int] = []
     net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.Tanh())
     for layer in (net[0], net[2]):
-        layer.register_forward_hook(lambda _module, _args, output: seen.append(output.detach()))
+        layer.register_forward_hook(lambda _module, _args, output: seen.append(output.data_ptr()))
     rnet = recorder(net, "0", "2")
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             seen.clear()
             rnet(torch.randn(3, 4))
-    assert rnet.activations["2"].data_ptr() == seen[1].data_ptr()
+    assert rnet.activations["2"].data_ptr() == seen[1]
     if not grad:
-        assert rnet.activations["0"].data_ptr() != seen[0].data_ptr()
+        assert rnet.activations["0"].data_ptr() != seen[0]
 
 
 @pytest.mark.parametrize("grad", [False, True])

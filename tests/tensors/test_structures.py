@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict, namedtuple
-from types import SimpleNamespace
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.tensors.substituting import substitute
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -133,12 +134,96 @@ def test_an_object_with_empty_containers_is_copied_too() -> None:
     assert map_tensors(torch.clone, fixed) is fixed
 
 
-def test_cycles_end() -> None:
-    loop: list[Any] = [ONE]
-    loop.append(loop)
+class Linked:
+    """An object that knows what holds it."""
+
+    def __init__(self, value: Tensor | None = None) -> None:
+        self.value = value
+        self.child: Any = None
+        self.parent: Any = None
+
+
+def both_ways(*, with_tensor: bool = True) -> Linked:
+    parent, child = Linked(ONE if with_tensor else None), Linked()
+    parent.child, child.parent = child, parent
+    return parent
+
+
+def test_objects_that_refer_back_are_rebuilt_behind_the_reference() -> None:
+    parent = both_ways()
+    mapped = map_tensors(lambda t: t + 1, parent)
+    assert mapped is not parent
+    assert mapped.child is not parent.child
+    assert mapped.child.parent is mapped
+    assert torch.equal(mapped.child.parent.value, ONE + 1)
+    assert parent.child.parent is parent
+    from_below = map_tensors(lambda t: t + 1, parent.child)
+    assert from_below is not parent.child
+    assert from_below.parent.child is from_below
+    assert torch.equal(from_below.parent.value, ONE + 1)
+
+
+def test_objects_that_refer_back_and_hold_no_tensors_are_shared() -> None:
+    parent = both_ways(with_tensor=False)
+    assert map_tensors(torch.clone, {"a": parent, "b": ONE})["a"] is parent
+
+
+def loops() -> dict[str, tuple[Any, Any, Any]]:
+    """Structures that contain themselves, how to reach the tensor, and how to come back."""
+    in_list: list[Any] = [ONE]
+    in_list.append(in_list)
+    in_dict: dict[str, Any] = {"k": ONE}
+    in_dict["me"] = in_dict
+    in_deque: deque[Any] = deque([ONE], maxlen=3)
+    in_deque.append(in_deque)
+    middle: list[Any] = [ONE]
+    in_tuple = (middle, 1)
+    middle.append(in_tuple)
+    me = Linked(ONE)
+    me.child = me
+    behind: dict[str, Any] = {"k": ONE}
+    behind["me"] = MappingProxyType(behind)
+    namespace = SimpleNamespace(k=ONE)
+    namespace.me = [namespace]
+    return {
+        "list": (in_list, lambda v: v[0], lambda v: v[1]),
+        "dict": (in_dict, lambda v: v["k"], lambda v: v["me"]),
+        "deque": (in_deque, lambda v: v[0], lambda v: v[1]),
+        "tuple": (in_tuple, lambda v: v[0][0], lambda v: v[0][1]),
+        "object": (me, lambda v: v.value, lambda v: v.child),
+        "proxy": (behind["me"], lambda v: v["k"], lambda v: v["me"]),
+        "namespace": (namespace, lambda v: v.k, lambda v: v.me[0]),
+    }
+
+
+@pytest.mark.parametrize("kind", loops())
+def test_a_structure_that_contains_itself_is_rebuilt_with_its_loop(kind: str) -> None:
+    loop, get, again = loops()[kind]
     mapped = map_tensors(lambda t: t + 1, loop)
-    assert torch.equal(mapped[0], ONE + 1)
-    assert mapped[1] is loop
+    assert type(mapped) is type(loop)
+    assert mapped is not loop
+    assert again(mapped) is mapped
+    assert torch.equal(get(mapped), ONE + 1)
+    assert torch.equal(get(loop), ONE)
+    assert len(tensors(mapped)) == 1
+
+
+def test_a_container_that_appears_twice_is_one_container() -> None:
+    part, fixed = [ONE], (ONE,)
+    mapped = map_tensors(lambda t: t + 1, {"a": part, "b": [part], "c": fixed, "d": [fixed]})
+    assert mapped["a"] is mapped["b"][0]
+    assert mapped["c"] is mapped["d"][0]
+    assert mapped["a"] is not part
+
+
+def test_a_tuple_that_appears_twice_is_substituted_in_both_places() -> None:
+    part = (ONE,)
+    value = [part, {"again": part}]
+    two = torch.tensor([2.0])
+    new = substitute(value, {id(ONE): two})
+    assert new is value
+    assert new[0][0] is two
+    assert new[1]["again"][0] is two  # type: ignore[index]
 
 
 def test_arrays_are_copied_and_modules_are_not() -> None:

@@ -1,0 +1,206 @@
+"""Tensors that are held until somebody reads them, and are the reader's own from then on.
+
+NOTE [What was read stays as it was read]
+
+The memory of a tensor that a layer returned can outlive the pass: it may be a running state, a
+key-value cache, an input buffer, a parameter, or what the caller got. Later passes, optimisers and
+the caller write there. So the first read hands out the tensor itself only if nothing else holds it
+or its memory, which counts of references tell. Otherwise it hands out a copy, which takes the
+tensor's place in the record. Copying at the first read costs nothing in a pass, and nothing for
+records that nobody reads.
+
+On the graph, a clone would be downstream of the tensor, and no loss would depend on it. So the copy
+has the node of the tensor itself. Autograd makes such tensors: hooks on saved tensors put other
+memory in the place of a tensor, and what comes back from there has the node of old.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from scio_recorder.tensors import private
+
+__all__ = ["Held", "holder", "own_copy", "version_of"]
+
+
+class Held:
+    """A tensor as a record holds it: the only reference, and the version that it must show.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        What is held.
+    version : int, optional
+        The value of its version counter that makes it intact; by default the one of now.
+
+    Examples
+    --------
+    >>> state = torch.zeros(2)
+    >>> held = Held(state)
+    >>> read = held.read()
+    >>> _ = state.add_(1)
+    >>> read, held.is_intact
+    (tensor([0., 0.]), True)
+    """
+
+    __slots__ = ("_is_own", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int | None = None) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor) if version is None else version
+        self._is_own = False
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has changed the tensor in place."""
+        return version_of(self.tensor) == self.version
+
+    def peek(self) -> Tensor:
+        """Return the tensor, which others may still change."""
+        return self.tensor
+
+    def read(self) -> Tensor:
+        """Return the tensor, or the copy that has taken its place: nothing else can change it."""
+        if not self._is_own:
+            if not _is_held_alone(self):
+                self.tensor = own_copy(self.tensor)
+                self.version = version_of(self.tensor)
+            self._is_own = True
+        return self.tensor
+
+
+def holder() -> Callable[[Tensor, int], Held]:
+    """Return a function that holds each tensor once, however often it is given.
+
+    Returns
+    -------
+    callable
+        ``(tensor, version) -> Held``. Layers often return what an inner layer returned.
+
+    Examples
+    --------
+    >>> hold, tensor = holder(), torch.ones(1)
+    >>> hold(tensor, 0) is hold(tensor, 0)
+    True
+    """
+    known: dict[tuple[int, int], Held] = {}
+
+    def hold(tensor: Tensor, version: int) -> Held:
+        held = known.get((id(tensor), version))
+        if held is None:
+            held = known[id(tensor), version] = Held(tensor, version)
+        return held
+
+    return hold
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter, or -1 where there is none.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        One made in inference mode has no counter.
+
+    Examples
+    --------
+    >>> version_of(torch.zeros(1).add_(1))
+    1
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in memory of its own that stands at the same place of the graph.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    torch.Tensor
+        Off the graph if the tensor is.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> hidden = x * 2
+    >>> copy = own_copy(hidden)
+    >>> out = hidden.mul_(hidden.detach().clone()).sum()
+    >>> copy.tolist(), torch.autograd.grad(out, copy)
+    ([2.0, 2.0], (tensor([2., 2.]),))
+    """
+    with torch.inference_mode(False):
+        if not tensor.requires_grad:
+            return tensor.detach().clone()
+        # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
+        node = get_gradient_edge(tensor).node if tensor.is_leaf else None
+        with torch.enable_grad(), saved_tensors_hooks(_clone, _same):
+            copy: Tensor = _Saving.apply(tensor).grad_fn.saved_tensors[0]  # type: ignore[no-untyped-call]
+    if node is not None:
+        copy._scio_recorder_node = node  # type: ignore[attr-defined]  # any tensor has a __dict__
+    return copy
+
+
+def _is_held_alone(held: Held) -> bool:
+    """Whether nothing else holds a tensor or its memory; in doubt the answer is no.
+
+    Autograd may hold the tensor itself where it is on the graph, since it only reads.
+    """
+    holders = _holders(held)
+    tensor = held.tensor
+    if holders != _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad):
+        return False
+    # Anybody may hold memory that torch did not allocate, or that processes share.
+    memory = tensor.untyped_storage()
+    return bool(memory.resizable()) and not (memory.device.type == "cpu" and memory.is_shared())
+
+
+def _holders(held: Held) -> tuple[int, ...]:
+    """Count what holds a tensor, what it is a view of, and the memory of both."""
+    references = sys.getrefcount(held.tensor)
+    tensor = held.tensor
+    base = private.base_of(tensor)
+    based = (0, 0) if base is None else (sys.getrefcount(base), private.use_count(base))
+    uses = 0 if tensor.requires_grad else private.use_count(tensor)
+    weak = weakref.getweakrefcount(tensor)
+    return references, weak, uses, *based, private.storage_uses(tensor)
+
+
+@functools.cache
+def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, ...]:
+    """Return the counts for a tensor that nothing else holds: they depend on the versions."""
+    with torch.inference_mode(False), torch.enable_grad():
+        start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
+        return _holders(Held((start * 2).view(1, 1) if is_view else start * 2))
+
+
+class _Saving(torch.autograd.Function):
+    """Does nothing but save a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
