@@ -365,8 +365,7 @@ class FakeTensors:
 
         shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-        # Its cache is global.
-        self.mode.cache_enabled = False
+        self.mode.cache_enabled = False  # It is global.
 
     def without_numbers(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this world with the shape of another."""
@@ -393,12 +392,9 @@ def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextMa
     """Return a context in which a function makes every operation of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # A mode that defined its method itself would be wrapped in what imports the compiler.
-    class Calling:
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return call(func, args, kwargs or {})
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(func, args, kwargs or {})
 
-    mode: Any = type("Mode", (Calling, TorchDispatchMode), {})
-    return mode()  # type: ignore[no-any-return]  # made by `type`, so that mypy can't tell
+    # A mode that defined its method itself would be wrapped in what imports the compiler.
+    bases = type("Calling", (), {"__torch_dispatch__": dispatch}), TorchDispatchMode
+    return type("Mode", bases, {})()  # type: ignore[no-any-return]  # a context manager
