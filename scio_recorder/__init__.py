@@ -16,6 +16,7 @@ from scio_recorder.errors import (
     RecordingError,
     SelectorTypeError,
     UnsupportedNetError,
+    UnsupportedTorchError,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "SelectorTypeError",
     "Tracker",
     "UnsupportedNetError",
+    "UnsupportedTorchError",
     "open_recording",
     "track",
 ]

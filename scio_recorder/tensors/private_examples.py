@@ -180,12 +180,11 @@ def finds_pre_hook(hooks: Callable[[nn.Module], dict[int, Any]]) -> bool:
 
 
 def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
-    module = nn.Identity()
-    handle = module.register_forward_pre_hook(nothing, with_kwargs=True)
-    remove(module, handle.id)
-    module.register_forward_pre_hook(lambda module, args: None)
-    # What is left of the first would hand this hook a third argument.
-    return bool(module(1) == 1)
+    module, calls = nn.Identity(), []
+    for register in (module.register_forward_pre_hook, module.register_forward_hook):
+        handle = register(lambda *call, **options: calls.append(call), with_kwargs=True)
+        remove(module, handle.id)
+    return bool(module(1) == 1) and not calls
 
 
 def takes_pre_hooks_off(replace: Callable[[nn.Module, Any], Any]) -> bool:

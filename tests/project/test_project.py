@@ -163,6 +163,47 @@ def test_files_and_functions_are_short(file: Path) -> None:
     assert not long
 
 
+# What others document or read as well, and what belongs to neither torch nor the interpreter.
+DE_FACTO_PUBLIC = {"_parameters", "_buffers", "_modules", "_version", "_make", "_exit"}
+OTHERS = {"lightning.py": {"_batches_that_stepped"}, "torchinfo.py": {"_cached_forward_pass"}}
+
+
+def own_names() -> set[str]:
+    """Return what the package defines or assigns, anywhere."""
+    names = set()
+    for file in FILES:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return names
+
+
+OWN_NAMES = own_names()
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_private_names_of_others_are_in_one_file(file: Path) -> None:
+    if name_of(file) in ("tensors.private", "tensors.private_examples"):
+        return
+    allowed = OWN_NAMES | DE_FACTO_PUBLIC | OTHERS.get(file.name, set())
+    found = [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-zA-Z]", node.attr)
+        and node.attr not in allowed
+    ]
+    found += [
+        f"line {line}: {module}.{name}"
+        for module, name, line in imported(file)
+        if module.partition(".")[0] != "scio_recorder"
+        and re.search(r"\._[a-z]", f"{module}.{name}")
+    ]
+    assert not found, "give these a function in tensors/private.py"
+
+
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Count from the first statement on: a docstring may take the room that it needs."""
     body = function.body[1:] if ast.get_docstring(function) else function.body

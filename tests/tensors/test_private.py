@@ -1,0 +1,168 @@
+"""Private names of torch and of the interpreter: one that has gone is an error of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import Recorder, UnsupportedTorchError, track
+from scio_recorder.tensors import private
+
+
+def untried() -> ModuleType:
+    """Load the module once more, none of whose names have been used."""
+    spec = importlib.util.spec_from_file_location("untried_private", Path(private.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+NAMES = [name for name, value in vars(untried()).items() if hasattr(value, "__wrapped__")]
+
+
+def test_there_are_names() -> None:
+    assert {"backward_pass", "use_count", "checkpointed_region", "forward_hooks"} <= set(NAMES)
+
+
+def nothing(*args: Any) -> Any:
+    return None
+
+
+def gone(*args: Any) -> Any:
+    raise AttributeError("no such name")
+
+
+@pytest.mark.parametrize("other", [nothing, gone])
+@pytest.mark.parametrize("name", NAMES)
+def test_example_finds_another_meaning(name: str, other: Callable[..., Any]) -> None:
+    module = untried()
+    first_use = vars(module)[name]
+    first_use.__wrapped__.__code__ = other.__code__
+    needed = first_use.__wrapped__.__annotations__.keys() - {"return"}
+    for _ in range(2):
+        with pytest.raises(UnsupportedTorchError, match=torch.__version__.split("+")[0]) as error:
+            first_use(*needed)
+    assert " needs " in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_takes_place_once(name: str) -> None:
+    module = untried()
+    first_use = vars(module)[name]
+    with pytest.MonkeyPatch.context() as patch:
+        # What the example says now must not matter, only that it is asked.
+        patch.setattr(module, "_answer_of_example", lambda *call: (True, None))
+        patch.setattr(first_use.__wrapped__, "__code__", nothing.__code__)
+        assert vars(module)[name]() is None
+        assert vars(module)[name] is first_use.__wrapped__
+
+
+def test_examples_run_whatever_surrounds_the_first_use() -> None:
+    module = untried()
+
+    def count(x: Tensor) -> Tensor:
+        assert module.is_inside_transform()
+        return x
+
+    with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
+        assert module.is_any_autocast_on()
+        assert module.backward_pass() == -1
+        assert module.storage_uses(torch.ones(1, device="cpu")) > 0
+    torch.vmap(count)(torch.ones(2))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.act = nn.ReLU(inplace=True)
+        self.split = Split()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.split(self.act(self.first(x)))
+
+
+class Split(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+
+def recorded(**options: Any) -> Recorder:
+    rnet = Recorder(Net(), input_size=(1, 2), verbose=0, force_static_flow=False)
+    rnet.record("*", **options)
+    return rnet
+
+
+def differentiate() -> None:
+    a, b = recorded(gradients=True)(torch.ones(1, 2))
+    (a + b).sum().backward()
+
+
+def run() -> None:
+    recorded()(torch.ones(1, 2))
+
+
+def log() -> None:
+    net = Net()
+    with track(net):
+        a, b = net(torch.ones(1, 2))
+        (a + b).sum().backward()
+
+
+def label() -> None:
+    Recorder(nn.ReLU(), input_size=(1, 2), verbose=0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def run_checkpointed() -> None:
+    rnet = Recorder(Checkpointed(), input_size=(1, 2), verbose=0, force_static_flow=False)
+    rnet.record("inner")
+    rnet(torch.ones(1, 2), activation_postproc=lambda x: x * 2).sum().backward()
+
+
+FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
+    "_current_graph_task_id": (torch._C, differentiate),
+    "_will_engine_execute_node": (torch._C, log),
+    "_top_saved_tensors_default_hooks": (torch._C._autograd, run),
+    "_storage_Use_Count": (torch._C, run),
+    "peek_interpreter_stack": (torch._C._functorch, run),
+    "_is_any_autocast_enabled": (torch._C, run),
+    "_CheckpointFrame": (torch.utils.checkpoint, run_checkpointed),
+    "DataDependentOutputException": (torch._subclasses.fake_tensor, label),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_says_what_it_misses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, feature = FEATURES[name]
+    fresh = untried()
+    feature()
+    for function in NAMES:
+        monkeypatch.setattr(private, function, vars(fresh)[function])
+    if name == "_CheckpointFrame":
+        # What torch's own functions use can't be gone: it has become a function here.
+        kind = place._CheckpointFrame
+        monkeypatch.setattr(place, name, lambda *args: kind(*args))
+    else:
+        monkeypatch.delattr(place, name)
+    with pytest.raises(UnsupportedTorchError, match=r"needs .* which torch"):
+        feature()
