@@ -1,96 +1,32 @@
 """The private names of torch and of the interpreter: every one that the package needs, and why.
 
-NOTE [Checked at first use]
-
-A private name can go, or mean something else, in the next version. So nothing is looked up at
-import, and each function is tried when it is first called, on a small example whose answer is
-known. If that fails, ``UnsupportedTorchError`` names the feature that can't be had. From then on
-the bare function stands in its place in this module, so that a check costs nothing in a pass. That
-is why other modules write ``private.backward_pass()``, and import no function from here.
-
-An example runs in a thread of its own: modes, transforms, hooks on saved tensors and the backward
-pass under way belong to a thread, and must neither see the example nor change its answer.
+Each function is tried when it is first called, on an example whose answer is known, and raises
+``UnsupportedTorchError`` where that fails. Other modules write ``private.backward_pass()`` and
+import no function from here: see the note in ``first_use``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import platform
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private_examples as examples
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-# Functions that were tried and work.
-_TRIED: set[str] = set()
-
-
-def unsupported(feature: str, name: str) -> UnsupportedTorchError:
-    """Return the error for a feature whose private name is gone or means something else."""
-    return UnsupportedTorchError(
-        f"{feature} needs {name}, which torch {torch.__version__} on Python "
-        f"{platform.python_version()} does not have, or which means something else there: use "
-        "versions that scio-recorder was run with (docs/versions.md), or do without this feature"
-    )
-
-
-def _checked(
-    name: str, feature: str, works: Callable[[Any], bool]
-) -> Callable[[Function], Function]:
-    """Try a function on an example when it is first called."""
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def first_use(*args: Any) -> Any:
-            if function.__name__ not in _TRIED:
-                works_here, cause = _answer_of_example(works, function)
-                if not works_here:
-                    raise unsupported(feature, name) from cause
-                _TRIED.add(function.__name__)
-            globals()[function.__name__] = function
-            return function(*args)
-
-        return first_use  # type: ignore[return-value]  # the same signature, by functools.wraps
-
-    return decorate
-
-
-def _answer_of_example(
-    works: Callable[[Any], bool], function: Callable[..., Any]
-) -> tuple[bool, Exception | None]:
-    answer: list[tuple[bool, Exception | None]] = []
-
-    def run_example() -> None:
-        try:
-            answer.append((bool(works(function)), None))
-        except Exception as error:
-            # The name is gone, or is used otherwise: whatever it raises, the feature is missing.
-            answer.append((False, error))
-
-    thread = threading.Thread(target=run_example)
-    thread.start()
-    thread.join()
-    return answer[0] if answer else (False, None)
-
+from scio_recorder.tensors.first_use import checked, unsupported
 
 # -- the backward pass -----------------------------------------------------------------------------
 
 
-@_checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
+@checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
 def backward_pass() -> int:
     """Return the number of the backward pass that the caller runs in, -1 outside of one.
 
@@ -99,19 +35,19 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-@_checked("torch._C._will_engine_execute_node", "logging gradients", examples.foresees)
+@checked("torch._C._will_engine_execute_node", "logging gradients", examples.foresees)
 def will_run(node: Any) -> bool:
     """Whether the backward pass that the caller runs in will come to a node of the graph."""
     return torch._C._will_engine_execute_node(node)
 
 
-@_checked("Node._sequence_nr", "logging gradients", examples.falls_in_backward)
+@checked("Node._sequence_nr", "logging gradients", examples.falls_in_backward)
 def sequence_number(node: Any) -> int:
     """Return the number of a node: of nodes that one thread made, the highest runs first."""
     return int(node._sequence_nr())
 
 
-@_checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
+@checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that the caller runs in is over.
 
@@ -123,7 +59,7 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 # -- what autograd keeps ---------------------------------------------------------------------------
 
 
-@_checked(
+@checked(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "recording with gradients, and activation checkpointing,",
     examples.is_innermost_pair,
@@ -137,7 +73,7 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return None if found is None else tuple(found)
 
 
-@_checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
+@checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
 def keeps_its_result(tensor: Tensor) -> bool:
     """Whether the operation that made a tensor keeps the result for its own backward.
 
@@ -147,7 +83,7 @@ def keeps_its_result(tensor: Tensor) -> bool:
     return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
 
 
-@_checked("Node._saved_*", "explaining what a post-processor overwrote", examples.finds_overwritten)
+@checked("Node._saved_*", "explaining what a post-processor overwrote", examples.finds_overwritten)
 def has_lost_a_tensor(node: Any) -> bool:
     """Whether something that a node keeps for its backward was overwritten in place."""
     for name in dir(node):
@@ -162,7 +98,7 @@ def has_lost_a_tensor(node: Any) -> bool:
 _CHECKPOINTING = "activation checkpointing"
 
 
-@_checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
+@checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
 def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     """Return the region that a frame of ``torch.utils.checkpoint`` runs, and whether again.
 
@@ -180,7 +116,7 @@ def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     return None
 
 
-@_checked("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, examples.saves_twice)
+@checked("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, examples.saves_twice)
 def region_that_saves() -> Any:
     """Return the region whose hook on saved tensors is active, None where another's or none is."""
     hooks = active_saved_tensors_hooks()
@@ -198,13 +134,13 @@ def region_that_saves() -> Any:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@_checked("Tensor._use_count", "recording with gradients", examples.counts_what_the_graph_holds)
+@checked("Tensor._use_count", "recording with gradients", examples.counts_what_the_graph_holds)
 def use_count(tensor: Any) -> int:
     """Return how many references there are to a tensor from inside torch."""
     return int(tensor._use_count())
 
 
-@_checked("torch._C._storage_Use_Count", "recording with gradients", examples.counts_aliases)
+@checked("torch._C._storage_Use_Count", "recording with gradients", examples.counts_aliases)
 def storage_uses(tensor: Tensor) -> int:
     """Return how many tensors share a tensor's memory, over a constant; -1 without storage."""
     try:
@@ -213,7 +149,7 @@ def storage_uses(tensor: Tensor) -> int:
         return -1
 
 
-@_checked("UntypedStorage._cdata", "recording", examples.tells_memory_apart)
+@checked("UntypedStorage._cdata", "recording", examples.tells_memory_apart)
 def memory_of(tensor: Tensor) -> int:
     """Return what identifies the memory of a tensor while it lives."""
     try:
@@ -223,7 +159,7 @@ def memory_of(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-@_checked("Tensor._base and Tensor._is_view", "recording with gradients", examples.finds_base)
+@checked("Tensor._base and Tensor._is_view", "recording with gradients", examples.finds_base)
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that another is a view of, None where it is none."""
     return tensor._base if tensor._is_view() else None
@@ -232,13 +168,13 @@ def base_of(tensor: Tensor) -> Tensor | None:
 # -- what surrounds a call -------------------------------------------------------------------------
 
 
-@_checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
+@checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
 def is_inside_transform() -> bool:
     """Whether the caller runs inside a transform of ``torch.func``, whose tensors die with it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@_checked("torch._C._is_any_autocast_enabled", "recording", examples.sees_autocast)
+@checked("torch._C._is_any_autocast_enabled", "recording", examples.sees_autocast)
 def is_any_autocast_on() -> bool:
     """Whether operations run in another dtype, on any kind of device."""
     return torch._C._is_any_autocast_enabled()
@@ -262,7 +198,7 @@ HOOK_DICTIONARIES = (
 )
 
 
-@_checked("Module._forward_hooks", "recording", examples.finds_forward_hook)
+@checked("Module._forward_hooks", "recording", examples.finds_forward_hook)
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
     """Return the hooks that run after a module, by the numbers of their handles, to be changed.
 
@@ -271,13 +207,13 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
-@_checked("Module._forward_pre_hooks", "recording", examples.finds_pre_hook)
+@checked("Module._forward_pre_hooks", "recording", examples.finds_pre_hook)
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """Return the hooks that run ahead of a module, by the numbers of their handles."""
     return module._forward_pre_hooks
 
 
-@_checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
+@checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
     for name in HOOK_DICTIONARIES:
@@ -285,14 +221,14 @@ def remove_hook(module: nn.Module, number: int) -> None:
             getattr(module, name).pop(number, None)
 
 
-@_checked("Module._forward_pre_hooks", "recomputing", examples.takes_pre_hooks_off)
+@checked("Module._forward_pre_hooks", "recomputing", examples.takes_pre_hooks_off)
 def replace_pre_hooks(module: nn.Module, hooks: Any) -> Any:
     """Give a module other pre-hooks, and return those that it had."""
     before, module._forward_pre_hooks = module._forward_pre_hooks, hooks
     return before
 
 
-@_checked(
+@checked(
     "torch.nn.modules.module._global_forward_hooks",
     "recording with gradients",
     examples.sees_global_hook,
@@ -303,7 +239,7 @@ def has_global_hooks() -> bool:
     return bool(places._global_forward_hooks or places._global_forward_pre_hooks)
 
 
-@_checked("RemovableHandle.next_id", "recording", examples.counts_handles)
+@checked("RemovableHandle.next_id", "recording", examples.counts_handles)
 def next_handle() -> int:
     """Return the number that the next handle of a hook will take; every new hook raises it."""
     return RemovableHandle.next_id
@@ -317,7 +253,7 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-@_checked("Module._compiled_call_impl", "recognising compiled modules", examples.is_bare)
+@checked("Module._compiled_call_impl", "recognising compiled modules", examples.is_bare)
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -343,13 +279,13 @@ def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 # -- tensors that are more, or less, than numbers --------------------------------------------------
 
 
-@_checked("Tensor._make_wrapper_subclass", "reading from disk", examples.has_shape_only)
+@checked("Tensor._make_wrapper_subclass", "reading from disk", examples.has_shape_only)
 def make_wrapper(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return a tensor of a subclass with a shape and a dtype, and no memory."""
     return kind._make_wrapper_subclass(kind, shape, dtype=dtype)
 
 
-@_checked("torch._C.DisableTorchFunctionSubclass", "reading from disk", examples.passes_by)
+@checked("torch._C.DisableTorchFunctionSubclass", "reading from disk", examples.passes_by)
 def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function of torch as if subclasses did not change what it does."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -379,13 +315,13 @@ class FakeTensors:
         return fake  # type: ignore[no-any-return]  # its type has attributes that Tensor has not
 
 
-@_checked("torch._subclasses.fake_tensor", "force_static_flow", examples.knows_no_numbers)
+@checked("torch._subclasses.fake_tensor", "force_static_flow", examples.knows_no_numbers)
 def fake_tensors() -> FakeTensors:
     """Return a world without numbers, in which data can't decide what a network does next."""
     return FakeTensors()
 
 
-@_checked(
+@checked(
     "torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow", examples.sees_operations
 )
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder, UnsupportedTorchError, track
-from scio_recorder.tensors import private
+from scio_recorder.tensors import first_use, private
 
 
 def untried() -> ModuleType:
@@ -46,25 +46,25 @@ def gone(*args: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_example_finds_another_meaning(name: str, other: Callable[..., Any]) -> None:
     module = untried()
-    first_use = vars(module)[name]
-    first_use.__wrapped__.__code__ = other.__code__
-    needed = first_use.__wrapped__.__annotations__.keys() - {"return"}
+    function = vars(module)[name]
+    function.__wrapped__.__code__ = other.__code__
+    needed = function.__wrapped__.__annotations__.keys() - {"return"}
     for _ in range(2):
         with pytest.raises(UnsupportedTorchError, match=torch.__version__.split("+")[0]) as error:
-            first_use(*needed)
+            function(*needed)
     assert " needs " in str(error.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_check_takes_place_once(name: str) -> None:
     module = untried()
-    first_use = vars(module)[name]
+    function = vars(module)[name].__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         # What the example says now must not matter, only that it is asked.
-        patch.setattr(module, "_answer_of_example", lambda *call: (True, None))
-        patch.setattr(first_use.__wrapped__, "__code__", nothing.__code__)
+        patch.setattr(first_use, "_answer_of_example", lambda *call: (True, None))
+        patch.setattr(function, "__code__", nothing.__code__)
         assert vars(module)[name]() is None
-        assert vars(module)[name] is first_use.__wrapped__
+        assert vars(module)[name] is function
 
 
 def test_examples_run_whatever_surrounds_the_first_use() -> None:

@@ -1,0 +1,76 @@
+"""Functions that are tried when they are first used.
+
+NOTE [Checked at first use]
+
+A private name of torch can go, or mean something else, in the next version. So nothing is looked up
+at import, and each function is tried when it is first called, on a small example whose answer is
+known. If that fails, ``UnsupportedTorchError`` names the feature that can't be had. From then on
+the bare function stands in its place in its module, so that a check costs nothing in a pass. That
+is why callers write ``private.backward_pass()``, and import no such function by its name.
+
+An example runs in a thread of its own: modes, transforms, hooks on saved tensors and the backward
+pass under way belong to a thread, and must neither see the example nor change its answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from scio_recorder.errors import UnsupportedTorchError
+
+__all__ = ["checked", "unsupported"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def unsupported(feature: str, name: str) -> UnsupportedTorchError:
+    """Return the error for a feature whose private name is gone or means something else."""
+    return UnsupportedTorchError(
+        f"{feature} needs {name}, which torch {torch.__version__} on Python "
+        f"{platform.python_version()} does not have, or which means something else there: use "
+        "versions that scio-recorder was run with (docs/versions.md), or do without this feature"
+    )
+
+
+def checked(
+    name: str, feature: str, works: Callable[[Any], bool]
+) -> Callable[[Function], Function]:
+    """Try a function on an example when it is first called."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def first_use(*args: Any) -> Any:
+            if function.__globals__[function.__name__] is not function:
+                works_here, cause = _answer_of_example(works, function)
+                if not works_here:
+                    raise unsupported(feature, name) from cause
+                function.__globals__[function.__name__] = function
+            return function(*args)
+
+        return first_use  # type: ignore[return-value]  # the same signature, by functools.wraps
+
+    return decorate
+
+
+def _answer_of_example(
+    works: Callable[[Any], bool], function: Callable[..., Any]
+) -> tuple[bool, Exception | None]:
+    answer: list[tuple[bool, Exception | None]] = []
+
+    def run_example() -> None:
+        try:
+            answer.append((bool(works(function)), None))
+        except Exception as error:
+            # The name is gone, or is used otherwise: whatever it raises, the feature is missing.
+            answer.append((False, error))
+
+    thread = threading.Thread(target=run_example)
+    thread.start()
+    thread.join()
+    return answer[0] if answer else (False, None)
