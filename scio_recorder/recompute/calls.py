@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.tensors.copies import is_plain
-from scio_recorder.tensors.structures import Rebuild, flatten, tensors
+from scio_recorder.tensors.digests import content_key
+from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx
@@ -27,9 +27,6 @@ __all__ = [
     "KeptTensor",
     "MemoryBatches",
     "Pool",
-    "Weights",
-    "content_key",
-    "digest_of",
 ]
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
@@ -248,93 +245,6 @@ class MemoryBatches:
     def call(self, number: int, label: DepthIdx) -> KeptCall:
         """Return the call of a layer in a batch."""
         return self.batches[number].calls[label]
-
-
-def content_key(tensor: Tensor) -> Hashable:
-    """Return what tensors on the CPU have in common that are equal bit for bit.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Contiguous.
-
-    Returns
-    -------
-    Hashable
-        Dtype, shape and a digest.
-    """
-    return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(_memory(tensor))
-
-
-class Weights:
-    """Digests of modules' parameters, taken again only where these seem to have changed.
-
-    Examples
-    --------
-    >>> weights, linear = Weights(), torch.nn.Linear(1, 1)
-    >>> before = weights.digest(linear)
-    >>> with torch.no_grad():
-    ...     _ = linear.bias.add_(1)
-    >>> weights.digest(linear) == before
-    False
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[nn.Module, tuple[list[tuple[int, int]], str]] = {}
-
-    def digest(self, module: nn.Module) -> str:
-        """Return the digest of a module's parameters."""
-        parameters = list(module.parameters())
-        versions = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
-        known = self._known.get(module)
-        if known is None or known[0] != versions:
-            known = self._known[module] = versions, digest_of(parameters)
-        return known[1]
-
-
-def digest_of(value: Any) -> str:
-    """Return a digest of every tensor in a structure: dtypes, shapes and bits.
-
-    Parameters
-    ----------
-    value : Any
-        A tensor, or any nesting of containers.
-
-    Returns
-    -------
-    str
-        XXH3 of 128 bits, in hexadecimal.
-
-    Examples
-    --------
-    >>> one, other = digest_of(torch.zeros(2)), digest_of(-torch.zeros(2))
-    >>> one == other, one == digest_of((torch.zeros(2), "anything"))
-    (False, True)
-    """
-    digest = xxhash.xxh3_128()
-    with torch.no_grad():
-        for leaf in tensors(value):
-            digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-            for part in _parts(leaf.detach()):
-                digest.update(_memory(part.cpu().resolve_conj().resolve_neg().contiguous()))
-    return digest.hexdigest()
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return dense tensors that say all about one that may not be."""
-    if tensor.is_meta:
-        return []
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.is_quantized:
-        return [tensor.int_repr()]
-    if tensor.layout is not torch.strided:
-        return [tensor.to_dense()]
-    return [tensor.as_subclass(Tensor)]
-
-
-def _memory(dense: Tensor) -> Any:
-    return dense.reshape(-1).view(torch.uint8).numpy()
 
 
 def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

@@ -14,9 +14,10 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
-from scio_recorder.recompute.calls import Batches, KeptCall, Weights, digest_of
+from scio_recorder.recompute.calls import Batches, KeptCall
 from scio_recorder.recompute.run_again import Call, enclosing_layers, rerun, untouched
 from scio_recorder.stores import labelled_bytes
+from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:

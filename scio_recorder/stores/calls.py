@@ -10,11 +10,12 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.recompute.calls import KeptCall, KeptTensor, content_key
+from scio_recorder.recompute.calls import KeptCall, KeptTensor
 from scio_recorder.stores.disk_format import JSON, KeptBatches, RunReader
 from scio_recorder.stores.disk_format.faults import parsing
 from scio_recorder.stores.disk_format.jsons import dump, expect
 from scio_recorder.stores.nodes import Leaf, UnkeepableError, decode, encode
+from scio_recorder.tensors.digests import content_key
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
@@ -94,7 +95,7 @@ class CallsToDisk:
 
     def _number(self, tensor: Tensor) -> int:
         is_small = tensor.nbytes <= _COMPARED_BYTES
-        key = content_key(tensor.contiguous()) if is_small else id(tensor)
+        key = content_key(tensor) if is_small else id(tensor)
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
             self._tensors.append(tensor)

@@ -28,8 +28,9 @@ from scio_recorder.recording.collect.options import (
     transforms_of,
     valid_dtype,
 )
-from scio_recorder.recording.collect.resume_settings import settings_of, weights_digest
+from scio_recorder.recording.collect.resume_settings import settings_of
 from scio_recorder.stores import Job, Store, as_store
+from scio_recorder.tensors.digests import weights_digest
 
 if TYPE_CHECKING:
     from scio_recorder.capture import Capture

@@ -12,7 +12,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.random import RandomState
-from scio_recorder.recompute.calls import KeptCall, Pool, Weights, digest_of
+from scio_recorder.recompute.calls import KeptCall, Pool
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
     LayerIntake,
@@ -22,6 +22,7 @@ from scio_recorder.recording.collect.intake import (
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Held
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scio_recorder.recording import recipes_of
 from scio_recorder.reductions import Reduction
-from scio_recorder.stores.disk_format.chunks import block_checksums, dense
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx
 
-__all__ = ["mode_of", "settings_of", "weights_digest"]
+__all__ = ["mode_of", "settings_of"]
 
 
 def settings_of(
@@ -82,39 +79,6 @@ def _others(module: nn.Module, name: str) -> Iterator[str]:
         yield from _others(child, path)
 
 
-def weights_digest(net: nn.Module) -> str:
-    """Return a digest of all parameters and buffers of a net, in hexadecimal.
-
-    Running statistics of normalisations in training mode are left out: every pass changes them, and
-    what these layers return does not depend on them.
-
-    Examples
-    --------
-    >>> net = nn.Linear(2, 2)
-    >>> before = weights_digest(net)
-    >>> _ = net.bias.data.add_(1)
-    >>> weights_digest(net) == before
-    False
-    """
-    moving = {
-        f"{name}.{key}".removeprefix(".")
-        for name, module in net.named_modules()
-        if getattr(module, "track_running_stats", False) and module.training
-        for key in ("running_mean", "running_var", "num_batches_tracked")
-    }
-    named = {
-        name: value
-        for name, value in net.state_dict(keep_vars=False).items()
-        if isinstance(value, Tensor) and name not in moving
-    }
-    plain = {name: _plain(tensor) for name, tensor in named.items()}
-    lines = [
-        [name, str(tensor.dtype), list(tensor.shape), checksums]
-        for (name, tensor), checksums in zip(plain.items(), block_checksums(plain), strict=True)
-    ]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
-
-
 def _labels(labels: Iterable[DepthIdx]) -> list[str]:
     return [f"{depth}-{index}" for depth, index in labels]
 
@@ -126,10 +90,3 @@ def _autocast() -> dict[str, str]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     }
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    return dense(tensor.to_dense() if tensor.layout != torch.strided else tensor)

@@ -1,0 +1,193 @@
+"""Digests of tensors, of whatever kind, and of the weights of modules.
+
+NOTE [Tensors are read through copies]
+
+An array over the memory of a tensor forbids the tensor's storage to be resized from then on, which
+sharded networks do with every pass. So what is digested is copied first, a piece at a time: memory
+stays bounded, and the tensor stays as it was. A tensor that holds others is digested by those.
+Where nothing is held, as on the meta device, dtype and shape are all that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from scio_recorder.tensors.copies import is_plain
+from scio_recorder.tensors.structures import tensors
+
+__all__ = ["Weights", "content_key", "digest_of", "weights_digest"]
+
+# A piece of host memory stays in the cache; one of another device pays for its way.
+_PIECE_BYTES = {"cpu": 1 << 20}
+_OTHER_PIECE_BYTES = 1 << 25
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of every tensor in a structure: dtypes, shapes and bits.
+
+    Parameters
+    ----------
+    value : Any
+        A tensor, or any nesting of containers.
+
+    Returns
+    -------
+    str
+        XXH3 of 128 bits, in hexadecimal.
+
+    Examples
+    --------
+    >>> one, other = digest_of(torch.zeros(2)), digest_of(-torch.zeros(2))
+    >>> one == other, one == digest_of((torch.zeros(2), "anything"))
+    (False, True)
+    """
+    digest = xxhash.xxh3_128()
+    for leaf in tensors(value):
+        _add(digest, leaf)
+    return digest.hexdigest()
+
+
+def content_key(tensor: Tensor) -> Hashable:
+    """Return what tensors have in common that are equal bit for bit.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    Hashable
+        Dtype, shape and a digest.
+    """
+    return tensor.dtype, tensor.shape, digest_of(tensor)
+
+
+def weights_digest(net: nn.Module) -> str:
+    """Return a digest of all parameters and buffers of a net, in hexadecimal.
+
+    Running statistics of normalisations in training mode are left out: every pass changes them, and
+    what these layers return does not depend on them.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, on any device, sharded or not.
+
+    Returns
+    -------
+    str
+        XXH3 of 128 bits. That of a sharded network says what this process holds, and begins with
+        ``local-``.
+
+    Examples
+    --------
+    >>> net = nn.Linear(2, 2)
+    >>> before = weights_digest(net)
+    >>> _ = net.bias.data.add_(1)
+    >>> weights_digest(net) == before
+    False
+    """
+    moving = {
+        f"{name}.{key}".removeprefix(".")
+        for name, module in net.named_modules()
+        if getattr(module, "track_running_stats", False) and module.training
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    digest, is_local = xxhash.xxh3_128(), False
+    for name, value in _named_weights(net):
+        if name not in moving:
+            digest.update(f"{name!r} ".encode())
+            _add(digest, value)
+            is_local |= hasattr(value, "to_local")
+    return ("local-" if is_local else "") + digest.hexdigest()
+
+
+def _named_weights(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from net.named_parameters(remove_duplicate=False)
+    for prefix, module in net.named_modules(remove_duplicate=False):
+        for key, buffer in module.named_buffers(recurse=False):
+            # Buffers that are not saved are made anew with the net.
+            if key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".removeprefix("."), buffer
+
+
+class Weights:
+    """Digests of modules' parameters, taken again only where these seem to have changed.
+
+    Examples
+    --------
+    >>> weights, linear = Weights(), torch.nn.Linear(1, 1)
+    >>> before = weights.digest(linear)
+    >>> with torch.no_grad():
+    ...     _ = linear.bias.add_(1)
+    >>> weights.digest(linear) == before
+    False
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, tuple[list[tuple[int, int]], str]] = {}
+
+    def digest(self, module: nn.Module) -> str:
+        """Return the digest of a module's parameters."""
+        parameters = list(module.parameters())
+        if not all(map(is_plain, parameters)):
+            # What a wrapper holds may change without a trace on the wrapper.
+            return digest_of(parameters)
+        versions = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
+        known = self._known.get(module)
+        if known is None or known[0] != versions:
+            known = self._known[module] = versions, digest_of(parameters)
+        return known[1]
+
+
+def _add(digest: xxhash.xxh3_128, tensor: Tensor) -> None:
+    digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    with torch.no_grad():
+        for part in _held(tensor.detach()):
+            for piece in _pieces(part):
+                digest.update(piece.to("cpu", copy=True).numpy().data)
+
+
+def _held(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold all the numbers of one that may not be plain."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if tensor.is_meta:
+        return
+    if flatten is not None:
+        for inner in (getattr(tensor, name) for name in flatten()[0]):
+            # A mesh of devices may be among them.
+            if isinstance(inner, Tensor):
+                yield from _held(inner.detach())
+    elif tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.is_quantized:
+        yield tensor.dequantize()
+    elif tensor.layout is not torch.strided:
+        yield tensor.to_dense()
+    elif _has_memory(tensor):
+        yield tensor.as_subclass(Tensor).resolve_conj().resolve_neg()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind a tensor; that of a sharded parameter may be freed."""
+    try:
+        return tensor.untyped_storage().nbytes() > 0
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a strided tensor, in order."""
+    num_bytes = _PIECE_BYTES.get(tensor.device.type, _OTHER_PIECE_BYTES)
+    if not tensor.is_contiguous() and tensor.ndim > 1:
+        rows = max(1, num_bytes * len(tensor) // max(1, tensor.nbytes))
+        for some in torch.split(tensor, rows):
+            yield from _pieces(some.contiguous())
+    else:
+        yield from torch.split(tensor.reshape(-1).view(torch.uint8), num_bytes)
