@@ -9,11 +9,11 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, shapes_of
+from scio_recorder.tensors.dtypes import DTYPES
 
 __all__ = ["decode", "encode"]
 
 _FORMAT = 1
-_DTYPES = {str(kind)[6:]: kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
 _LARGEST = 2**63 - 1
 _DEEPEST = 64
@@ -151,9 +151,9 @@ def _decode_spec(entries: dict[Any, Any], where: str) -> TensorSpec:
     if name is None:
         # Shapes of inputs carry no type; the specification only lives until it is read off.
         return TensorSpec(shape, torch.float32)
-    if _checked(name, str, where) not in _DTYPES:
+    if _checked(name, str, where) not in DTYPES:
         _refuse(f"{where} has the unknown dtype {name!r}")
-    return TensorSpec(shape, _DTYPES[name])
+    return TensorSpec(shape, DTYPES[name])
 
 
 def _decode_label(value: object, where: str) -> Label:

@@ -14,7 +14,7 @@ from scio_recorder.recording.recipes import from_recipes
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores.disk import held_by
 from scio_recorder.stores.disk_format import RunReader
-from scio_recorder.stores.state import unpack
+from scio_recorder.stores.nodes import unpack
 
 __all__ = ["open_recording", "read_recording"]
 

@@ -11,7 +11,7 @@ from scio_recorder.stores.calls import CallsToDisk
 from scio_recorder.stores.disk import CHUNK_BYTES, header_of
 from scio_recorder.stores.disk_format import KeptBatches, RunWriter, TensorSpec
 from scio_recorder.stores.disk_format.ids import to_ids
-from scio_recorder.stores.state import pack
+from scio_recorder.stores.nodes import pack
 
 if TYPE_CHECKING:
     from scio_recorder.recording.readable import Readable

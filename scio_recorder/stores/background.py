@@ -15,17 +15,15 @@ are durable must be the first ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import RunWriter
 
 if TYPE_CHECKING:
-    from scio_recorder.stores.disk_format import JSON, KeptBatches
+    from scio_recorder.stores.disk_format import KeptBatches, Packed, RunWriter
     from scio_recorder.stores.disk_format.ids import Ids
 
 __all__ = ["BackgroundWriter"]
@@ -38,12 +36,11 @@ class BackgroundWriter:
     ----------
     path : str
         The folder, for messages.
-    writer : RunWriter or callable
-        What writes, or what makes that when the first chunk is there. It belongs to the thread
-        from then on.
+    writer : RunWriter
+        What writes. It belongs to the thread from now on.
     """
 
-    def __init__(self, path: str, writer: RunWriter | Callable[[], RunWriter]) -> None:
+    def __init__(self, path: str, writer: RunWriter) -> None:
         self._path = path
         self._writer = writer
         self._owner = os.getpid()
@@ -55,7 +52,7 @@ class BackgroundWriter:
         self,
         chunk: dict[str, Tensor],
         ids: Ids,
-        state: Mapping[str, Tensor | JSON],
+        state: Packed,
         kept: KeptBatches | None = None,
     ) -> None:
         """Hand over one chunk, once the one before is durable; ``chunk`` is emptied when it is."""
@@ -86,41 +83,29 @@ class BackgroundWriter:
     def finish(self) -> None:
         """Declare the recording complete, once all of it is durable."""
         self.wait()
-        self._pending = self._thread.submit(self._finish)
+        self._pending = self._thread.submit(self._writer.finish)
         self.wait()
 
     def close(self) -> None:
         """End the thread, and give up the lock, after the commit that may be under way."""
         # A forked child has no thread that could do this, and no lock to give up.
         if self._is_owned:
-            self._thread.submit(self._close)
+            self._thread.submit(self._writer.abort)
             self._thread.shutdown()
 
     @property
     def _is_owned(self) -> bool:
         return self._owner == os.getpid()
 
-    def _opened(self) -> RunWriter:
-        if not isinstance(self._writer, RunWriter):
-            self._writer = self._writer()
-        return self._writer
-
     def _append(
         self,
         chunk: dict[str, Tensor],
         ids: Ids,
-        state: Mapping[str, Tensor | JSON],
+        state: Packed,
         kept: KeptBatches | None,
     ) -> None:
         try:
-            self._opened().append(chunk, ids, state=state, kept=kept)
+            self._writer.append(chunk, ids, state=state, kept=kept)
         finally:
             # Memory can't grow while anything refers to it.
             chunk.clear()
-
-    def _finish(self) -> None:
-        self._opened().finish()
-
-    def _close(self) -> None:
-        if isinstance(self._writer, RunWriter):
-            self._writer.abort()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from scio_recorder.stores.calls import CallsOnDisk, CallsToDisk
 from scio_recorder.stores.disk_format import (
     RunReader,
     RunWriter,
-    SampleIds,
     TensorSpec,
     holds_recording,
 )
@@ -30,7 +28,7 @@ from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import dump, parse
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.stores.memory import wait_for
-from scio_recorder.stores.state import pack, unpack
+from scio_recorder.stores.nodes import pack, unpack
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
@@ -258,8 +256,8 @@ class DiskWriter(StoreWriter):
         layers = {self._name(label): column.spec for label, column in self._columns.items()}
         header = header_of(self._job.architecture, self._settings)
         numbers = {"rank": self._store.rank, "world_size": self._store.world_size}
-        create = partial(RunWriter.create, self._path, layers=layers, header=header, **numbers)
-        return BackgroundWriter(self._path, create)
+        created = RunWriter.create(self._path, layers=layers, header=header, **numbers)
+        return BackgroundWriter(self._path, created)
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
@@ -270,14 +268,14 @@ class DiskWriter(StoreWriter):
     def _go_on(self) -> None:
         rank = self._store.rank
         with self._reader() as reader:
-            is_joining = self._store.is_shared and not reader.has_begun(rank)
+            is_joining = self._store.is_shared and not reader.is_begun
             if not (self._job.resume or is_joining):
                 raise RecordingError(
                     f"{self._path} already holds a recording: go on with it by resume=True, read "
                     "it with open_recording, or choose another folder"
                 )
             self._check_same(reader)
-            self.sample_ids = _copy_of(reader.sample_ids)
+            self.sample_ids = reader.sample_ids
             self._is_complete = reader.complete
             self._found_layers = dict(reader.layers)
             if is_joining:
@@ -285,9 +283,8 @@ class DiskWriter(StoreWriter):
             found = reader.read_state(rank)
             self._found = None if found is None else unpack(found)
             if not reader.complete:
-                layers, header = reader.layers, reader.header
                 # At once, so that another writer at work is noticed before any pass.
-                resumed = RunWriter.resume(self._path, layers=layers, header=header, rank=rank)
+                resumed = RunWriter.resume(self._path, rank=rank)
                 self._writer = BackgroundWriter(self._path, resumed)
 
     def _check_same(self, reader: RunReader) -> None:
@@ -305,7 +302,11 @@ class DiskWriter(StoreWriter):
                 f"{self._path} was begun by {reader.world_size} processes, and world_size is "
                 f"{self._store.world_size}: resume with as many, or choose another folder"
             )
-        found = disagreements(stored, parse(dump(self._settings)))
+        given = parse(dump(self._settings))
+        if self._store.is_shared and str(stored.get("weights")).startswith("local-"):
+            # Each process holds other shards of the weights, and who began can't be told.
+            stored["weights"] = given["weights"]
+        found = disagreements(stored, given)
         if found:
             raise RecordingError(
                 f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
@@ -339,9 +340,3 @@ def _joined(parts: Sequence[Ids]) -> Ids:
     if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
         return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)
     return to_ids([value for part in parts for value in part])
-
-
-def _copy_of(ids: SampleIds) -> SampleIds:
-    copied = SampleIds()
-    copied.add(to_ids(list(ids)))
-    return copied

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.stores.disk_format import JSON
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.disk_format import JSON, Packed
 from scio_recorder.stores.disk_format.jsons import expect
+from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
-__all__ = ["Leaf", "UnkeepableError", "decode", "encode"]
-
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
+__all__ = ["Leaf", "UnkeepableError", "decode", "encode", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
         items = [encode(item, tensor) for item in value]
         return items if kind is list else {"tuple" if kind is tuple else "size": items}
     if kind is torch.dtype:
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
     raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
@@ -112,6 +108,41 @@ def decode(node: Any, tensor: Callable[[int], Tensor], leaves: Any = ()) -> Any:
     return _PLAIN[kind](value)
 
 
+def pack(state: Any) -> Packed:
+    """Return the state of a collection as it is committed, with copies of its tensors.
+
+    Examples
+    --------
+    >>> packed = pack({"sum": torch.ones(2), "limits": [1, math.inf]})
+    >>> packed.value
+    {'dict': [['sum', {'tensor': 0}], ['limits', [1, {'float': 'inf'}]]]}
+    >>> unpack(packed)
+    {'sum': tensor([1., 1.]), 'limits': [1, inf]}
+    """
+    tensors: list[Tensor] = []
+
+    def number(tensor: Tensor) -> int:
+        tensors.append(tensor.detach().to("cpu", copy=True))
+        return len(tensors) - 1
+
+    try:
+        return Packed(encode(state, number), tensors)
+    except UnkeepableError as error:
+        raise CollectError(
+            f"the state of a reduction holds {error}, which can't be kept on disk: use tensors, "
+            "numbers, strings, tuples, lists and dicts"
+        ) from None
+
+
+def unpack(packed: Packed) -> Any:
+    """Return what `pack` was given."""
+    numbers = range(len(packed.tensors))
+    try:
+        return decode(packed.value, lambda number: packed.tensors[numbers[expect(number, int)]])
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise RecordingError(f"a recording's state can't be read: {error!r}") from error
+
+
 def _float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
         raise ValueError(f"{text!r} is no such number")
@@ -120,7 +151,7 @@ def _float(text: str) -> float:
 
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "float": _float,
-    "dtype": lambda name: _DTYPES[name],
+    "dtype": lambda name: DTYPES[name],
     "device": torch.device,
     "size": lambda sizes: torch.Size([expect(size, int) for size in sizes]),
 }

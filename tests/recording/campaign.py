@@ -187,7 +187,7 @@ def _killed(job: Job, path: Path, target: int) -> int:
     def act(number: int, name: str, go_on: Any, arguments: Any) -> Any:
         if number == target:
             if name == "write":
-                os.write(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
             os._exit(9)
         return go_on()
 

@@ -8,6 +8,7 @@ from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_format.jsons import JSON
 from scio_recorder.stores.disk_format.kept import KeptBatches, KeptReader
 from scio_recorder.stores.disk_format.reader import FileReport, RunReader
+from scio_recorder.stores.disk_format.run import Packed
 from scio_recorder.stores.disk_format.tables import TensorSpec
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 
@@ -16,6 +17,7 @@ __all__ = [
     "FileReport",
     "KeptBatches",
     "KeptReader",
+    "Packed",
     "RunReader",
     "RunWriter",
     "SampleIds",

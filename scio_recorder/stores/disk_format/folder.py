@@ -1,9 +1,17 @@
-"""Folders held open, in which every file is reached by a plain name and never through a link."""
+"""Folders held open, in which every file is reached by a plain name and never through a link.
+
+NOTE [One atomic act]
+
+A file is put in place once, whole and durable, under a name that nobody has used: `Folder.put`. It
+is never appended to, and nothing is renamed over it. Of two who put a file of one name one fails.
+That is all that the format asks of the medium, besides listing names, reading, and removing.
+"""
 
 from __future__ import annotations
 
 import os
 import stat as modes
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -14,12 +22,16 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Folder", "close_quietly", "make_folder", "read_at", "write_all"]
+__all__ = ["Folder", "close_quietly", "make_folder", "read_at", "write_at"]
 
 # A named pipe would otherwise keep the opening waiting for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class _SyncFailedError(OSError):
+    """A file whose sync failed: what of it has reached the disk can't be known."""
 
 
 class Folder:
@@ -29,14 +41,10 @@ class Folder:
     relative to the descriptor, so that nothing outside the folder can be reached.
     """
 
-    def __init__(self, path: str, descriptor: int) -> None:
+    def __init__(self, path: str) -> None:
+        # This path alone may lead through links: the user has named it.
         self.path = path
-        self._descriptor: int | None = descriptor
-
-    @classmethod
-    def open(cls, path: str) -> Self:
-        """Open the folder that a user named; this path alone may lead through links."""
-        return cls(path, system.open_file(path, _FOLDER))
+        self._descriptor: int | None = system.open_file(path, _FOLDER)
 
     @property
     def descriptor(self) -> int:
@@ -53,16 +61,13 @@ class Folder:
         """Return the names in the folder, sorted."""
         return sorted(system.list_names(self.descriptor))
 
-    def subfolder(self, name: str) -> Folder:
-        """Open a folder in this one."""
-        descriptor = system.open_file(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor)
-        return Folder(self.path_of(name), descriptor)
-
-    def create_subfolder(self, name: str) -> Folder:
-        """Create a folder in this one and make its name durable."""
-        system.mkdir(name, dir_fd=self.descriptor)
-        self.sync()
-        return self.subfolder(name)
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        try:
+            system.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
     def open_regular(self, name: str) -> int:
         """Return a descriptor for reading a regular file."""
@@ -75,18 +80,6 @@ class Folder:
             raise
         return descriptor
 
-    def create_file(self, name: str, *, append: bool = False) -> int:
-        """Return a descriptor for writing a file that must not exist yet."""
-        flags = _CREATE | (os.O_APPEND if append else 0)
-        return system.open_file(name, flags, 0o666, dir_fd=self.descriptor)
-
-    def size(self, name: str) -> int:
-        """Return the length of a regular file in bytes."""
-        status = system.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        if not modes.S_ISREG(status.st_mode):
-            raise RecordingError(f"{self.path_of(name)} is not a regular file")
-        return status.st_size
-
     def read_small(self, name: str, limit: int) -> bytes:
         """Return a whole file, unless it is longer than ``limit`` bytes."""
         descriptor = self.open_regular(name)
@@ -98,22 +91,59 @@ class Folder:
         finally:
             close_quietly(descriptor)
 
-    def replace_file(self, name: str, data: bytes, temporary: str) -> None:
-        """Put a small file in place, whole or not at all, and make that durable."""
-        if temporary in self.names():
-            self.unlink(temporary)
-        descriptor = self.create_file(temporary)
-        try:
-            write_all(descriptor, data)
-            system.fsync(descriptor)
-        finally:
-            close_quietly(descriptor)
-        self.rename(temporary, name)
-        self.sync()
+    def put(self, name: str, temporary: str, write: Callable[[int], bytes]) -> bytes:
+        """Put a new file in place, whole or not at all, and make that durable; see the NOTE.
 
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name in this folder."""
-        system.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        Parameters
+        ----------
+        name : str
+            Its name.
+        temporary : str
+            The name that it has until it is whole, which must be unique.
+        write : callable
+            Writes to a descriptor, and returns the bytes at the beginning by which files of this
+            name differ.
+
+        Returns
+        -------
+        bytes
+            What ``write`` returned.
+
+        Raises
+        ------
+        FileExistsError
+            There is another file of this name. The same file is taken for what an interrupted call
+            has put there.
+        """
+        try:
+            try:
+                head = self._write(temporary, write)
+            except _SyncFailedError:
+                # Linux reports a failed sync once and then takes the lost pages for written, so
+                # that syncing again would succeed and prove nothing. A new file is written in full.
+                self.unlink(temporary)
+                head = self._write(temporary, write)
+            try:
+                system.rename_new(temporary, name, self.descriptor)
+            except FileExistsError:
+                if self._head(name, len(head)) != head:
+                    raise
+                self.unlink(temporary)
+        except BaseException:
+            with suppress(OSError):
+                self.unlink(temporary)
+            raise
+        self.sync()
+        return head
+
+    def put_bytes(self, name: str, temporary: str, data: bytes) -> None:
+        """Put a small file in place, as `put` does."""
+
+        def write(descriptor: int) -> bytes:
+            write_at(descriptor, 0, data)
+            return data
+
+        self.put(name, temporary, write)
 
     def unlink(self, name: str) -> None:
         """Remove a file."""
@@ -140,6 +170,25 @@ class Folder:
     ) -> None:
         self.close()
 
+    def _write(self, temporary: str, write: Callable[[int], bytes]) -> bytes:
+        descriptor = system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
+        try:
+            head = write(descriptor)
+            try:
+                system.fsync(descriptor)
+            except OSError as cause:
+                raise _SyncFailedError(cause.errno, cause.strerror) from cause
+            return head
+        finally:
+            close_quietly(descriptor)
+
+    def _head(self, name: str, length: int) -> bytes:
+        descriptor = self.open_regular(name)
+        try:
+            return read_at(descriptor, 0, length)
+        finally:
+            close_quietly(descriptor)
+
 
 def close_quietly(descriptor: int) -> None:
     """Close a file of which nothing is waiting to be written, so that a failure means nothing."""
@@ -156,7 +205,7 @@ def make_folder(path: str) -> None:
             # Unless another process just has.
             system.mkdir(path)
     if parent != path:
-        with Folder.open(parent) as folder:
+        with Folder(parent) as folder:
             folder.sync()
 
 
@@ -173,8 +222,9 @@ def read_at(descriptor: int, offset: int, count: int) -> bytes:
     return b"".join(parts)
 
 
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write the whole of ``data``; the system may take less at a time."""
+def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """Write the whole of ``data`` at ``offset``; the system may take less at a time."""
     view = memoryview(data)
     while view:
-        view = view[system.write(descriptor, view) :]
+        done = system.write(descriptor, view, offset)
+        view, offset = view[done:], offset + done

@@ -1,4 +1,4 @@
-"""JSON that is bounded, strict and checksummed.
+"""Checksums, and JSON that is bounded, strict and checksummed.
 
 A sealed file is a JSON object whose every byte counts: a fixed frame around the canonical form of
 its content, and the checksum of that form inside the frame.
@@ -10,12 +10,24 @@ import json
 import re
 from typing import Any, TypeAlias, TypeVar
 
-from scio_recorder.stores.disk_format.checksums import DIGITS, checksum
+import xxhash
 
-__all__ = ["JSON", "MAX_FILE_BYTES", "differences", "dump", "expect", "parse", "seal", "unseal"]
+__all__ = [
+    "DIGITS",
+    "JSON",
+    "MAX_FILE_BYTES",
+    "checksum",
+    "differences",
+    "dump",
+    "expect",
+    "parse",
+    "seal",
+    "unseal",
+]
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
+DIGITS = 16
 MAX_FILE_BYTES = 64 << 20
 MAX_DEPTH = 64
 
@@ -24,6 +36,17 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _BEFORE_CHECKSUM = b'{"xxh3_64":"'
 _BEFORE_CONTENT = b'","content":'
 _AFTER_CONTENT = b"}\n"
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return XXH3 of 64 bits, which runs at the speed of memory, in hexadecimal digits.
+
+    Examples
+    --------
+    >>> checksum(b"")
+    '2d06800538d394c2'
+    """
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def dump(value: object) -> bytes:

@@ -20,7 +20,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class WriterLock:
-    """The right to write one rank's part of a recording, or what all ranks share.
+    """The right to write one rank's part of a recording.
 
     Parameters
     ----------
@@ -28,8 +28,6 @@ class WriterLock:
         The recording.
     name : str
         The file that is locked.
-    waits : bool, default False
-        Whether to wait for whoever holds it.
 
     Raises
     ------
@@ -37,12 +35,12 @@ class WriterLock:
         If another writer holds it.
     """
 
-    def __init__(self, folder: Folder, name: str, *, waits: bool = False) -> None:
+    def __init__(self, folder: Folder, name: str) -> None:
         self._descriptor: int | None = None
         self._owner = os.getpid()
         descriptor = system.open_file(name, _FLAGS, 0o666, dir_fd=folder.descriptor)
         try:
-            system.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             close_quietly(descriptor)
             message = f"{folder.path} is being written by another writer, which holds {name}"

@@ -6,32 +6,29 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.stores.disk_format.chunks import ChunkFile, FileEntry, memory
 from scio_recorder.stores.disk_format.faults import accessing, parsing
 from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_format.kept import KeptReader
-from scio_recorder.stores.disk_format.records import rows_table
-from scio_recorder.stores.disk_format.run import scan
+from scio_recorder.stores.disk_format.run import Chunk, Packed, read_state, scan, state_name
 from scio_recorder.stores.disk_format.tables import require_little_endian
+from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
     from typing import Self
 
-    from scio_recorder.stores.disk_format.jsons import JSON
-    from scio_recorder.stores.disk_format.run import Run, Shard
     from scio_recorder.stores.disk_format.tables import Table, TensorSpec
 
-__all__ = ["FileReport", "RunReader", "load_state"]
+__all__ = ["FileReport", "RunReader"]
 
 # Each open file costs a descriptor, of which a process may have a thousand.
 MAX_OPEN_CHUNKS = 128
@@ -45,18 +42,11 @@ class FileReport(NamedTuple):
     problem: str | None
 
 
-class _Piece(NamedTuple):
-    shard: str
-    file: FileEntry
-    rows: int
-
-
 class RunReader:
     """A recording that is open for reading.
 
-    Opening reads the description, the journals and the manifest, and looks for every chunk file;
-    data is read when it is asked for. No code of the recording is run, and nothing outside its
-    folder is touched.
+    Opening reads the description, the manifests and the header of every chunk; data is read when it
+    is asked for. No code of the recording is run, and nothing outside its folder is touched.
 
     Parameters
     ----------
@@ -108,18 +98,21 @@ class RunReader:
         self.rank = rank
         self.path = os.fspath(path)
         with accessing(self.path):
-            self._root = Folder.open(self.path)
-        self._finalizer = weakref.finalize(self, self._root.close)
-        self._run: Run = scan(self._root)
+            self._folder = Folder(self.path)
+        self._finalizer = weakref.finalize(self, self._folder.close)
+        self._files = _OpenFiles(self._folder)
+        self._run = scan(self._folder, rank)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
-        self.complete = self._run.complete if rank is None else self._run.is_closed(rank)
-        self.sample_ids = SampleIds()
-        self._pieces: list[_Piece] = []
-        self._starts: list[int] = []
-        self._index()
-        self._chunks: OrderedDict[int, ChunkFile] = OrderedDict()
-        self._chunks_lock = Lock()
+        self.complete = self._run.is_complete
+        shards = self._run.shards.values()
+        chunks = [chunk for shard in shards for chunk in shard.chunks]
+        with parsing(self.path):
+            self.sample_ids = self._run.sample_ids()
+            self.kept = KeptReader(chunks, self._files.file)
+        self._chunks = [chunk for chunk in chunks if len(chunk.ids)]
+        # The number of samples before each chunk.
+        self._starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
         if verify:
             for report in self._verified():
                 if report.problem is not None:
@@ -136,13 +129,9 @@ class RunReader:
         return self._run.description.world_size
 
     @property
-    def complete_ranks(self) -> frozenset[int]:
-        """The ranks that have finished."""
-        return frozenset(rank for rank in range(self.world_size) if self._run.is_closed(rank))
-
-    def has_begun(self, rank: int) -> bool:
-        """Whether a rank has begun to write."""
-        return bool(self._run.of_rank(rank))
+    def is_begun(self) -> bool:
+        """Whether anything has been committed."""
+        return any(shard.chunks or shard.is_closed for shard in self._run.shards.values())
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
         """Return samples ``start`` to ``stop`` of a layer, in memory of their own.
@@ -163,13 +152,13 @@ class RunReader:
         for number, first, last in self._overlaps(start, stop) if row_bytes else ():
             begin = self._starts[number]
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
-            with accessing(self.path):
-                self._chunk(number).copy_into(part, layer, (first - begin) * row_bytes)
+            file = self._files.file(self._chunks[number])
+            file.copy_into(part, layer, (first - begin) * row_bytes)
         return data.view(spec.dtype).view(stop - start, *spec.shape)
 
-    def read_state(self, rank: int = 0) -> dict[str, Tensor | JSON] | None:
+    def read_state(self, rank: int = 0) -> Packed | None:
         """Return the state that one rank committed last, or None where it committed none."""
-        return load_state(self._root, self._run, rank)
+        return read_state(self._folder, self._run, rank)
 
     def verify(self) -> tuple[FileReport, ...]:
         """Read every byte of data and compare it with its checksum.
@@ -180,7 +169,7 @@ class RunReader:
 
     def close(self) -> None:
         """Close the files; tensors that were read stay."""
-        self._chunks.clear()
+        self._files.close()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -197,16 +186,6 @@ class RunReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(RunReader, rank=self.rank), (os.path.abspath(self.path),)
 
-    def _index(self) -> None:
-        with parsing(self.path):
-            for shard in self._shards:
-                for chunk in shard.chunks:
-                    if chunk.file is not None and chunk.rows:
-                        self._pieces.append(_Piece(shard.name, chunk.file, chunk.rows))
-                        self._starts.append(self.num_samples)
-                    self.sample_ids.add(chunk.ids)
-            self.kept = KeptReader(self._root, self._shards)
-
     def _spec(self, layer: str) -> TensorSpec:
         if layer not in self.layers:
             known = ", ".join(map(repr, self.layers)) or "none"
@@ -216,60 +195,54 @@ class RunReader:
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         number = bisect_right(self._starts, start) - 1
         while start < stop:
-            end = min(stop, self._starts[number] + self._pieces[number].rows)
+            end = min(stop, self._starts[number + 1])
             yield number, start, end
             start, number = end, number + 1
 
-    def _chunk(self, number: int) -> ChunkFile:
-        with self._chunks_lock:
-            chunk = self._chunks.get(number)
-            if chunk is None:
-                chunk = self._chunks[number] = self._open_chunk(number)
-            self._chunks.move_to_end(number)
-            if len(self._chunks) > MAX_OPEN_CHUNKS:
-                self._chunks.popitem(last=False)
-            return chunk
-
-    def _open_chunk(self, number: int) -> ChunkFile:
-        piece = self._pieces[number]
-        with self._root.subfolder(piece.shard) as folder:
-            return ChunkFile(folder, piece.file, rows_table(self.layers, piece.rows))
-
-    @property
-    def _shards(self) -> Iterable[Shard]:
-        return self._run.shards if self.rank is None else self._run.of_rank(self.rank)
-
     def _verified(self) -> Iterator[FileReport]:
-        for shard in self._shards:
+        for rank, shard in self._run.shards.items():
             for chunk in shard.chunks:
-                if chunk.file is not None:
-                    table = rows_table(self.layers, chunk.rows)
-                    yield self._report(shard.name, chunk.file, table)
-                if chunk.kept is not None:
-                    yield self._report(shard.name, chunk.kept.file, chunk.kept.table)
-            last = self._run.states.get(shard.rank)
-            if last is not None and last[0] is shard and last[1].file is not None:
-                yield self._report(shard.name, last[1].file, last[1].table)
-
-    def _report(self, shard: str, file: FileEntry, table: Mapping[str, TensorSpec]) -> FileReport:
-        problem = None
-        try:
-            with accessing(f"{self.path}/{shard}"), self._root.subfolder(shard) as folder:
-                ChunkFile(folder, file, table).verify()
-        except RecordingError as error:
-            problem = str(error)
-        return FileReport(f"{shard}/{file.name}", file.num_bytes, problem)
+                yield _report(chunk.name, partial(self._files.opened, chunk))
+            if shard.state_file is not None:
+                name = state_name(rank, shard.state_file)
+                yield _report(name, partial(TensorFile, self._folder, name))
 
 
-def load_state(root: Folder, run: Run, rank: int) -> dict[str, Tensor | JSON] | None:
-    """Return the state that a rank committed last, read and verified."""
-    last = run.states.get(rank)
-    if last is None:
-        return None
-    shard, record = last
-    state: dict[str, Tensor | JSON] = dict(record.values)
-    if record.file is not None:
-        with accessing(root.path_of(shard.name)), root.subfolder(shard.name) as folder:
-            file = ChunkFile(folder, record.file, record.table)
-            state.update({name: file.read(name) for name in record.table})
-    return state
+def _report(name: str, opened: Callable[[], TensorFile]) -> FileReport:
+    try:
+        file = opened()
+        file.verify()
+    except RecordingError as error:
+        return FileReport(name, 0, str(error))
+    return FileReport(name, file.num_bytes, None)
+
+
+class _OpenFiles:
+    """The files of chunks that were used last, and what is known of their blocks."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._files: OrderedDict[str, TensorFile] = OrderedDict()
+        self._lock = Lock()
+
+    def file(self, chunk: Chunk) -> TensorFile:
+        """Return the file of a chunk."""
+        with self._lock:
+            file = self._files.get(chunk.name)
+            if file is None:
+                file = self._files[chunk.name] = self.opened(chunk)
+            self._files.move_to_end(chunk.name)
+            if len(self._files) > MAX_OPEN_CHUNKS:
+                self._files.popitem(last=False)
+            return file
+
+    def opened(self, chunk: Chunk) -> TensorFile:
+        """Open the file of a chunk anew."""
+        file = TensorFile(self._folder, chunk.name)
+        if file.checksum != chunk.checksum:
+            raise RecordingError(f"{file.path} has become another one since it was opened")
+        return file
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._files.clear()

@@ -1,281 +1,337 @@
-"""A recording's folder as it is found: shards, journals and manifest, one checked by another."""
+"""A recording's folder as it is found: its description, chunks and manifests."""
 
 from __future__ import annotations
 
-import errno
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.faults import accessing, parsing
-from scio_recorder.stores.disk_format.folder import close_quietly
-from scio_recorder.stores.disk_format.journal import EMPTY, Frames, read_frames
-from scio_recorder.stores.disk_format.jsons import (
-    JSON,
-    MAX_FILE_BYTES,
-    differences,
-    expect,
-    parse,
-    unseal,
-)
-from scio_recorder.stores.disk_format.records import (
-    ChunkRecord,
-    CloseRecord,
-    Description,
-    OpenRecord,
-)
+from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
+from scio_recorder.stores.disk_format.jsons import JSON, MAX_FILE_BYTES, differences, expect, unseal
+from scio_recorder.stores.disk_format.tables import Table, TensorSpec, from_json, to_json
+from scio_recorder.stores.disk_format.tensor_file import TensorFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from scio_recorder.stores.disk_format.folder import Folder
-    from scio_recorder.stores.disk_format.records import StateRecord
+    from scio_recorder.stores.disk_format.ids import Ids
 
 __all__ = [
-    "CHUNK_NAME",
-    "CREATION_LOCK_NAME",
     "DESCRIPTION_NAME",
-    "JOURNAL_NAME",
-    "MANIFEST_NAME",
+    "MAX_RANKS",
+    "Chunk",
+    "Description",
+    "Packed",
     "Run",
     "Shard",
-    "lock_name",
+    "batch_name",
+    "chunk_name",
+    "manifest_name",
+    "place_of",
     "read_description",
+    "read_state",
+    "rows_table",
     "scan",
-    "shard_name",
+    "state_name",
+    "state_place",
+    "tensor_name",
 ]
 
 DESCRIPTION_NAME = "recording.json"
-MANIFEST_NAME = "manifest.json"
-JOURNAL_NAME = "journal.log"
-CREATION_LOCK_NAME = "lock-create"
-CHUNK_NAME = re.compile(r"chunk-\d{8}\.safetensors", re.ASCII)
-_SHARD_NAME = re.compile(r"shard-(\d{5})-(\d{5})", re.ASCII)
+FORMAT = "scio-recording"
+VERSION = 2
+MAX_RANKS = 100_000
+_TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
 
 
-def lock_name(rank: int) -> str:
-    """Return the name of the file that a rank's writer locks."""
-    return f"lock-{rank:05d}"
+def chunk_name(rank: int, number: int) -> str:
+    """Return the name of a commit of a rank."""
+    return f"chunk-{rank:05d}-{number:08d}.safetensors"
 
 
-def shard_name(rank: int, attempt: int) -> str:
-    """Return the name of the folder that one attempt of a rank writes."""
-    return f"shard-{rank:05d}-{attempt:05d}"
+def state_name(rank: int, token: str) -> str:
+    """Return the name of the tensors of a state."""
+    return f"state-{rank:05d}-{token}.safetensors"
+
+
+def manifest_name(rank: int) -> str:
+    """Return the name of the file that says that a rank is complete."""
+    return f"manifest-{rank:05d}.json"
+
+
+def tensor_name(number: int) -> str:
+    """Return the name in a chunk of a tensor that is kept of batches."""
+    return f"#{number}"
+
+
+def batch_name(number: int) -> str:
+    """Return the name in a chunk of the text that says what is kept of a batch."""
+    return f"#batch-{number}"
+
+
+def rows_table(layers: Table, rows: int) -> dict[str, TensorSpec]:
+    """Return what a chunk of ``rows`` samples holds of layers."""
+    return {name: spec.of(rows) for name, spec in layers.items()}
+
+
+class Packed(NamedTuple):
+    """A value as JSON, and the tensors that it refers to by their numbers."""
+
+    value: JSON
+    tensors: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of ``recording.json``."""
+
+    run: str
+    world_size: int
+    layers: dict[str, TensorSpec]
+    header: dict[str, JSON]
+
+    def to_json(self) -> dict[str, JSON]:
+        """Return this as JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": self.run,
+            "world_size": self.world_size,
+            "layers": to_json(self.layers),
+            "header": self.header,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Description:
+        """Return what `to_json` wrote."""
+        if value["format"] != FORMAT or expect(value["version"], int) != VERSION:
+            raise ValueError(f"not a {FORMAT} of version {VERSION}")
+        world_size = expect(value["world_size"], int)
+        if not 0 < world_size <= MAX_RANKS:
+            raise ValueError(f"a recording of {world_size} ranks")
+        layers = from_json(value["layers"])
+        if any(name.startswith("#") for name in layers):
+            raise ValueError("a layer's name begins with #, as those of what is kept of batches do")
+        return cls(expect(value["run"], str), world_size, layers, expect(value["header"], dict))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A commit, without its data.
+
+    Parameters
+    ----------
+    name, checksum
+        Of its file; the checksum is that of the file's header.
+    ids
+        The ids of its samples.
+    batches
+        How many samples each batch has of which something is kept; None where nothing is.
+    state
+        The values that were committed along, and in which file their tensors are, or None.
+    kept_bytes
+        What is kept of batches takes.
+    """
+
+    name: str
+    checksum: str
+    ids: Ids
+    batches: tuple[int, ...] | None
+    state: Any
+    kept_bytes: int = 0
+
+    @property
+    def state_file(self) -> str | None:
+        """What tells the file with the tensors of its state, if there is one."""
+        return None if self.state is None else self.state["file"]
 
 
 @dataclass
 class Shard:
-    """What one writer left: its commits, and whether it finished."""
+    """One rank's part: its commits in order, and whether there will be no more."""
 
     rank: int
-    attempt: int
-    samples_before: int
-    journal: Frames
-    chunks: list[ChunkRecord] = field(default_factory=list)
-    opening: OpenRecord | None = None
-    closing: CloseRecord | None = None
-    next_number: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return shard_name(self.rank, self.attempt)
+    chunks: list[Chunk] = field(default_factory=list)
+    is_closed: bool = False
 
     @property
     def samples(self) -> int:
         """How many samples it holds."""
-        return sum(chunk.rows for chunk in self.chunks)
+        return sum(len(chunk.ids) for chunk in self.chunks)
+
+    @property
+    def last(self) -> Chunk | None:
+        """The last commit that has a state."""
+        return next((chunk for chunk in reversed(self.chunks) if chunk.state is not None), None)
+
+    @property
+    def state_file(self) -> str | None:
+        """What tells the file with the tensors of the last state, if there is one."""
+        return None if self.last is None else self.last.state_file
+
+    def manifest(self, run: str) -> dict[str, JSON]:
+        """Return what the manifest says when the shard is complete."""
+        checksums: list[JSON] = [chunk.checksum for chunk in self.chunks]
+        return {"run": run, "rank": self.rank, "samples": self.samples, "chunks": checksums}
 
 
 @dataclass
 class Run:
-    """A recording: its description, and its shards by rank and in the order of attempts."""
+    """A recording: its description, and the shards that were looked at."""
 
     description: Description
-    ranks: dict[int, list[Shard]] = field(default_factory=dict)
-    states: dict[int, tuple[Shard, StateRecord]] = field(default_factory=dict)
+    shards: dict[int, Shard] = field(default_factory=dict)
 
     @property
-    def shards(self) -> Iterator[Shard]:
-        """All shards, in the order in which their samples count."""
-        return chain.from_iterable(self.ranks.values())
+    def is_complete(self) -> bool:
+        """Whether every rank that was looked at has finished."""
+        return all(shard.is_closed for shard in self.shards.values())
 
-    def of_rank(self, rank: int) -> list[Shard]:
-        """Return the shards of one rank."""
-        return self.ranks.get(rank, [])
-
-    def is_closed(self, rank: int) -> bool:
-        """Whether this rank has written everything that it had to."""
-        shards = self.of_rank(rank)
-        return bool(shards) and shards[-1].closing is not None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every rank has."""
-        return all(self.is_closed(rank) for rank in range(self.description.world_size))
-
-    def files_of(self, shard: Shard, *, state: bool = True) -> dict[str, int]:
-        """Return the chunk files that this shard must have, with their lengths in bytes."""
-        files = [chunk.file for chunk in shard.chunks]
-        files += [chunk.kept.file for chunk in shard.chunks if chunk.kept is not None]
-        last = self.states.get(shard.rank)
-        if state and last is not None and last[0] is shard:
-            files.append(last[1].file)
-        return {file.name: file.num_bytes for file in files if file is not None}
-
-    def manifest(self) -> dict[str, JSON]:
-        """Return what the manifest of a complete recording says."""
-        shards: dict[str, JSON] = {
-            shard.name: {
-                "journal_bytes": shard.journal.num_bytes,
-                "journal_xxh3_64": shard.journal.checksum,
-                "samples": shard.samples,
-                "files": dict(self.files_of(shard)),
-            }
-            for shard in self.shards
-        }
-        return {"run": self.description.run, "shards": shards}
+    def sample_ids(self) -> SampleIds:
+        """Return the ids of all samples."""
+        ids = SampleIds()
+        for shard in self.shards.values():
+            for chunk in shard.chunks:
+                ids.add(chunk.ids)
+        return ids
 
 
-def scan(root: Folder) -> Run:
-    """Read everything about a recording but the data itself, which is only looked for.
+def scan(folder: Folder, rank: int | None = None) -> Run:
+    """Read all about a recording, or one rank's part, but the data itself.
 
     Raises
     ------
     RecordingError
         If anything does not fit, naming the file.
     """
-    run = Run(read_description(root))
-    with accessing(root.path):
-        names = root.names()
-    for rank, attempt in _shard_numbers(root, names, run.description.world_size):
-        _add_shard(root, run, rank, attempt)
-    for shard in run.shards:
-        _check_files(root, run, shard)
-    if MANIFEST_NAME in names:
-        _check_manifest(root, run)
+    description = read_description(folder)
+    with accessing(folder.path):
+        names = set(folder.names())
+    lasts: dict[int, int] = {}
+    for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
+        owner, number = int(match[1]), int(match[2])
+        if owner >= description.world_size:
+            raise RecordingError(f"{folder.path_of(match[0])} is out of place: no such rank")
+        lasts[owner] = max(number, lasts.get(owner, -1))
+    run = Run(description)
+    for owner in range(description.world_size) if rank is None else (rank,):
+        is_closed = manifest_name(owner) in names
+        shard = _read_shard(folder, description, owner, lasts.get(owner, -1) + 1, is_closed)
+        run.shards[owner] = shard
     return run
 
 
-def read_description(root: Folder) -> Description:
+def read_description(folder: Folder) -> Description:
     """Return what ``recording.json`` says."""
-    with accessing(root.path):
-        if DESCRIPTION_NAME not in root.names():
-            raise RecordingError(f"{root.path} holds no recording: it has no {DESCRIPTION_NAME}")
-    with parsing(root.path_of(DESCRIPTION_NAME)):
-        return Description.from_json(unseal(root.read_small(DESCRIPTION_NAME, MAX_FILE_BYTES)))
+    with accessing(folder.path):
+        if not folder.has(DESCRIPTION_NAME):
+            raise RecordingError(f"{folder.path} holds no recording: it has no {DESCRIPTION_NAME}")
+    with parsing(folder.path_of(DESCRIPTION_NAME)):
+        return Description.from_json(unseal(folder.read_small(DESCRIPTION_NAME, MAX_FILE_BYTES)))
 
 
-def _shard_numbers(root: Folder, names: list[str], world_size: int) -> Iterator[tuple[int, int]]:
-    attempts = dict.fromkeys(range(world_size), 0)
-    for match in filter(None, map(_SHARD_NAME.fullmatch, names)):
-        rank, attempt = int(match[1]), int(match[2])
-        if attempts.get(rank) != attempt:
-            expected = shard_name(rank, attempts[rank]) if rank in attempts else "none of this rank"
-            raise RecordingError(f"{root.path_of(match[0])} is out of place: expected {expected}")
-        attempts[rank] += 1
-        yield rank, attempt
+def _read_shard(
+    folder: Folder, description: Description, rank: int, count: int, is_closed: bool
+) -> Shard:
+    shard = Shard(rank, is_closed=is_closed)
+    name, listed = manifest_name(rank), []
+    if is_closed:
+        with parsing(folder.path_of(name)):
+            manifest = unseal(folder.read_small(name, MAX_FILE_BYTES))
+            listed = expect(manifest["chunks"], list)
+    # A writer may have gone on while names were listed, so that they need not be those of one
+    # instant: files are looked for by their numbers.
+    count = max(count, len(listed))
+    before = 0
+    for number in range(count):
+        chunk = _read_chunk(folder, description, rank, number, before)
+        shard.chunks.append(chunk)
+        before += len(chunk.ids)
+    if is_closed:
+        found = differences(manifest, shard.manifest(description.run), "manifest")
+        if found:
+            raise RecordingError(f"{folder.path_of(name)} does not match the chunks: {found[0]}")
+    return shard
 
 
-def _add_shard(root: Folder, run: Run, rank: int, attempt: int) -> None:
-    name = shard_name(rank, attempt)
-    with accessing(root.path_of(name)), root.subfolder(name) as folder:
-        earlier = run.of_rank(rank)
-        before = earlier[-1].samples_before + earlier[-1].samples if earlier else 0
-        shard = Shard(rank, attempt, before, _read_journal(folder))
-        with parsing(folder.path_of(JOURNAL_NAME)):
-            if run.is_closed(rank):
-                raise ValueError("an earlier shard says that nothing follows it")
-            for index, payload in enumerate(shard.journal.payloads):
-                _add_record(run, shard, index, parse(payload))
-    # The payloads would double what is kept of a long journal.
-    shard.journal = shard.journal._replace(payloads=[])
-    run.ranks.setdefault(rank, []).append(shard)
-
-
-def _read_journal(folder: Folder) -> Frames:
-    path = folder.path_of(JOURNAL_NAME)
-    with parsing(path):
-        try:
-            descriptor = folder.open_regular(JOURNAL_NAME)
-        except FileNotFoundError:
-            return EMPTY
-        try:
-            return read_frames(descriptor)
-        finally:
-            close_quietly(descriptor)
-
-
-def _add_record(run: Run, shard: Shard, index: int, value: Any) -> None:
-    if expect(value["sequence"], int) != index:
-        raise ValueError(f"record {index} is out of sequence")
-    if shard.closing is not None:
-        raise ValueError("a record follows the closing one")
-    if index == 0:
-        shard.opening = _opening(run, shard, value)
-    elif value["kind"] == "chunk":
-        _add_chunk(run, shard, ChunkRecord.from_json(value, run.description.layers))
-    elif value["kind"] == "close":
-        shard.closing = CloseRecord(expect(value["samples"], int))
-        if shard.closing.samples != shard.samples_before + shard.samples:
-            raise ValueError("the number of samples is not that of the closing record")
-    else:
-        raise ValueError(f"record {index} is of an unknown kind")
-
-
-def _opening(run: Run, shard: Shard, value: Any) -> OpenRecord:
-    # An earlier journal that was cut short looks like one whose writer was killed, but for this.
-    opening = OpenRecord(run.description.run, shard.rank, shard.attempt, shard.samples_before)
-    if value != {"sequence": 0, **opening.to_json()}:
-        raise ValueError(f"it does not belong here, or samples before it are lost: {value}")
-    return opening
-
-
-def _add_chunk(run: Run, shard: Shard, chunk: ChunkRecord) -> None:
-    for file in chunk.files:
-        if file.number < shard.next_number:
-            raise ValueError(f"{file.name} is named twice or out of order")
-        shard.next_number = file.number + 1
-    shard.chunks.append(chunk)
-    if chunk.state is not None:
-        run.states[shard.rank] = shard, chunk.state
-
-
-def _check_files(root: Folder, run: Run, shard: Shard) -> None:
-    with accessing(root.path_of(shard.name)), root.subfolder(shard.name) as folder:
-        closed = run.is_closed(shard.rank)
-        # A writer at work removes states that it has replaced, perhaps since the journal was read.
-        expected = run.files_of(shard, state=closed)
-        for name, size in expected.items():
-            _check_file(folder, name, size)
-        found = set(filter(CHUNK_NAME.fullmatch, folder.names()))
-        if shard.opening is None and found:
-            raise RecordingError(f"{folder.path_of(JOURNAL_NAME)} is missing or cut short")
-        # An unfinished rank may have been stopped between writing a file and committing it.
-        for name in sorted(found - set(expected)) if closed else ():
-            raise RecordingError(f"{folder.path_of(name)} is not part of this recording")
-
-
-def _check_file(folder: Folder, name: str, size: int) -> None:
+def _read_chunk(
+    folder: Folder, description: Description, rank: int, number: int, before: int
+) -> Chunk:
+    name = chunk_name(rank, number)
+    path = folder.path_of(name)
     try:
-        found = folder.size(name)
-    except OSError as cause:
-        if cause.errno != errno.ENOENT:
-            raise
-        raise RecordingError(f"{folder.path_of(name)} is missing") from cause
-    if found != size:
-        path = folder.path_of(name)
-        raise RecordingError(f"{path} is damaged: {found} bytes long, {size} were written")
+        file = TensorFile(folder, name)
+    except RecordingError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise RecordingError(f"{path} is missing, and others follow it") from error
+        raise
+    try:
+        with parsing(path):
+            return _chunk_of(name, file, description, place_of(description, rank, number, before))
+    finally:
+        file.close()
 
 
-def _check_manifest(root: Folder, run: Run) -> None:
-    with parsing(root.path_of(MANIFEST_NAME)):
-        manifest = unseal(root.read_small(MANIFEST_NAME, MAX_FILE_BYTES))
-    found = differences(manifest, run.manifest(), "manifest")
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise RecordingError(
-            f"{root.path_of(MANIFEST_NAME)} does not match what it lists: {found[0]}{more}"
-        )
+def place_of(description: Description, rank: int, number: int, before: int) -> dict[str, JSON]:
+    """Return what a chunk says of where it belongs."""
+    return {"run": description.run, "rank": rank, "number": number, "samples_before": before}
+
+
+def state_place(description: Description, rank: int, token: str) -> dict[str, JSON]:
+    """Return what the tensors of a state say of where they belong."""
+    return {"run": description.run, "rank": rank, "state": token}
+
+
+def _chunk_of(
+    name: str, file: TensorFile, description: Description, place: Mapping[str, JSON]
+) -> Chunk:
+    content = file.content
+    if {key: content[key] for key in place} != place:
+        raise ValueError("it does not belong here, or samples before it are lost")
+    ids = ids_from_json(content["ids"])
+    own = list(rows_table(description.layers, len(ids)).items())
+    table = list(file.table.items())
+    if table[: len(own)] != own:
+        raise ValueError("its tensors are not those of the recording's layers")
+    kept, batches = dict(table[len(own) :]), content["batches"]
+    if batches is not None:
+        batches = tuple(expect(count, int) for count in expect(batches, list))
+    _check_kept(kept, batches, len(ids))
+    state = content["state"]
+    if state is not None and not _TOKEN.fullmatch(expect(state, dict)["file"] or "0" * 16):
+        raise ValueError("its state is nowhere")
+    kept_bytes = sum(spec.num_bytes for spec in kept.values())
+    return Chunk(name, file.checksum, ids, batches, state, kept_bytes)
+
+
+def _check_kept(kept: Table, batches: tuple[int, ...] | None, rows: int) -> None:
+    texts = [batch_name(number) for number in range(len(batches or ()))]
+    names = [tensor_name(number) for number in range(len(kept) - len(texts))]
+    if list(kept) != names + texts:
+        raise ValueError("what is kept of batches is not all there")
+    if any(kept[text].dtype != torch.uint8 or len(kept[text].shape) != 1 for text in texts):
+        raise ValueError("what is kept of a batch is no text")
+    if batches is not None and (sum(batches) != rows or min(batches, default=0) < 0):
+        raise ValueError(f"batches of {rows} samples that do not add up")
+
+
+def read_state(folder: Folder, run: Run, rank: int) -> Packed | None:
+    """Return what a rank committed last besides samples, verified."""
+    last = run.shards[rank].last
+    if last is None:
+        return None
+    if last.state_file is None:
+        return Packed(last.state["value"], [])
+    file = TensorFile(folder, state_name(rank, last.state_file))
+    try:
+        with parsing(file.path):
+            if file.content != state_place(run.description, rank, last.state_file):
+                raise ValueError("it does not belong here")
+            return Packed(last.state["value"], [file.read(name) for name in file.table])
+    finally:
+        file.close()

@@ -7,6 +7,7 @@ one of them fail, fall short or never return.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 
@@ -15,41 +16,54 @@ __all__ = [
     "flock",
     "fstat",
     "fsync",
-    "ftruncate",
     "list_names",
     "mkdir",
     "open_file",
     "pread",
     "pread_into",
-    "rename",
+    "rename_new",
     "stat",
     "unlink",
     "write",
     "write_behind",
 ]
 
-# The flag SYNC_FILE_RANGE_WRITE of <fcntl.h>.
+# The flags SYNC_FILE_RANGE_WRITE of <fcntl.h> and RENAME_NOREPLACE of <linux/fs.h>.
 _BEGIN_WRITING = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_NO_REPLACE = 1
+_library = ctypes.CDLL(None, use_errno=True)
+_sync_file_range = getattr(_library, "sync_file_range", None)
+_renameat2 = getattr(_library, "renameat2", None)
 
 close = os.close
 flock = fcntl.flock
 fstat = os.fstat
 fsync = os.fsync
-ftruncate = os.ftruncate
 list_names = os.listdir
 mkdir = os.mkdir
 open_file = os.open
 pread = os.pread
-rename = os.rename
 stat = os.stat
 unlink = os.unlink
-write = os.write
+write = os.pwrite
 
 
 def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
     """Fill ``out`` from ``offset`` on; return how many bytes were read, 0 at its end."""
     return os.preadv(descriptor, [out], offset)
+
+
+def rename_new(old: str, new: str, folder: int) -> None:
+    """Give a file in a folder another name; `FileExistsError` if there is one of that name."""
+    if _renameat2 is not None:
+        if not _renameat2(folder, old.encode(), folder, new.encode(), _NO_REPLACE):
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+    # The file system can't do that at once: for a moment the file has both names.
+    os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    os.unlink(old, dir_fd=folder)
 
 
 def write_behind(descriptor: int, start: int, length: int) -> None:

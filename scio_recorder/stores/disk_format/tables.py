@@ -1,4 +1,4 @@
-"""What a file holds: named tensors, their dtypes and shapes, and how they lie in the file."""
+"""What a file holds: named tensors, their dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.jsons import JSON, dump, expect
+from scio_recorder.stores.disk_format.jsons import JSON, expect
+from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
-__all__ = ["Table", "TensorSpec", "encode_header", "from_json", "require_little_endian", "to_json"]
+__all__ = [
+    "MAX_SIZE",
+    "Table",
+    "TensorSpec",
+    "format_entry",
+    "from_json",
+    "require_little_endian",
+    "to_json",
+]
 
-MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 64
-# Where the header fills whole pages the data begins aligned, and is read faster.
-_PAGE_BYTES = 4096
 # Products of sizes below this stay exact in every program that reads them as doubles.
 MAX_SIZE = 1 << 48
 
@@ -44,7 +50,6 @@ _FORMAT_NAMES = {
     torch.complex64: "C64",
     torch.complex128: None,
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES}
 
 
 class TensorSpec(NamedTuple):
@@ -66,7 +71,7 @@ class TensorSpec(NamedTuple):
 Table: TypeAlias = Mapping[str, TensorSpec]
 
 
-def to_json(table: Table) -> dict[str, JSON]:
+def to_json(table: Table) -> list[JSON]:
     """Return a table as JSON.
 
     Raises
@@ -77,7 +82,7 @@ def to_json(table: Table) -> dict[str, JSON]:
     Examples
     --------
     >>> to_json({"1-3": TensorSpec((64, 7), torch.bfloat16)})
-    {'1-3': {'dtype': 'bfloat16', 'shape': [64, 7]}}
+    [['1-3', {'dtype': 'bfloat16', 'shape': [64, 7]}]]
     """
     for name, spec in table.items():
         if spec.dtype not in _FORMAT_NAMES:
@@ -86,52 +91,28 @@ def to_json(table: Table) -> dict[str, JSON]:
             raise ValueError("the name __metadata__ has a meaning of its own in safetensors files")
         if not name.isascii() and name != name.encode(errors="replace").decode():
             raise ValueError(f"the name {name!r} can't be written as UTF-8")
-    return {name: _spec_to_json(spec) for name, spec in table.items()}
+    # Objects have no order for every reader of JSON, and the order places the data.
+    return [
+        [name, {"dtype": dtype_name(spec.dtype), "shape": list(spec.shape)}]
+        for name, spec in table.items()
+    ]
 
 
 def from_json(value: Any) -> dict[str, TensorSpec]:
     """Return the table that `to_json` wrote; `ValueError` for anything else."""
-    return {name: _spec_from_json(entry) for name, entry in expect(value, dict).items()}
+    pairs = expect(value, list)
+    table = {expect(name, str): _spec_from_json(entry) for name, entry in pairs}
+    if len(table) != len(pairs):
+        raise ValueError("a name is listed twice")
+    return table
 
 
-def encode_header(table: Table) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file and the offset of each tensor in that file.
-
-    Tensors lie in the order of the table, those of wider elements first, which keeps every one of
-    them aligned. Nothing is left to choice, so that a reader need not trust a header: it knows
-    every byte that must be there.
-
-    Returns
-    -------
-    header : bytes
-        What precedes the data: length, JSON and padding.
-    offsets : dict of str to int
-        Bytes from the start of the file.
-    """
-    entries: dict[str, JSON] = {}
-    starts = {}
-    end = 0
-    for name, spec in sorted(table.items(), key=lambda item: -item[1].dtype.itemsize):
-        start, end = end, end + spec.num_bytes
-        starts[name] = start
-        entries[name] = {**_format_entry(spec), "data_offsets": [start, end]}
-    text = dump(entries)
-    text += b" " * (-(8 + len(text)) % _PAGE_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {len(text)} bytes: too many tensors for one file")
-    header = len(text).to_bytes(8, "little") + text
-    return header, {name: len(header) + starts[name] for name in table}
-
-
-def _format_entry(spec: TensorSpec) -> dict[str, JSON]:
+def format_entry(spec: TensorSpec) -> dict[str, JSON]:
+    """Return dtype and shape as a safetensors file states them."""
     name = _FORMAT_NAMES[spec.dtype]
     if name is not None:
         return {"dtype": name, "shape": list(spec.shape)}
     return {"dtype": "U8", "shape": [*spec.shape, spec.dtype.itemsize]}
-
-
-def _spec_to_json(spec: TensorSpec) -> JSON:
-    return {"dtype": str(spec.dtype).removeprefix("torch."), "shape": list(spec.shape)}
 
 
 def _spec_from_json(value: Any) -> TensorSpec:
@@ -140,7 +121,10 @@ def _spec_from_json(value: Any) -> TensorSpec:
         raise ValueError(f"{shape} is not a shape")
     if math.prod(size for size in shape if size) > MAX_SIZE:
         raise ValueError(f"{shape} is too large")
-    return TensorSpec(tuple(shape), _DTYPES[expect(value["dtype"], str)])
+    dtype = DTYPES[expect(value["dtype"], str)]
+    if dtype not in _FORMAT_NAMES:
+        raise ValueError(f"no file holds {dtype}")
+    return TensorSpec(tuple(shape), dtype)
 
 
 def require_little_endian() -> None:

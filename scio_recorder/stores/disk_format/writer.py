@@ -3,59 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
+import uuid
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.checks import (
-    check_joining,
-    check_open,
-    check_rank,
-    check_same,
-    check_tensors,
-    describe,
-    refuse_contents,
-    sealed,
-    split_state,
-)
-from scio_recorder.stores.disk_format.chunks import FileEntry, spec_of
+from scio_recorder.stores.disk_format.beginning import begin, check_rank, describe, temporary_name
 from scio_recorder.stores.disk_format.faults import accessing
 from scio_recorder.stores.disk_format.folder import Folder, make_folder
-from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
-from scio_recorder.stores.disk_format.jsons import seal
-from scio_recorder.stores.disk_format.kept import KeptBatches, kept_record, kept_tensors
+from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
+from scio_recorder.stores.disk_format.jsons import dump, parse, seal
+from scio_recorder.stores.disk_format.kept import KeptBatches, kept_tensors
 from scio_recorder.stores.disk_format.lock import WriterLock
-from scio_recorder.stores.disk_format.reader import load_state
-from scio_recorder.stores.disk_format.records import (
-    ChunkRecord,
-    CloseRecord,
-    KeptRecord,
-    OpenRecord,
-    StateRecord,
-)
 from scio_recorder.stores.disk_format.run import (
-    CHUNK_NAME,
-    CREATION_LOCK_NAME,
     DESCRIPTION_NAME,
-    MANIFEST_NAME,
+    Chunk,
+    Packed,
     Run,
-    lock_name,
+    chunk_name,
+    manifest_name,
+    place_of,
     read_description,
+    read_state,
     scan,
+    state_name,
+    state_place,
 )
-from scio_recorder.stores.disk_format.shard import ShardWriter
 from scio_recorder.stores.disk_format.tables import require_little_endian
+from scio_recorder.stores.disk_format.tensor_file import (
+    Layout,
+    check_dense,
+    checksum_of,
+    spec_of,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from torch import Tensor
 
     from scio_recorder.stores.disk_format.jsons import JSON
-    from scio_recorder.stores.disk_format.records import Description
     from scio_recorder.stores.disk_format.tables import Table
 
 __all__ = ["RunWriter", "holds_recording"]
@@ -82,26 +74,24 @@ class RunWriter:
     ----------
     sample_ids : SampleIds
         The ids of this rank's durable samples, those of earlier writers included.
-    state : dict or None
+    state : Packed or None
         The state that this rank had committed last when it was resumed.
     """
 
-    def __init__(self, root: Folder, lock: WriterLock, run: Run, rank: int) -> None:
-        self._root = root
+    def __init__(self, folder: Folder, lock: WriterLock, run: Run, rank: int) -> None:
+        self._folder = folder
         self._lock = lock
         self._rank = rank
-        self._layers = run.description.layers
-        self.sample_ids = SampleIds()
-        shards = run.of_rank(rank)
-        for shard in shards:
-            for chunk in shard.chunks:
-                self.sample_ids.add(chunk.ids)
-        self.state = load_state(root, run, rank)
-        self._state_files: list[FileEntry | None] = []
-        self._finished = False
-        opening = OpenRecord(run.description.run, rank, len(shards), self.durable)
-        self._shard = ShardWriter(root, opening)
-        self._finalizer = weakref.finalize(self, _close, self._shard, root, lock)
+        self._description = run.description
+        self._shard = run.shards[rank]
+        self.sample_ids = run.sample_ids()
+        self.state = read_state(folder, run, rank)
+        self._is_finishing = False
+        self._state_files: list[str] = []
+        # What was found need not be durable: its writer may have been killed before that.
+        folder.sync()
+        self._clear()
+        self._finalizer = weakref.finalize(self, _close, folder, lock)
 
     @classmethod
     def create(
@@ -122,7 +112,7 @@ class RunWriter:
         layers
             Shape and dtype of one sample of each layer.
         header
-            Settings to keep with the recording; resuming compares all of them.
+            Settings to keep with the recording; those who join must give the same.
         world_size
             How many ranks will write. With several, each begins like this, in any order: the first
             creates the recording, the others join it.
@@ -143,52 +133,40 @@ class RunWriter:
         check_rank(where, description, rank)
         with accessing(where), ExitStack() as stack:
             make_folder(where)
-            root = stack.enter_context(Folder.open(where))
-            lock = WriterLock(root, lock_name(rank))
-            stack.callback(lock.release)
-            writer = cls(root, lock, _begin(root, description, rank), rank)
+            folder = stack.enter_context(Folder(where))
+            lock = _locked(folder, rank, stack)
+            writer = cls(folder, lock, begin(folder, description, rank), rank)
             stack.pop_all()
             return writer
 
     @classmethod
-    def resume(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        layers: Table,
-        header: Mapping[str, JSON],
-        rank: int = 0,
-    ) -> Self:
-        """Continue a recording in a shard of its own; what is there is not touched.
+    def resume(cls, path: str | os.PathLike[str], *, rank: int = 0) -> Self:
+        """Go on with a recording; what is there is not touched.
 
         Parameters
         ----------
-        path, layers, header
-            As for `create`; layers and header must be equal to those stored.
+        path
+            The folder.
         rank
             Whose part to write.
 
         Raises
         ------
-        CollectError
-            As for `create`.
         RecordingError
-            If there is no recording, it is damaged, this rank of it is complete, it was made with
-            other settings, or another writer is at work on it.
+            If there is no recording, it is damaged, this rank of it is complete, or another writer
+            is at work on it.
         """
         require_little_endian()
         where = os.fspath(path)
         with accessing(where), ExitStack() as stack:
-            root = stack.enter_context(Folder.open(where))
+            folder = stack.enter_context(Folder(where))
             # Before the lock, lest a file appears in a folder that holds something else.
-            stored = read_description(root)
-            check_same(root.path, stored, describe(layers, header, 1))
-            check_rank(root.path, stored, rank)
-            lock = WriterLock(root, lock_name(rank))
-            stack.callback(lock.release)
-            run = scan(root)
-            check_open(root.path, run, rank)
-            writer = cls(root, lock, run, rank)
+            check_rank(where, read_description(folder), rank)
+            lock = _locked(folder, rank, stack)
+            run = scan(folder, rank)
+            if run.is_complete:
+                raise RecordingError(f"{where} is complete" + (f" for rank {rank}" if rank else ""))
+            writer = cls(folder, lock, run, rank)
             stack.pop_all()
             return writer
 
@@ -202,7 +180,7 @@ class RunWriter:
         tensors: Mapping[str, Tensor],
         sample_ids: Sequence[int] | Sequence[str],
         *,
-        state: Mapping[str, Tensor | JSON] | None = None,
+        state: Packed | None = None,
         kept: KeptBatches | None = None,
     ) -> None:
         """Write one chunk: it is durable, all of it, when this returns, and else not there.
@@ -225,46 +203,44 @@ class RunWriter:
         CollectError
             If the tensors are not those that the recording was created for.
         RecordingError
-            If the disk fails or is full. What was durable still is. Unless the journal itself was
-            hit, in which case every further call says so, the chunk can be appended again.
+            If the disk fails or is full. What was durable still is, and the same chunk can be
+            appended again. Another one can't where it is not known whether this one is there.
         """
         self._check_usable()
+        if self._is_finishing:
+            raise RecordingError(f"{self._folder.path} is finished; nothing can be added")
         try:
             ids = to_ids(sample_ids)
-            check_tensors(self._layers, tensors, len(ids))
             self.sample_ids.check(ids)
-            values, state_tensors = split_state(state or {})
-            batches = None if kept is None else kept_tensors(kept, len(ids))
-            with accessing(self._shard.path):
-                file = self._shard.store({name: tensors[name] for name in self._layers})
-                beside = None if kept is None else self._save_kept(kept, batches or {})
-                saved = self._save_state(values, state_tensors) if state is not None else None
-                if file is not None or beside is not None or state_tensors:
-                    self._shard.sync_names()
-                self._shard.commit(ChunkRecord(ids, file, saved, beside).to_json())
+            held = self._checked(tensors, len(ids))
+            if kept is not None:
+                held |= kept_tensors(kept, len(ids))
+            batches = None if kept is None else tuple(kept.rows)
+            chunk = self._commit(ids, held, batches, state)
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
         self.sample_ids.add(ids)
-        self._shard.settle()
-        if saved is not None:
-            self._replace_state(saved.file)
+        self._shard.chunks.append(chunk)
+        if chunk.state_file is not None:
+            # The one before stays for readers who have just come upon it.
+            self._state_files.append(chunk.state_file)
+            for file in self._state_files[:-2]:
+                with suppress(OSError):
+                    self._folder.unlink(state_name(self._rank, file))
+            self._state_files = self._state_files[-2:]
 
     def finish(self) -> None:
-        """Declare this rank's part complete; the last rank to do so writes the manifest.
+        """Declare this rank's part complete; the recording is when all of them are.
 
-        If this fails, it can be called again, unless the journal itself was hit.
+        If this fails, it can be called again.
         """
-        self._check_usable(finishing=True)
-        with accessing(self._root.path):
-            if not self._finished:
-                self._remove_leftovers()
-                self._shard.commit(CloseRecord(self.durable).to_json())
-                self._finished = True
-                self._shard.settle()
-            run = scan(self._root)
-            if run.complete:
-                temporary = _temporary(MANIFEST_NAME, self._rank)
-                self._root.replace_file(MANIFEST_NAME, seal(run.manifest()), temporary)
+        self._check_usable()
+        self._is_finishing = True
+        data = seal(self._shard.manifest(self._description.run))
+        name = manifest_name(self._rank)
+        with accessing(self._folder.path):
+            self._clear()
+            self._folder.put_bytes(name, temporary_name(name, self._rank), data)
         self.abort()
 
     def abort(self) -> None:
@@ -282,67 +258,109 @@ class RunWriter:
     ) -> None:
         self.abort()
 
-    def _check_usable(self, *, finishing: bool = False) -> None:
-        where = self._root.path
+    def _check_usable(self) -> None:
+        where = self._folder.path
         if not self._finalizer.alive:
             raise RecordingError(f"this writer of {where} is closed; resume the recording")
         if not self._lock.held:
             raise RecordingError(
                 f"{where} is being written by the process that opened it, not this"
             )
-        if self._finished and not finishing:
-            raise RecordingError(f"{where} is finished; nothing can be added")
 
-    def _save_state(self, values: dict[str, JSON], tensors: dict[str, Tensor]) -> StateRecord:
-        table = {name: spec_of(tensor) for name, tensor in tensors.items()}
-        return StateRecord(values, table, self._shard.store(tensors))
+    def _checked(self, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+        """Return the tensors in the order of the layers; `ValueError` unless they fit."""
+        layers = self._description.layers
+        if tensors.keys() != layers.keys():
+            odd = sorted(tensors.keys() ^ layers.keys())
+            raise ValueError(f"the layers are not those of the recording: {', '.join(odd)}")
+        for name, tensor in tensors.items():
+            expected, found = layers[name].of(rows), spec_of(tensor)
+            if found != expected:
+                raise ValueError(
+                    f"layer {name} is {found.dtype} {list(found.shape)}, not {expected.dtype} "
+                    f"{list(expected.shape)} ({rows} sample ids were given)"
+                )
+        return {name: tensors[name] for name in layers}
 
-    def _save_kept(self, kept: KeptBatches, tensors: dict[str, Tensor]) -> KeptRecord | None:
-        file = self._shard.store(tensors)
-        return None if file is None else kept_record(kept, tensors, file)
+    def _commit(
+        self,
+        ids: Ids,
+        tensors: dict[str, Tensor],
+        batches: tuple[int, ...] | None,
+        state: Packed | None,
+    ) -> Chunk:
+        number = len(self._shard.chunks)
+        name = chunk_name(self._rank, number)
+        file = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
+        saved: JSON = None if state is None else {"value": state.value, "file": file}
+        # Read at once as it will be read: what is nested too deeply is refused.
+        parse(dump({"state": saved}))
+        content: dict[str, JSON] = {
+            **place_of(self._description, self._rank, number, self.durable),
+            "ids": ids_to_json(ids),
+            "batches": None if batches is None else list(batches),
+            "state": saved,
+        }
+        put = self._prepared(name, tensors, content)
+        with accessing(self._folder.path):
+            if state is not None and file is not None:
+                numbered = {str(number): tensor for number, tensor in enumerate(state.tensors)}
+                place = state_place(self._description, self._rank, file)
+                self._prepared(state_name(self._rank, file), numbered, place)()
+            return Chunk(name, put(), ids, batches, saved)
 
-    def _replace_state(self, file: FileEntry | None) -> None:
-        # The one before the last stays, should the record that replaces it be lost with the disk.
-        self._state_files.append(file)
-        for old in filter(None, self._state_files[:-2]):
-            self._shard.discard(old)
-        self._state_files = self._state_files[-2:]
+    def _prepared(
+        self, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
+    ) -> Callable[[], str]:
+        """Return what puts a file in place and returns its checksum; `ValueError` if it can't be.
 
-    def _remove_leftovers(self) -> None:
-        """Remove this rank's files that never counted or no longer do.
-
-        What a closed rank's folders hold is exactly what its journals name.
+        Nothing may have been written when it turns out that something can't be.
         """
-        run = scan(self._root)
-        for shard in run.of_rank(self._rank):
-            keep = run.files_of(shard)
-            with self._root.subfolder(shard.name) as folder:
-                for name in folder.names():
-                    if CHUNK_NAME.fullmatch(name.removesuffix(".tmp")) and name not in keep:
-                        folder.unlink(name)
-                folder.sync()
+        for key, tensor in tensors.items():
+            check_dense(key, tensor)
+        layout = Layout({key: spec_of(tensor) for key, tensor in tensors.items()}, content)
+
+        def put() -> str:
+            try:
+                return checksum_of(
+                    self._folder.put(
+                        name,
+                        temporary_name(name, self._rank),
+                        lambda descriptor: write_tensors(descriptor, tensors, layout),
+                    )
+                )
+            except FileExistsError as cause:
+                raise RecordingError(
+                    f"{self._folder.path_of(name)} is there already: another writer has committed "
+                    "it, or a call that was interrupted; resume the recording"
+                ) from cause
+
+        return put
+
+    def _clear(self) -> None:
+        """Remove this rank's files that never counted or no longer do."""
+        last = self._shard.state_file
+        kept = None if last is None else state_name(self._rank, last)
+        for name in self._folder.names():
+            match = _LEFTOVER.fullmatch(name)
+            if match is not None and int(match[1] or match[2]) == self._rank and name != kept:
+                # What can't be removed now does no harm.
+                with suppress(OSError):
+                    self._folder.unlink(name)
 
 
-def _begin(root: Folder, description: Description, rank: int) -> Run:
-    """Return the recording of this description: created now, or by another rank."""
-    with ExitStack() as stack:
-        if description.world_size > 1:
-            creating = WriterLock(root, CREATION_LOCK_NAME, waits=True)
-            stack.callback(creating.release)
-            if DESCRIPTION_NAME in root.names():
-                run = scan(root)
-                check_joining(root.path, run, description, rank)
-                return run
-        refuse_contents(root)
-        root.replace_file(DESCRIPTION_NAME, sealed(description), _temporary(DESCRIPTION_NAME))
-        return Run(description)
+# A file that is not whole yet, or the tensors of a state.
+_LEFTOVER = re.compile(
+    r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
+)
 
 
-def _close(shard: ShardWriter, root: Folder, lock: WriterLock) -> None:
-    shard.close()
-    root.close()
+def _locked(folder: Folder, rank: int, stack: ExitStack) -> WriterLock:
+    lock = WriterLock(folder, f"lock-{rank:05d}")
+    stack.callback(lock.release)
+    return lock
+
+
+def _close(folder: Folder, lock: WriterLock) -> None:
+    folder.close()
     lock.release()
-
-
-def _temporary(name: str, rank: int = 0) -> str:
-    return f"{name}.{rank:05d}.tmp"

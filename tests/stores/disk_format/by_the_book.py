@@ -6,9 +6,9 @@ What the package writes is read here, and hostile recordings are put together wi
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
 import safetensors.torch
 import torch
 import xxhash
@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BLOCK = 2**20
+PAGE = 4096
+# Where the checksum of a header stands: behind its length and the text that all begin with.
+DIGITS = slice(
+    8 + len('{"__metadata__":{"xxh3_64":"'), 8 + len('{"__metadata__":{"xxh3_64":"') + 16
+)
 
 
 def digest(data: bytes) -> str:
     return f"{xxhash.xxh3_64(data).intdigest():016x}"
+
+
+def compact(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def seal(text: bytes) -> bytes:
@@ -34,74 +43,116 @@ def unseal(data: bytes) -> Any:
     return sealed["content"]
 
 
-def frame(payload: bytes) -> bytes:
-    length = f"{len(payload):08x}"
-    return (
-        f"{length} {digest(length.encode())[:8]} ".encode()
-        + payload
-        + (f" {digest(payload)}\n".encode())
-    )
+class Parts(NamedTuple):
+    """A file of tensors, taken apart."""
+
+    content: Any
+    blocks: str
+    entries: dict[str, Any]
+    data: bytes
 
 
-def frames(data: bytes) -> list[Any]:
-    records = []
-    while data:
-        length = int(data[:8], 16)
-        record, data = data[: length + 36], data[length + 36 :]
-        assert record == frame(record[18 : 18 + length])
-        records.append(json.loads(record[18 : 18 + length]))
-    return records
+def take_apart(whole: bytes) -> Parts:
+    (length,) = struct.unpack("<Q", whole[:8])
+    header, data = whole[: 8 + length], whole[8 + length :]
+    assert len(header) % PAGE == 0
+    assert header[DIGITS].decode() == digest(header[: DIGITS.start] + header[DIGITS.stop :])
+    entries = json.loads(header[8:])
+    metadata = entries.pop("__metadata__")
+    assert list(metadata) == ["xxh3_64", "blocks", "content"]
+    assert metadata["blocks"] == blocks_of(data, entries)
+    return Parts(json.loads(metadata["content"]), metadata["blocks"], entries, data)
+
+
+def blocks_of(data: bytes, entries: dict[str, Any]) -> str:
+    digits = []
+    for entry in entries.values():
+        first, last = entry["data_offsets"]
+        digits += [digest(data[i : min(i + BLOCK, last)]) for i in range(first, last, BLOCK)]
+    return "".join(digits)
+
+
+def put_together(parts: Parts, *, text: bytes | None = None) -> bytes:
+    """Make a file whose checksums are right; ``text`` stands for the content, whatever it is."""
+    content = compact(parts.content) if text is None else text
+    metadata = {"xxh3_64": "0" * 16, "blocks": parts.blocks, "content": content.decode()}
+    header = compact({"__metadata__": metadata, **parts.entries})
+    header += b" " * (-(8 + len(header)) % PAGE)
+    header = struct.pack("<Q", len(header)) + header
+    own = digest(header[: DIGITS.start] + header[DIGITS.stop :]).encode()
+    return header[: DIGITS.start] + own + header[DIGITS.stop :] + parts.data
+
+
+def chunks_of(root: Path) -> list[tuple[Path, Any]]:
+    """Return the commits of a finished recording, in order, and what they say."""
+    description = unseal((root / "recording.json").read_bytes())
+    assert (description["format"], description["version"]) == ("scio-recording", 2)
+    found = []
+    for rank in range(description["world_size"]):
+        manifest = unseal((root / f"manifest-{rank:05d}.json").read_bytes())
+        assert (manifest["run"], manifest["rank"]) == (description["run"], rank)
+        before = 0
+        for number, checksum in enumerate(manifest["chunks"]):
+            file = root / f"chunk-{rank:05d}-{number:08d}.safetensors"
+            whole = file.read_bytes()
+            assert whole[DIGITS].decode() == checksum
+            content = take_apart(whole).content
+            place = {"run": description["run"], "rank": rank, "number": number}
+            assert place.items() <= content.items()
+            assert content["samples_before"] == before
+            before += len(ids_of(content))
+            found.append((file, content))
+        assert manifest["samples"] == before
+        assert not (root / f"chunk-{rank:05d}-{len(manifest['chunks']):08d}.safetensors").exists()
+    return found
+
+
+def ids_of(content: Any) -> list[Any]:
+    span = content["ids"]
+    return span if isinstance(span, list) else [span["start"] + i for i in range(span["count"])]
 
 
 def read_run(root: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Read a finished recording of one rank, in the slowest way there is."""
+    """Read a finished recording, in the slowest way there is."""
     description = unseal((root / "recording.json").read_bytes())
-    assert (description["format"], description["version"]) == ("scio-recording", 1)
     names = [name for name, _ in description["layers"]]
     ids: list[Any] = []
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    manifest = unseal((root / "manifest.json").read_bytes())
-    for shard in sorted(root.glob("shard-*")):
-        journal = (shard / "journal.log").read_bytes()
-        assert manifest["shards"][shard.name]["journal_xxh3_64"] == digest(journal)
-        for record in frames(journal):
-            if record["kind"] == "chunk":
-                file = shard / f"chunk-{record['file']['number']:08d}.safetensors"
-                check_blocks(file, names, record["file"])
-                tensors = safetensors.torch.load_file(file)
-                for name in names:
-                    parts[name].append(tensors[name])
-                span = record["ids"]
-                whole = span if isinstance(span, list) else None
-                ids += whole or range(span["start"], span["start"] + span["count"])
+    for file, content in chunks_of(root):
+        tensors = safetensors.torch.load_file(file)
+        assert [name for name, _ in content["tensors"]][: len(names)] == names
+        for name in names:
+            parts[name].append(tensors[name])
+        ids += ids_of(content)
     return ids, {name: torch.cat(part) for name, part in parts.items()}
 
 
 def read_kept(root: Path) -> list[tuple[int, Any, list[torch.Tensor]]]:
     """Read what is kept of each batch: its number of samples, a value, and tensors."""
     found = []
-    for shard in sorted(root.glob("shard-*")):
-        for record in frames((shard / "journal.log").read_bytes()):
-            if record["kind"] == "chunk" and record["kept"] is not None:
-                kept = record["kept"]
-                file = shard / f"chunk-{kept['file']['number']:08d}.safetensors"
-                check_blocks(file, [name for name, _ in kept["tensors"]], kept["file"])
-                tensors = safetensors.torch.load_file(file)
-                texts = [bytes(tensors.pop(f"batch-{i}")) for i in range(len(kept["batches"]))]
-                ordered = [tensors[str(i)] for i in range(len(tensors))]
-                found += [
-                    (count, json.loads(text), ordered)
-                    for count, text in zip(kept["batches"], texts, strict=True)
-                ]
+    for file, content in chunks_of(root):
+        tensors = safetensors.torch.load_file(file)
+        kept = [name for name, _ in content["tensors"] if name.startswith("#")]
+        count = len(content["batches"])
+        ordered = [tensors[name] for name in kept[: len(kept) - count]]
+        assert kept == [f"#{i}" for i in range(len(ordered))] + [
+            f"#batch-{i}" for i in range(count)
+        ]
+        texts = [bytes(tensors[name].tolist()) for name in kept[len(ordered) :]]
+        found += [
+            (rows, json.loads(text), ordered)
+            for rows, text in zip(content["batches"], texts, strict=True)
+        ]
     return found
 
 
-def check_blocks(file: Path, names: list[str], entry: Any) -> None:
-    data = file.read_bytes()
-    assert len(data) == entry["bytes"]
-    start = 8 + int(numpy.frombuffer(data, "<u8", 1)[0])
-    header = json.loads(data[8:start])
-    for name, blocks in zip(names, entry["blocks"], strict=True):
-        first, last = (start + offset for offset in header[name]["data_offsets"])
-        pieces = [data[i : min(i + BLOCK, last)] for i in range(first, last, BLOCK)]
-        assert blocks == "".join(map(digest, pieces))
+def read_state(root: Path) -> tuple[Any, list[torch.Tensor]]:
+    """Read what was committed last besides samples."""
+    states = [content["state"] for _, content in chunks_of(root) if content["state"] is not None]
+    token = states[-1]["file"]
+    if token is None:
+        return states[-1]["value"], []
+    file = root / f"state-00000-{token}.safetensors"
+    names = [name for name, _ in take_apart(file.read_bytes()).content["tensors"]]
+    tensors = safetensors.torch.load_file(file)
+    return states[-1]["value"], [tensors[name] for name in names]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scio_recorder.stores.disk_format import (
+    Packed,
     RunReader,
     RunWriter,
     TensorSpec,
@@ -46,15 +47,16 @@ def rows(start: int, stop: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state_after(count: int) -> dict[str, Any]:
+def state_after(count: int) -> Packed:
     """What a running sum over the first ``count`` samples would commit."""
     total = torch.tensor(sum(range(count)), dtype=torch.float64)
-    return {"total": total, "count": count, "note": {"seen": [count]}}
+    return Packed({"total": {"tensor": 0}, "count": count, "note": {"seen": [count]}}, [total])
 
 
 def start(path: Path) -> RunWriter:
-    begin = RunWriter.resume if holds_recording(path) else RunWriter.create
-    return begin(path, layers=LAYERS, header=HEADER)
+    if holds_recording(path):
+        return RunWriter.resume(path)
+    return RunWriter.create(path, layers=LAYERS, header=HEADER)
 
 
 def write_rest(path: Path, durable: list[int], *, finish: bool = True, step: int = 0) -> None:

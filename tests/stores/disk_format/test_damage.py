@@ -12,10 +12,20 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec
-from tests.stores.disk_format.runs import NUM_SAMPLES, check_contents, make_run
+from tests.stores.disk_format.runs import (
+    NUM_SAMPLES,
+    check_contents,
+    finish_and_check,
+    make_run,
+    rows,
+    start,
+    write_rest,
+)
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
-FILES = ("recording.json", "manifest.json", "journal.log", "chunk-00000002.safetensors")
+MANIFEST = "manifest-00000.json"
+CHUNK = "chunk-00000-0000000"
+FILES = ("recording.json", MANIFEST, f"{CHUNK}1.safetensors", "state-00000-*.safetensors")
 
 
 @pytest.fixture(scope="module", params=["complete", "interrupted"])
@@ -33,12 +43,13 @@ def find(run: Path, name: str) -> Path:
     found = list(run.rglob(name))
     if not found:
         pytest.skip(f"an interrupted recording has no {name}")
-    return found[0]
+    # Of two states the later one counts.
+    return max(found, key=lambda file: file.stat().st_mtime_ns)
 
 
 def survives(run: Path, file: Path) -> bool:
     """Whether the recording can be read; if not, it must be said why, and of which file."""
-    complete = (run / "manifest.json").exists()
+    complete = (run / MANIFEST).exists()
     problem = None
     try:
         count = check_contents(run)
@@ -46,7 +57,7 @@ def survives(run: Path, file: Path) -> bool:
         problem = str(error)
     if problem is not None:
         assert str(run) in problem
-        assert file.name in problem or "manifest.json" in problem
+        assert file.name in problem
         return False
     assert count == NUM_SAMPLES or not complete
     return True
@@ -57,7 +68,7 @@ def test_a_flip_in_any_byte(run, name):
     file = find(run, name)
     dice = random.Random(name)
     # Chunk files are the same in both kinds of recordings.
-    repeated = name.startswith("chunk") and not (run / "manifest.json").exists()
+    repeated = name.endswith("tensors") and not (run / MANIFEST).exists()
     for position in range(0, file.stat().st_size, 11 if repeated and not FULL else 1):
         for bit in range(8) if FULL else (dice.randrange(8),):
             flip(file, position, 1 << bit)
@@ -69,102 +80,109 @@ def test_a_flip_in_any_byte(run, name):
 @pytest.mark.parametrize("name", FILES)
 def test_truncation_at_any_length(run, name):
     file = find(run, name)
-    if name == "journal.log" and not (run / "manifest.json").exists():
-        pytest.skip("may end anywhere, see below")
     size = file.stat().st_size
     for length in reversed(range(0, size, 1 if FULL or size < 4096 else 23)):
         os.truncate(file, length)
         assert not survives(run, file), f"{length} bytes of {size} were enough"
 
 
-def test_a_journal_may_end_anywhere_while_it_is_written(tmp_path):
-    run = make_run(tmp_path / "run", finish=False)
-    file = find(run, "journal.log")
-    opening = file.read_bytes().index(b"\n") + 1
-    counts = set()
-    for length in reversed(range(file.stat().st_size)):
-        os.truncate(file, length)
-        if length < opening:
-            assert not survives(run, file)
-        else:
-            counts.add(check_contents(run, with_state=False))
-    assert counts == {0, 3, 5}
-
-
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("tail", [b"\0", b"garbage" * 99], ids=["zero", "garbage"])
 def test_bytes_after_the_end(run, name, tail):
     file = find(run, name)
-    torn = name == "journal.log" and len(tail) == 1 and not (run / "manifest.json").exists()
     file.write_bytes(file.read_bytes() + tail)
-    assert survives(run, file) == torn
+    assert not survives(run, file)
 
 
-@pytest.mark.parametrize("name", ["recording.json", "journal.log", "chunk-00000000.safetensors"])
+@pytest.mark.parametrize("name", [name for name in FILES if name != MANIFEST])
 def test_a_missing_file(run, name):
     file = find(run, name)
     file.unlink()
     assert not survives(run, file)
 
 
-def test_without_its_manifest_a_finished_recording_is_whole(run):
-    find(run, "manifest.json").unlink()
-    with RunReader(run) as reader:
-        assert reader.complete
+def test_without_its_manifest_a_recording_has_all_samples_and_can_be_finished(run):
+    find(run, MANIFEST).unlink()
     assert check_contents(run) == NUM_SAMPLES
+    finish_and_check(run)
 
 
-def test_a_missing_shard(run):
-    shutil.rmtree(run / "shard-00000-00000")
-    if (run / "manifest.json").exists():
-        with pytest.raises(RecordingError, match=r"manifest\.json does not match"):
+def test_a_missing_end(run):
+    # All that tells of the last commit of an unfinished recording is its file.
+    find(run, f"{CHUNK}2.safetensors").unlink()
+    if (run / MANIFEST).exists():
+        with pytest.raises(RecordingError, match=r"chunk-00000-00000002\.safetensors is missing"):
             RunReader(run)
-
-
-def test_a_shard_that_others_follow_is_missed(template, run):
-    if not (run / "manifest.json").exists():
-        shard = run / "shard-00000-00000"
-        shard.rename(run / "shard-00000-00001")
-        with pytest.raises(RecordingError, match="expected shard-00000-00000"):
-            RunReader(run)
+    else:
+        assert check_contents(run, with_state=False) == 5
 
 
 def test_chunks_that_changed_places(run):
-    first, second = (find(run, f"chunk-0000000{i}.safetensors") for i in (0, 2))
+    first, second = (find(run, f"{CHUNK}{i}.safetensors") for i in (0, 1))
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)
-    with pytest.raises(RecordingError, match="chunk-00000000"):
+    with pytest.raises(RecordingError, match=r"chunk-00000-00000000.* does not belong here"):
         RunReader(run)
 
 
-def test_a_chunk_of_another_recording(run, tmp_path):
-    # Of the same size and header, so that nothing but its data tells.
-    file = find(run, "chunk-00000000.safetensors")
+def test_data_of_another_recording(run):
+    # Of the same size and header, so that nothing but the data tells.
+    file = find(run, f"{CHUNK}0.safetensors")
     data = bytearray(file.read_bytes())
     data[4096:] = bytes(len(data) - 4096)
     file.write_bytes(data)
     with RunReader(run) as reader:
         reader.read("1-1", 3, 9)
-        with pytest.raises(RecordingError, match=r"chunk-00000000.*do not match their checksum"):
+        with pytest.raises(RecordingError, match=r"0000\.safetensors.*do not match their checksum"):
             reader.read("1-1", 2, 4)
         problems = [report.name for report in reader.verify() if report.problem]
-    assert problems == ["shard-00000-00000/chunk-00000000.safetensors"]
-    with pytest.raises(RecordingError, match="chunk-00000000"):
+    assert problems == [f"{CHUNK}0.safetensors"]
+    with pytest.raises(RecordingError, match="chunk-00000-00000000"):
         RunReader(run, verify=True)
 
 
+@pytest.mark.parametrize("name", [f"{CHUNK}1.safetensors", "state-00000-*.safetensors"])
+def test_a_file_of_another_recording(run, tmp_path, name):
+    other = make_run(tmp_path / "other", finish=False)
+    shutil.copy(find(other, name), find(run, name))
+    with pytest.raises(RecordingError, match=r"safetensors.*does not belong here"):
+        check_contents(run)
+
+
+def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
+    # As it could be written again by a run that was resumed from an older copy.
+    make_run(tmp_path / "other", finish=False)
+    with RunReader(run) as reader:
+        shutil.copy(find(tmp_path / "other", f"{CHUNK}0.safetensors"), run)
+        with pytest.raises(RecordingError, match="has become another one"):
+            reader.read("1-1", 0, 3)
+
+
 def test_a_chunk_too_many(run):
-    extra = run / "shard-00000-00000" / "chunk-00000099.safetensors"
-    shutil.copy(find(run, "chunk-00000000.safetensors"), extra)
-    # In an interrupted recording it may have been written and never committed.
-    assert survives(run, extra) == (not (run / "manifest.json").exists())
+    extra = run / f"{CHUNK}9.safetensors"
+    shutil.copy(find(run, f"{CHUNK}2.safetensors"), extra)
+    with pytest.raises(RecordingError, match=r"00000003\.safetensors is missing"):
+        RunReader(run)
+    extra.rename(run / f"{CHUNK}3.safetensors")
+    with pytest.raises(RecordingError, match=r"00000003\.safetensors.*does not belong here"):
+        RunReader(run)
 
 
-def test_the_journal_of_another_recording(template, run, tmp_path):
-    other = make_run(tmp_path / "other", finish=(run / "manifest.json").exists())
-    shutil.copy(find(other, "journal.log"), find(run, "journal.log"))
-    with pytest.raises(RecordingError, match=r"journal\.log.*does not belong here"):
+def test_a_commit_behind_the_manifest(tmp_path):
+    run = make_run(tmp_path / "run", finish=False)
+    shutil.copytree(run, tmp_path / "finished")
+    write_rest(tmp_path / "finished", [])
+    with start(run) as writer:
+        writer.append(rows(9, 10), [9])
+    shutil.copy(run / f"{CHUNK}3.safetensors", tmp_path / "finished")
+    with pytest.raises(RecordingError, match=r"manifest-00000\.json does not match the chunks"):
+        RunReader(tmp_path / "finished")
+
+
+def test_a_rank_too_many(run):
+    shutil.copy(find(run, f"{CHUNK}0.safetensors"), run / "chunk-00001-00000000.safetensors")
+    with pytest.raises(RecordingError, match=r"chunk-00001-00000000\.safetensors is out of place"):
         RunReader(run)
 
 
@@ -175,7 +193,7 @@ def test_flips_in_much_data_and_only_there(tmp_path):
         tmp_path / "run", layers={"x": TensorSpec((131_072,), torch.uint8)}, header={}
     ) as writer:
         writer.append({"x": kept}, range(40))
-    file = find(tmp_path, "chunk-00000000.safetensors")
+    file = find(tmp_path, f"{CHUNK}0.safetensors")
     dice = random.Random(0)
     for _ in range(2000 if FULL else 60):
         position, bit = 4096 + dice.randrange(kept.numel()), 1 << dice.randrange(8)
@@ -184,7 +202,7 @@ def test_flips_in_much_data_and_only_there(tmp_path):
         block = (position - 4096) // 2**20 * 8
         with RunReader(tmp_path / "run") as reader:
             row = block + dice.randrange(8)
-            with pytest.raises(RecordingError, match="chunk-00000000"):
+            with pytest.raises(RecordingError, match="chunk-00000-00000000"):
                 reader.read("x", row, row + 1)
             for clean in {*range(0, 40, 8)} - {block}:
                 assert torch.equal(reader.read("x", clean, clean + 8), kept[clean : clean + 8])
@@ -202,9 +220,9 @@ def flip(file: Path, position: int, bit: int) -> None:
 
 
 def test_a_file_cut_short_while_it_is_mapped(run):
-    file = find(run, "chunk-00000000.safetensors")
+    file = find(run, f"{CHUNK}0.safetensors")
     with RunReader(run) as reader:
         reader.read("1-1", 0, 1)
         os.truncate(file, 4096)
-        with pytest.raises(RecordingError, match="chunk-00000000"):
+        with pytest.raises(RecordingError, match="chunk-00000-00000000"):
             reader.read("1-1", 0, 3)

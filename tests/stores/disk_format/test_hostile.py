@@ -15,14 +15,20 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import RunReader, RunWriter
-from tests.stores.disk_format.by_the_book import frame, frames, read_run, seal, unseal
+from scio_recorder.stores.disk_format import Packed, RunReader, RunWriter
+from tests.stores.disk_format.by_the_book import (
+    put_together,
+    read_run,
+    read_state,
+    seal,
+    take_apart,
+    unseal,
+)
 from tests.stores.disk_format.runs import LAYERS, NUM_SAMPLES, make_run, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHARD = "shard-00000-00000"
 TERABYTE = 1 << 40
 
 
@@ -36,13 +42,17 @@ class Bomb:
 def test_a_reader_written_from_the_specification_agrees(tmp_path):
     with RunWriter.create(tmp_path / "run", layers=LAYERS, header={}) as writer:
         writer.append(rows(0, 4), range(4))
-    with RunWriter.resume(tmp_path / "run", layers=LAYERS, header={}) as writer:
-        writer.append(rows(4, NUM_SAMPLES), [8, 7, 6, 5, 4], state={"x": torch.ones(3)})
+    with RunWriter.resume(tmp_path / "run") as writer:
+        state = Packed({"x": 0}, [torch.ones(3)])
+        writer.append(rows(4, NUM_SAMPLES), [8, 7, 6, 5, 4], state=state)
         writer.finish()
     ids, tensors = read_run(tmp_path / "run")
     assert ids == [0, 1, 2, 3, 8, 7, 6, 5, 4]
     for name, expected in rows(0, NUM_SAMPLES).items():
         assert torch.equal(tensors[name], expected)
+    value, (tensor,) = read_state(tmp_path / "run")
+    assert value == {"x": 0}
+    assert torch.equal(tensor, torch.ones(3))
 
 
 def described(change: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -58,18 +68,50 @@ def sealed(text: str) -> Callable[[Path], None]:
     return lambda run: (run / "recording.json").write_bytes(seal(text.encode())) and None
 
 
-def recorded(index: int, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+def committed(number: int, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Change what a chunk says; its checksums are right again."""
+
     def apply(run: Path) -> None:
-        file = run / SHARD / "journal.log"
-        records = frames(file.read_bytes())
-        records[index] = change(records[index]) or records[index]
-        file.write_bytes(b"".join(frame(json.dumps(record).encode()) for record in records))
+        file = run / f"{CHUNK}{number}.safetensors"
+        parts = take_apart(file.read_bytes())
+        changed = change(parts.content) or parts.content
+        file.write_bytes(put_together(parts._replace(content=changed)))
 
     return apply
 
 
-def journal(data: bytes) -> Callable[[Path], None]:
-    return lambda run: (run / SHARD / "journal.log").write_bytes(data) and None
+def said(text: bytes) -> Callable[[Path], None]:
+    def apply(run: Path) -> None:
+        file = run / f"{CHUNK}1.safetensors"
+        file.write_bytes(put_together(take_apart(file.read_bytes()), text=text))
+
+    return apply
+
+
+def entered(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Change the entries of a chunk, as safetensors reads them."""
+
+    def apply(run: Path) -> None:
+        file = run / f"{CHUNK}1.safetensors"
+        parts = take_apart(file.read_bytes())
+        change(parts.entries)
+        file.write_bytes(put_together(parts))
+
+    return apply
+
+
+def chunk(data: bytes) -> Callable[[Path], None]:
+    return lambda run: (run / f"{CHUNK}1.safetensors").write_bytes(data) and None
+
+
+def listed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def apply(run: Path) -> None:
+        file = run / "manifest-00000.json"
+        content = unseal((run.parents[1] / "honest" / "run" / file.name).read_bytes())
+        content["run"] = unseal((run / "recording.json").read_bytes())["run"]
+        file.write_bytes(seal(json.dumps(change(content) or content).encode()))
+
+    return apply
 
 
 def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -86,7 +128,7 @@ def put(key: str, value: Any, inside: str | None = None) -> Callable[[Any], None
 
 
 def to_outside(file: Path) -> None:
-    file.symlink_to("../" * (2 if file.parent.name == SHARD else 1) + "outside")
+    file.symlink_to("../outside")
 
 
 def sparse(file: Path) -> None:
@@ -94,11 +136,10 @@ def sparse(file: Path) -> None:
     os.truncate(file, TERABYTE)
 
 
-CHUNK = f"{SHARD}/chunk-00000002.safetensors"
-JOURNAL = f"{SHARD}/journal.log"
-FILES = ("recording.json", JOURNAL, CHUNK)
+CHUNK = "chunk-00000-0000000"
+FILES = ("recording.json", f"{CHUNK}1.safetensors")
 HOSTILE: dict[str, Callable[[Path], None]] = {
-    **{f"link for {name}": replaced(name, to_outside) for name in (*FILES, SHARD)},
+    **{f"link for {name}": replaced(name, to_outside) for name in FILES},
     **{f"pipe for {name}": replaced(name, os.mkfifo) for name in FILES},
     **{f"folder for {name}": replaced(name, os.mkdir) for name in FILES},
     **{f"terabyte for {name}": replaced(name, sparse) for name in FILES},
@@ -111,7 +152,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "not a number": described(put("header", {"a": float("nan")})),
     "repeated key": sealed('{"format":"scio-recording","format":"scio-recording"}'),
     "not an object": sealed("[1]"),
-    "other version": described(put("version", 2)),
+    "other version": described(put("version", 3)),
     "version as truth": described(put("version", True)),
     "no layers": described(lambda content: content.pop("layers") and None),
     "layers as text": described(put("layers", "abc")),
@@ -122,33 +163,50 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "many dimensions": described(put("layers", [["1-1", {"dtype": "int8", "shape": [1] * 99}]])),
     "no ranks": described(put("world_size", 0)),
     "endless ranks": described(put("world_size", 1 << 60)),
-    "nested record": journal(frame(b"[" * 100_000)),
-    "long record": journal(b"7fffffff " + frame(b"")[9:]),
-    "text as journal": journal(b"import os; os.mkdir('imported')\n" * 9),
-    "binary record": journal(frame(b"\xff\xfe" * 99)),
-    "other run": recorded(0, put("run", "0" * 32)),
-    "other rank": recorded(0, put("rank", 1)),
-    "lost samples": recorded(0, put("samples_before", 7)),
-    "unknown record": recorded(1, put("kind", "exec")),
-    "skipped record": recorded(1, put("sequence", 2)),
-    "record as list": recorded(1, lambda record: [record]),
-    "path as number": recorded(1, put("number", "../../outside", "file")),
-    "negative number": recorded(1, put("number", -1, "file")),
-    "endless number of a file": recorded(1, put("number", 10**30, "file")),
-    "file named twice": recorded(2, put("number", 0, "file")),
-    "false length": recorded(1, put("bytes", 1 << 62, "file")),
-    "no checksums": recorded(1, put("blocks", [], "file")),
-    "short checksums": recorded(1, put("blocks", ["", "", "", ""], "file")),
-    "no file": recorded(1, put("file", None)),
-    "endless samples": recorded(1, put("ids", {"start": 0, "count": 1 << 62})),
-    "other samples": recorded(1, put("ids", {"start": 0, "count": 4})),
-    "backward samples": recorded(1, put("ids", {"start": 0, "count": -3})),
-    "mixed samples": recorded(1, put("ids", [1, "a", 2])),
-    "ids as truth": recorded(1, put("ids", [True, False, True])),
-    "huge ids": recorded(1, put("ids", [1 << 80, 1, 2])),
-    "state as text": recorded(3, put("state", "abc")),
-    "state from elsewhere": recorded(3, put("file", {"number": 1}, "state")),
-    "closed with fewer": recorded(-1, put("samples", 3)),
+    "nested content": said(b"[" * 100_000 + b"]" * 100_000),
+    "endless number in a commit": said(b'{"tensors":' + b"9" * 100_000 + b"}"),
+    "content as list": said(b"[1]"),
+    "content with spaces": said(b'{"tensors": []}'),
+    "long header": chunk(b"\0\0\0\0\1\0\0\0" + b"{}" * 9999),
+    "no header": chunk(bytes(8192)),
+    "text as chunk": chunk(b"import os; os.mkdir('imported')\n" * 900),
+    "binary chunk": chunk(b"\xff\xfe" * 9999),
+    "other run": committed(0, put("run", "0" * 32)),
+    "other rank": committed(0, put("rank", 1)),
+    "lost samples": committed(0, put("samples_before", 7)),
+    "other number": committed(1, put("number", 2)),
+    "no number": committed(1, lambda content: content.pop("number") and None),
+    "tensors of other shape": committed(
+        1, lambda content: content["tensors"][0][1].update(shape=[9])
+    ),
+    "tensors of huge shape": committed(
+        1, lambda content: content["tensors"][0][1].update(shape=[1 << 40] * 9)
+    ),
+    "tensors as text": committed(1, put("tensors", "abc")),
+    "tensor twice": committed(1, lambda content: content["tensors"].append(content["tensors"][0])),
+    "tensor too many": committed(
+        1, lambda content: content["tensors"].append(["x", {"dtype": "int8", "shape": [0]}])
+    ),
+    "entries overlap": entered(lambda entries: entries["1-1"].update(data_offsets=[0, 24])),
+    "entries beyond the end": entered(
+        lambda entries: entries["1-1"].update(data_offsets=[0, 1 << 62])
+    ),
+    "entry of another dtype": entered(lambda entries: entries["1-1"].update(dtype="I32")),
+    "endless samples": committed(1, put("ids", {"start": 0, "count": 1 << 62})),
+    "other samples": committed(1, put("ids", {"start": 0, "count": 4})),
+    "backward samples": committed(1, put("ids", {"start": 0, "count": -3})),
+    "mixed samples": committed(1, put("ids", [1, "a"])),
+    "ids as truth": committed(1, put("ids", [True, False])),
+    "huge ids": committed(1, put("ids", [1 << 80, 1])),
+    "strings and numbers": committed(1, put("ids", ["a", "b"])),
+    "state as text": committed(2, put("state", "abc")),
+    "state from elsewhere": committed(2, put("file", "../../outside", "state")),
+    "state as number": committed(2, put("file", 7, "state")),
+    "state that is not there": committed(2, put("file", "0" * 16, "state")),
+    "listed with fewer": listed(put("samples", 3)),
+    "listed with more": listed(lambda content: content["chunks"].append("0" * 16) and None),
+    "listed endlessly": listed(put("chunks", ["0" * 16] * 1_000_000)),
+    "listed as text": listed(put("chunks", "abc")),
 }
 
 # Runs in a process of its own: what an audit hook forbids stays forbidden.
@@ -204,7 +262,7 @@ def verdicts(tmp_path_factory) -> dict[str, str]:
         paths[name] = folder / str(index) / "run"
         shutil.copytree(paths["honest"], paths[name])
         # The manifest would give most of them away.
-        (paths[name] / "manifest.json").unlink()
+        (paths[name] / "manifest-00000.json").unlink()
         attack(paths[name])
     before = snapshot(folder)
     result = subprocess.run(
@@ -233,7 +291,8 @@ def test_an_honest_recording_is_read_under_guard(verdicts):
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_a_hostile_recording_is_refused(verdicts, attack):
     assert verdicts[attack] != "none"
-    assert any(name in verdicts[attack] for name in ("recording.json", SHARD))
+    names = ("recording.json", "chunk-00000", "state-00000", "manifest-00000", "mixed")
+    assert any(name in verdicts[attack] for name in names)
 
 
 def test_hostile_recordings_take_little_memory(verdicts):
@@ -251,18 +310,25 @@ def test_rows_without_bytes_take_no_memory(tmp_path):
         assert reader.sample_ids[1 << 39] == 1 << 39
 
 
-def test_many_shards_open_in_time(tmp_path):
-    # Quadratic work would take hours over as many as there may be.
-    make_run(tmp_path, finish=False)
-    for attempt in range(1, 2000):
-        (tmp_path / f"shard-00000-{attempt:05d}").mkdir()
+def test_many_chunks_open_in_time(tmp_path):
+    # Quadratic work would take minutes over as many.
+    with RunWriter.create(tmp_path, layers={}, header={}) as writer:
+        for number in range(2000):
+            writer.append({}, [number])
     with RunReader(tmp_path) as reader:
-        assert reader.num_samples == NUM_SAMPLES
+        assert reader.sample_ids == list(range(2000))
+
+
+def test_a_number_that_no_writer_comes_to_is_no_work(tmp_path):
+    make_run(tmp_path, finish=False)
+    (tmp_path / "chunk-00000-99999999.safetensors").touch()
+    with pytest.raises(RecordingError, match=r"00000003\.safetensors is missing"):
+        RunReader(tmp_path)
 
 
 def test_a_manifest_of_another_kind(tmp_path):
     make_run(tmp_path)
-    for text in (b"[]", b'{"run":1}', b"null", b'{"run":{"run":{}}}'):
-        (tmp_path / "manifest.json").write_bytes(seal(text))
-        with pytest.raises(RecordingError, match=r"manifest\.json does not match"):
+    for text in (b"[]", b'{"run":1}', b"null", b'{"chunks":[]}'):
+        (tmp_path / "manifest-00000.json").write_bytes(seal(text))
+        with pytest.raises(RecordingError, match=r"manifest-00000\.json"):
             RunReader(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,12 +29,11 @@ def begin(path: Path, rank: int) -> RunWriter:
 def fill(path: Path, rank: int) -> None:
     is_begun = False
     if holds_recording(path):
-        with RunReader(path) as reader:
-            if rank in reader.complete_ranks:
+        with RunReader(path, rank=rank) as reader:
+            if reader.complete:
                 return
-            is_begun = reader.has_begun(rank)
-    resume = partial(RunWriter.resume, path, layers=LAYERS, header={}, rank=rank)
-    with resume() if is_begun else begin(path, rank) as writer:
+            is_begun = reader.is_begun
+    with RunWriter.resume(path, rank=rank) if is_begun else begin(path, rank) as writer:
         if not writer.durable:
             writer.append({"x": torch.tensor([rank])}, [rank])
         writer.finish()
@@ -97,7 +95,8 @@ def test_any_call_failing(tmp_path, code):
 
 
 def test_another_description_is_refused(tmp_path):
-    begin(tmp_path, 1).abort()
+    with begin(tmp_path, 1) as writer:
+        writer.append({"x": torch.tensor([1])}, [1])
     with pytest.raises(RecordingError, match="made for 2 processes, not 3"):
         RunWriter.create(tmp_path, layers=LAYERS, header={}, world_size=3)
     with pytest.raises(RecordingError, match="other settings"):

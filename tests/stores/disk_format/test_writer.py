@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
 import subprocess
@@ -12,7 +14,14 @@ import pytest
 import torch
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec, holds_recording
+from scio_recorder.stores.disk_format import (
+    Packed,
+    RunReader,
+    RunWriter,
+    TensorSpec,
+    holds_recording,
+    system,
+)
 from tests.stores.disk_format.runs import (
     HEADER,
     LAYERS,
@@ -21,6 +30,7 @@ from tests.stores.disk_format.runs import (
     make_run,
     rows,
     start,
+    state_after,
     write_rest,
 )
 
@@ -29,8 +39,8 @@ def create(path, **changes):
     return RunWriter.create(path, **{"layers": LAYERS, "header": HEADER} | changes)
 
 
-def resume(path, **changes):
-    return RunWriter.resume(path, **{"layers": LAYERS, "header": HEADER} | changes)
+def resume(path):
+    return RunWriter.resume(path)
 
 
 def test_creation_needs_an_empty_folder(tmp_path):
@@ -65,21 +75,20 @@ def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
         ({"header": {**HEADER, "fingerprint": "abd"}}, 'fingerprint is "abc" there and "abd" here'),
         ({"header": {**HEADER, "settings": {"every": 1}}}, "settings.scale is stored and was not"),
         ({"header": {**HEADER, "new": 1}}, "header.new is not stored"),
-        ({"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}}, "layers.1-1.shape is"),
-        ({"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}}, "layers.1-1.dtype is"),
+        ({"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}}, r"layers\.1-1 is .*\[3\]"),
+        ({"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}}, "layers.1-1 is .*float32"),
         ({"layers": {}}, "layers.1-1 is stored and was not given; .*; and 1 more"),
     ],
 )
-def test_resuming_needs_the_same_settings(tmp_path, changes, where):
-    make_run(tmp_path, finish=False)
+def test_joining_needs_the_same_settings(tmp_path, changes, where):
+    create(tmp_path, world_size=2).abort()
     with pytest.raises(RecordingError, match=f"made with other settings.*{where}"):
-        resume(tmp_path, **changes)
-    assert len(list(tmp_path.glob("shard-*"))) == 1
+        create(tmp_path, world_size=2, rank=1, **changes)
 
 
 def test_types_that_json_takes_for_its_own_are_the_same_settings(tmp_path):
-    create(tmp_path, header={"size": (1, 2), "by": {1: None}}).abort()
-    resume(tmp_path, header={"size": [1, 2], "by": {"1": None}}).abort()
+    create(tmp_path, header={"size": (1, 2), "by": {1: None}}, world_size=2).abort()
+    create(tmp_path, header={"size": [1, 2], "by": {"1": None}}, world_size=2, rank=1).abort()
 
 
 def test_what_is_complete_is_not_resumed(tmp_path):
@@ -97,31 +106,65 @@ def test_many_attempts_make_one_recording(tmp_path):
         assert writer.durable == 2
         assert list(writer.sample_ids) == [0, 1]
         assert writer.state is None
-        writer.append(rows(2, 3), [2], state={"count": 3, "x": torch.ones(2)})
+        writer.append(rows(2, 3), [2], state=Packed({"count": 3}, [torch.ones(2)]))
     with resume(tmp_path) as writer:
-        assert writer.state["count"] == 3
-        assert writer.state["x"].tolist() == [1, 1]
-    assert [path.name for path in sorted(tmp_path.glob("shard-*"))] == [
-        f"shard-00000-0000{attempt}" for attempt in range(4)
+        assert writer.state.value == {"count": 3}
+        assert writer.state.tensors[0].tolist() == [1, 1]
+    assert [path.name for path in sorted(tmp_path.glob("chunk-*"))] == [
+        f"chunk-00000-0000000{number}.safetensors" for number in range(2)
     ]
     write_rest(tmp_path, [])
     check_complete(tmp_path)
 
 
-def test_finishing_clears_away_what_does_not_count(tmp_path):
+@pytest.mark.parametrize("then", [resume, lambda path: write_rest(path, [])])
+def test_what_does_not_count_is_cleared_away(tmp_path, then):
     make_run(tmp_path, finish=False)
-    shard = tmp_path / "shard-00000-00000"
-    for name in ("chunk-00000077.safetensors", "chunk-00000078.safetensors.tmp"):
-        (shard / name).write_bytes(b"left by a killed writer")
-    (shard / "notes.txt").write_text("of the user's own")
-    write_rest(tmp_path, [])
-    names = {path.name for path in shard.iterdir()}
-    assert names == {
-        "journal.log",
-        "notes.txt",
-        *(f"chunk-0000000{number}.safetensors" for number in (0, 2, 4, 5)),
-    }
+    kept = {path.name for path in tmp_path.iterdir()}
+    (state,) = sorted(tmp_path.glob("state-*"), key=os.path.getmtime)[1:]
+    for name in (
+        "state-00000-0123456789abcdef.safetensors",
+        "chunk-00000-00000003.safetensors.00000-0123456789abcdef.tmp",
+        "recording.json.00000-0123456789abcdef.tmp",
+    ):
+        (tmp_path / name).write_bytes(b"left by a killed writer")
+    others = {"notes.txt", "chunk-00001-00000003.safetensors.00001-0123456789abcdef.tmp"}
+    for name in others:
+        (tmp_path / name).write_text("of somebody else")
+    then(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()} - {"manifest-00000.json"}
+    states = {name for name in kept if name.startswith("state")} - {state.name}
+    assert names == kept - states | others
+    write_rest(tmp_path, []) if then is resume else None
     check_complete(tmp_path)
+
+
+def test_of_two_who_believe_to_be_alone_one_commits(tmp_path, monkeypatch):
+    # As on a file system whose locks do not hold.
+    monkeypatch.setattr(system, "flock", lambda descriptor, operation: None)
+    first, second = create(tmp_path), resume(tmp_path)
+    second.append(rows(0, 3), range(3), state=state_after(3))
+    with pytest.raises(RecordingError, match=r"00000000\.safetensors is there already"):
+        first.append(rows(0, 3), range(3), state=state_after(3))
+    second.append(rows(3, 5), range(3, 5), state=state_after(5))
+    first.abort()
+    second.abort()
+    assert check_contents(tmp_path) == 5
+    write_rest(tmp_path, [])
+    check_complete(tmp_path)
+
+
+def test_where_names_can_not_be_given_exclusively_at_once(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(system, "_renameat2", refuse)
+    make_run(tmp_path / "run")
+    check_complete(tmp_path / "run")
+    assert not list(tmp_path.glob("run/*.tmp"))
+    with pytest.raises(RecordingError, match="already holds"):
+        create(tmp_path / "run")
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -221,19 +264,21 @@ def test_sample_ids_that_do_not_fit(tmp_path, ids, message):
     [
         ({"a": float("nan")}, "Out of range float"),
         ({"a": object()}, "not JSON serializable"),
-        ({"a": torch.ones(2).to_sparse()}, "a has no plain memory"),
-        ({"a": torch.zeros(2, dtype=torch.bits8)}, "can't be kept"),
-        ({"__metadata__": torch.ones(2)}, "__metadata__"),
+        (torch.ones(2).to_sparse(), "0 has no plain memory"),
+        (torch.zeros(2, dtype=torch.bits8), "can't be kept"),
+        (eval("[" * 63 + "]" * 63), "deeper than 64"),
     ],
 )
 def test_state_that_can_not_be_kept(tmp_path, state, message):
+    is_tensor = isinstance(state, torch.Tensor)
+    state = Packed(None, [state]) if is_tensor else Packed(state, [])
     with create(tmp_path) as writer:
         with pytest.raises(CollectError, match=message):
             writer.append(rows(0, 3), range(3), state=state)
         assert writer.durable == 0
-        writer.append(rows(0, 3), range(3), state={"a": [1, {"b": None}]})
+        writer.append(rows(0, 3), range(3), state=Packed({"a": [1, {"b": None}]}, []))
     with RunReader(tmp_path) as reader:
-        assert reader.read_state() == {"a": [1, {"b": None}]}
+        assert reader.read_state().value == {"a": [1, {"b": None}]}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +287,7 @@ def test_state_that_can_not_be_kept(tmp_path, state, message):
         {"header": {"a": float("inf")}},
         {"header": {"a": {1, 2}}},
         {"layers": {"__metadata__": LAYERS["1-1"]}},
+        {"layers": {"#0": LAYERS["1-1"]}},
         {"layers": {"\ud800": LAYERS["1-1"]}},
         {"layers": {"a": TensorSpec((1,), torch.qint8)}},
         {"layers": {"a": TensorSpec((-1,), torch.int8)}},
@@ -287,25 +333,26 @@ def test_several_ranks(tmp_path):
     layers = {"label": LAYERS["label"]}
     first = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2)
     with pytest.raises(RecordingError, match="made for 2 ranks; there is no 2"):
-        RunWriter.resume(tmp_path, layers=layers, header={}, rank=2)
-    second = RunWriter.resume(tmp_path, layers=layers, header={}, rank=1)
-    second.append({"label": torch.tensor([10, 11])}, ["c", "d"], state={"rank": 1})
-    first.append({"label": torch.tensor([7])}, ["a"], state={"rank": 0})
+        RunWriter.resume(tmp_path, rank=2)
+    second = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2, rank=1)
+    second.append({"label": torch.tensor([10, 11])}, ["c", "d"], state=Packed({"rank": 1}, []))
+    first.append({"label": torch.tensor([7])}, ["a"], state=Packed({"rank": 0}, []))
     first.append({"label": torch.tensor([8])}, ["b"])
     first.finish()
     with RunReader(tmp_path) as reader:
         assert not reader.complete
-        assert reader.complete_ranks == {0}
+    with RunReader(tmp_path, rank=0) as reader:
+        assert reader.complete
     second.abort()
     with pytest.raises(RecordingError, match=r"is complete$"):
-        RunWriter.resume(tmp_path, layers=layers, header={}, rank=0)
-    with RunWriter.resume(tmp_path, layers=layers, header={}, rank=1) as second:
+        RunWriter.resume(tmp_path, rank=0)
+    with RunWriter.resume(tmp_path, rank=1) as second:
         assert second.durable == 2
-        assert second.state == {"rank": 1}
+        assert second.state.value == {"rank": 1}
         second.append({"label": torch.tensor([12])}, ["e"])
         second.finish()
     with RunReader(tmp_path, verify=True) as reader:
         assert reader.complete
         assert list(reader.sample_ids) == ["a", "b", "c", "d", "e"]
         assert reader.read("label", 0, 5).tolist() == [7, 8, 10, 11, 12]
-        assert [reader.read_state(rank) for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
+        assert [reader.read_state(rank).value for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
