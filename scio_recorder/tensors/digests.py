@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.structures import tensors
 
@@ -112,8 +113,7 @@ def _named_weights(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from net.named_parameters(remove_duplicate=False)
     for prefix, module in net.named_modules(remove_duplicate=False):
         for key, buffer in module.named_buffers(recurse=False):
-            # Buffers that are not saved are made anew with the net.
-            if key not in module._non_persistent_buffers_set:
+            if private.is_saved(module, key):
                 yield f"{prefix}.{key}".removeprefix("."), buffer
 
 

@@ -245,6 +245,12 @@ def next_handle() -> int:
     return RemovableHandle.next_id
 
 
+@checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
+def is_saved(module: nn.Module, buffer: str) -> bool:
+    """Whether a module saves a buffer of its own; others are made anew with the net."""
+    return buffer not in module._non_persistent_buffers_set
+
+
 # -- compiled code ---------------------------------------------------------------------------------
 
 

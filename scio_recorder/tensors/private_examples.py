@@ -211,6 +211,13 @@ def counts_handles(number: Callable[[], int]) -> bool:
     return before <= handle.id < number()
 
 
+def tells_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("cache", torch.ones(1), persistent=False)
+    return is_saved(module, "saved") and not is_saved(module, "cache")
+
+
 def is_bare(is_wrapped: Callable[[nn.Module], bool]) -> bool:
     module = nn.Identity()
     bare = is_wrapped(module)
