@@ -141,7 +141,10 @@ def own_copy(tensor: Tensor) -> Tensor:
     ([2.0, 2.0], (tensor([2., 2.]),))
     """
     with torch.inference_mode(False):
-        if not tensor.requires_grad:
+        # A view of a leaf that was made without gradients says that it requires one, and has no
+        # place on a graph.
+        is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
+        if not (tensor.requires_grad and is_on_graph):
             return tensor.detach().clone()
         # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
         node = get_gradient_edge(tensor).node if tensor.is_leaf else None

@@ -216,6 +216,22 @@ def test_optimiser_steps(part: str, name: str, copy: str, reads_late: bool) -> N
         reader.check()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("part", OF_PARAMETERS)
+def test_parameters_read_without_gradients(part: str, copy: str, mode: Any) -> None:
+    net = Net(lambda net, _: OF_PARAMETERS[part](net.weight), weight=nn.Parameter(torch.ones(4, 4)))
+    rnet, reader = recorder(Net(lambda net, x: net.inner(x) * 1, inner=net), copy=copy), Reader()
+    for at in range(4):
+        with mode():
+            rnet(torch.randn(3, 4))
+        read = reader.read(rnet.activations["inner"])
+        assert (read == 1 + at).all()
+        with torch.no_grad():
+            net.weight += 1
+    reader.check()
+
+
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_caller_that_changes_what_it_got(mode: Any, copy: str) -> None:
