@@ -23,7 +23,7 @@ _BLUE, _VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
 _MOST_DECADES = 8
 # Inches around a grid of histograms (left, right, bottom, top) and between them.
-_MARGINS = (0.75, 0.15, 0.5, 0.55, 0.5, 0.6)
+_MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 
 
 def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
@@ -205,7 +205,7 @@ def _title(summary: LayerSummary) -> str:
     layer = summary.layer
     name = visible(layer.name or layer.type_name)
     # The end of a qualified name tells layers apart.
-    name = name if len(name) <= 22 else f"…{name[-21:]}"
+    name = name if len(name) <= 20 else f"…{name[-19:]}"
     return f"{layer.label} {name}"
 
 

@@ -64,10 +64,18 @@ def test_a_thousand_steps_leave_memory_flat(kind: str, monkeypatch: pytest.Monke
 
     for _ in range(100):
         step()
-    before = resident()
-    for _ in range(STEPS):
-        step()
-    # One activation is 16 KiB: a step that left one behind would leave 16 MiB.
-    assert resident() - before < 6 << 20
+    grown = []
+    for _ in range(3):
+        before = resident()
+        for _ in range(STEPS):
+            step()
+        grown.append(resident() - before)
+        # One activation is 16 KiB: steps that left one behind would leave 16 MiB, every time. What
+        # allocators and other libraries take, they take once.
+        if grown[-1] < 6 << 20:
+            break
+    else:
+        pytest.fail(f"a thousand steps left {grown} bytes")
     if kind != "saved_tensors":
-        assert handed_over == [7] * (100 + STEPS)
+        assert set(handed_over) == {7}
+        assert len(handed_over) == 100 + STEPS * len(grown)

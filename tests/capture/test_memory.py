@@ -136,5 +136,6 @@ def test_many_passes_leave_memory_flat() -> None:
     tracemalloc.stop()
     assert live_tensors() == tensors
     # A hundredth of an object, and ten bytes, for each pass: less than any real leak.
-    assert abs(len(gc.get_objects()) - objects) < 50
+    # There may be fewer, where a library has emptied a cache of its own.
+    assert len(gc.get_objects()) - objects < 50
     assert end - start < 10_000

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from sklearn import covariance, metrics, neighbors
@@ -45,12 +45,14 @@ def truth(known: Tensor, unknown: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return labels, torch.cat([known, unknown]).numpy()
 
 
+@settings(deadline=None)  # the first example imports, and the machine may be busy
 @given(scores, scores)
 def test_auroc_is_scikit_learns(known: Tensor, unknown: Tensor) -> None:
     expected = metrics.roc_auc_score(*truth(known, unknown))
     assert auroc(known, unknown) == pytest.approx(expected, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(scores, scores, st.sampled_from([0.05, 0.5, 0.9, 0.95, 1.0]))
 def test_fpr_is_scikit_learns(known: Tensor, unknown: Tensor, tpr: float) -> None:
     fprs, tprs, _ = metrics.roc_curve(*truth(known, unknown), drop_intermediate=False)
