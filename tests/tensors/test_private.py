@@ -146,7 +146,7 @@ FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "peek_interpreter_stack": (torch._C._functorch, run),
     "_is_any_autocast_enabled": (torch._C, run),
     "_CheckpointFrame": (torch.utils.checkpoint, run_checkpointed),
-    "DataDependentOutputException": (torch._subclasses.fake_tensor, label),
+    "FakeTensorMode": (torch._subclasses.fake_tensor, label),
 }
 
 
