@@ -112,6 +112,10 @@ def run() -> None:
     recorded()(torch.ones(1, 2))
 
 
+def post_process() -> None:
+    recorded()(torch.ones(1, 2), activation_postproc=lambda output: None)
+
+
 def log() -> None:
     net = Net()
     with track(net):
@@ -141,7 +145,7 @@ def run_checkpointed() -> None:
 FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "_current_graph_task_id": (torch._C, differentiate),
     "_will_engine_execute_node": (torch._C, log),
-    "_top_saved_tensors_default_hooks": (torch._C._autograd, run),
+    "_top_saved_tensors_default_hooks": (torch._C._autograd, post_process),
     "_storage_Use_Count": (torch._C, run),
     "peek_interpreter_stack": (torch._C._functorch, run),
     "_is_any_autocast_enabled": (torch._C, run),
