@@ -96,6 +96,7 @@ class Recording(RecomputingRecording, Showing):
         self.sample_ids: SampleIds = held.sample_ids
         self.complete = held.complete
         self.path = held.path
+        self._store = held.store
         self.calls: Batches = held.calls
         inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
@@ -122,8 +123,8 @@ class Recording(RecomputingRecording, Showing):
         ``"device"``, ``"host"`` or ``"disk"``; on the CPU both of the first are host memory. None
         where there are none.
         """
-        if self.path is not None:
-            return "disk"
+        if self._store is not None:
+            return self._store
         found = {self._values[label].device.type for label in self.stored}
         return ("host" if found == {"cpu"} else "device") if found else None
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.recording.recipes import recipes_of
-from scio_recorder.stores.calls import CallsToDisk
-from scio_recorder.stores.disk import CHUNK_BYTES, header_of
-from scio_recorder.stores.disk_format import KeptBatches, RunWriter, TensorSpec
+from scio_recorder.stores import Disk, Job
+from scio_recorder.stores.disk import CHUNK_BYTES
+from scio_recorder.stores.disk_format import TensorSpec
 from scio_recorder.stores.disk_format.ids import to_ids
-from scio_recorder.stores.nodes import pack
 
 if TYPE_CHECKING:
+    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.recompute.calls import KeptCall
     from scio_recorder.recording.readable import Readable
 
-__all__ = ["save"]
+__whole_ = ["save"]
 
 _SETTINGS = (
     "dtype",
@@ -32,42 +34,38 @@ _SETTINGS = (
 
 
 def save(recording: Readable, path: str | os.PathLike[str]) -> None:
-    """Write every sample, the reductions' states and the settings."""
-    names = {str(recording.architecture[label].label): label for label in recording.stored}
-    samples = {name: recording[label] for name, label in names.items()}
-    layers = {
-        name: TensorSpec(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in samples.items()
-    }
-    header = header_of(recording.architecture, _settings(recording))
-    state = pack(_state(recording))
-    with RunWriter.create(path, layers=layers, header=header) as writer:
-        sample_bytes = sum(spec.num_bytes for spec in layers.values())
-        for rows, kept in _chunks(recording, sample_bytes):
-            chunk = {name: tensor[rows.start : rows.stop] for name, tensor in samples.items()}
+    """Write every sample, the reductions' states and the settings, as if they came just now."""
+    samples = {label: recording[label] for label in recording.stored}
+    job = Job(recording.architecture, tuple(samples), None, lambda: _settings(recording))
+    writer = Disk(path).open(job)
+    try:
+        columns = {
+            label: writer.column(label, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
+            for label, whole in samples.items()
+        }
+        sample_bytes = sum(column.spec.num_bytes for column in columns.values())
+        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, sample_bytes))):
+            for label, column in columns.items():
+                column.put(samples[label][rows.start : rows.stop], writer.start, len(rows))
             is_last = rows.stop == recording.num_samples
-            ids = to_ids(recording.sample_ids[rows.start : rows.stop])
-            writer.append(chunk, ids, state=state if is_last else None, kept=kept)
-        if recording.complete:
-            writer.finish()
+            # States may be large, and only the last one counts.
+            state = partial(_state, recording) if is_last else dict
+            writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, calls)
+        writer.finish(partial(_state, recording), is_complete=recording.complete)
+    except BaseException:
+        writer.abandon(None)
+        raise
 
 
-def _chunks(recording: Readable, sample_bytes: int) -> Iterator[tuple[range, KeptBatches | None]]:
-    """Yield the samples of each chunk, and what is kept of their batches, which stay whole."""
-    calls, num_samples = recording.calls, recording.num_samples
+def _batches(recording: Readable, step: int) -> Iterator[tuple[range, Mapping[DepthIdx, KeptCall]]]:
+    """Yield the rows of each batch, and the calls that are kept of it."""
+    calls, num_samples, stop = recording.calls, recording.num_samples, 0
     if not calls.labels:
-        step = max(1, CHUNK_BYTES // max(1, sample_bytes))
-        for start in range(0, max(1, num_samples), step):
-            yield range(start, min(start + step, num_samples)), None
-        return
-    kept = CallsToDisk(recording.architecture)
-    start = stop = 0
+        for start in range(0, num_samples, step):
+            yield range(start, min(start + step, num_samples)), {}
     for number, rows in enumerate(calls.rows):
-        kept.add(rows, {label: calls.call(number, label) for label in calls.labels})
         stop += rows
-        is_full = (stop - start) * sample_bytes + kept.num_bytes >= CHUNK_BYTES
-        if is_full or number == len(calls.rows) - 1:
-            yield range(start, stop), kept.take()
-            start = stop
+        yield range(stop - rows, stop), {label: calls.call(number, label) for label in calls.labels}
 
 
 def _settings(recording: Readable) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from scio_recorder.errors import CollectError
 from scio_recorder.stores.auto import Auto
@@ -29,6 +30,10 @@ __all__ = [
     "labelled_bytes",
     "make_plan",
 ]
+
+
+# What outlives the process, by the name that stands before the place.
+_LASTING: dict[str, Callable[[str], Store]] = {"disk": Disk}
 
 
 def as_store(given: str | Store | None) -> Store:
@@ -62,8 +67,9 @@ def as_store(given: str | Store | None) -> Store:
         return Host()
     if given == "auto":
         return Auto()
-    if isinstance(given, str) and given.startswith("disk:") and given != "disk:":
-        return Disk(given.removeprefix("disk:"))
+    name, _, place = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if name in _LASTING and place:
+        return _LASTING[name](place)
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'

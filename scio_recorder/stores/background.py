@@ -80,11 +80,12 @@ class BackgroundWriter:
             self._pending.result()
             self._pending = None
 
-    def finish(self) -> None:
-        """Declare the recording complete, once all of it is durable."""
+    def finish(self, is_complete: bool = True) -> None:
+        """Wait until all is durable, and declare the recording complete if it is."""
         self.wait()
-        self._pending = self._thread.submit(self._writer.finish)
-        self.wait()
+        if is_complete:
+            self._pending = self._thread.submit(self._writer.finish)
+            self.wait()
 
     def close(self) -> None:
         """End the thread, and give up the lock, after the commit that may be under way."""

@@ -60,7 +60,9 @@ class Held:
     complete : bool, default True
         False for what an interrupted run left.
     path : str, optional
-        The folder, where it is on disk.
+        Where it is, if it outlives the process.
+    store : str, optional
+        The name of such a store.
     owner : object, optional
         What must live as long as the samples do.
     calls : Batches, optional
@@ -71,6 +73,7 @@ class Held:
     sample_ids: SampleIds
     complete: bool = True
     path: str | None = None
+    store: str | None = None
     # Kept alive for as long as the recording is.
     owner: object = None
     # The calls that can be run again, where inputs are recorded.

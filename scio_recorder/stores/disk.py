@@ -209,14 +209,14 @@ class DiskWriter(StoreWriter):
         if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)
 
-    def finish(self, state: Callable[[], State]) -> Held:
-        """Make the rest durable and declare the recording complete."""
+    def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
+        """Make the rest durable, and declare the recording complete if it is."""
         try:
             if not self._is_complete:
                 if self._staged or self._writer is None:
                     self._flush(state)
                 assert self._writer is not None
-                self._writer.finish()
+                self._writer.finish(is_complete)
         finally:
             self._close()
         return held_by(self._reader(), self._job.architecture)
@@ -325,7 +325,8 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
     calls = CallsOnDisk(reader, _names_of_calls(reader, architecture))
-    return Held(values, reader.sample_ids, reader.complete, reader.path, reader, calls)
+    where = reader.path, "disk"
+    return Held(values, reader.sample_ids, reader.complete, *where, owner=reader, calls=calls)
 
 
 def _names_of_calls(reader: RunReader, architecture: Architecture) -> dict[DepthIdx, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import FlowError, Recorder, UnsupportedTorchError, track
+from scio_recorder import Recorder, UnsupportedTorchError, track
 from scio_recorder.tensors import first_use, private
 
 
@@ -87,11 +86,10 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(2, 2)
         self.act = nn.ReLU(inplace=True)
-        self.view = nn.Unflatten(1, (1, 2))
         self.split = Split()
 
     def forward(self, x: Tensor) -> Any:
-        return self.split(self.view(self.act(self.first(x) * 2)))
+        return self.split(self.act(self.first(x)))
 
 
 class Split(nn.Module):
@@ -114,10 +112,6 @@ def run() -> None:
     recorded()(torch.ones(1, 2))
 
 
-def post_process() -> None:
-    recorded()(torch.ones(1, 2), activation_postproc=lambda output: None)
-
-
 def log() -> None:
     net = Net()
     with track(net):
@@ -125,14 +119,8 @@ def log() -> None:
         (a + b).sum().backward()
 
 
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
 def label() -> None:
-    with contextlib.suppress(FlowError):
-        Recorder(Branch(), input_size=(1, 2), verbose=0)
+    Recorder(nn.ReLU(), input_size=(1, 2), verbose=0)
 
 
 class Checkpointed(nn.Module):
@@ -153,12 +141,12 @@ def run_checkpointed() -> None:
 FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "_current_graph_task_id": (torch._C, differentiate),
     "_will_engine_execute_node": (torch._C, log),
-    "_top_saved_tensors_default_hooks": (torch._C._autograd, post_process),
+    "_top_saved_tensors_default_hooks": (torch._C._autograd, run),
     "_storage_Use_Count": (torch._C, run),
     "peek_interpreter_stack": (torch._C._functorch, run),
     "_is_any_autocast_enabled": (torch._C, run),
     "_CheckpointFrame": (torch.utils.checkpoint, run_checkpointed),
-    "FakeTensorMode": (torch._subclasses.fake_tensor, label),
+    "DataDependentOutputException": (torch._subclasses.fake_tensor, label),
 }
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import stat as modes
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from scio_recorder.errors import RecordingError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["Folder", "close_quietly", "make_folder", "read_at", "write_at"]
+__all__ = ["File", "Folder", "close_quietly", "make_folder", "write_at"]
 
 # A named pipe would otherwise keep the opening waiting for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -32,6 +33,38 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 class _SyncFailedError(OSError):
     """A file whose sync failed: what of it has reached the disk can't be known."""
+
+
+class File:
+    """A file that is open for reading, until it is closed or nobody refers to it any more."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self.close = weakref.finalize(self, close_quietly, descriptor)
+        try:
+            status = system.fstat(descriptor)
+            if not modes.S_ISREG(status.st_mode):
+                raise RecordingError(f"{path} is not a regular file")
+        except BaseException:
+            # What is raised refers to this.
+            self.close()
+            raise
+        self.num_bytes = status.st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``offset`` on, or fewer where the file ends."""
+        out = bytearray(max(0, min(count, self.num_bytes - offset)))
+        self.fill(memoryview(out), offset)
+        return bytes(out)
+
+    def fill(self, out: memoryview, offset: int) -> None:
+        """Read into memory from ``offset`` on."""
+        while out:
+            done = system.pread_into(self._descriptor, out, offset)
+            if not done:
+                raise RecordingError(f"{self.path} is damaged: it ends at byte {offset}")
+            out, offset = out[done:], offset + done
 
 
 class Folder:
@@ -69,27 +102,16 @@ class Folder:
             return False
         return True
 
-    def open_regular(self, name: str) -> int:
-        """Return a descriptor for reading a regular file."""
-        descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
-        try:
-            if not modes.S_ISREG(system.fstat(descriptor).st_mode):
-                raise RecordingError(f"{self.path_of(name)} is not a regular file")
-        except BaseException:
-            close_quietly(descriptor)
-            raise
-        return descriptor
+    def open(self, name: str) -> File:
+        """Open a regular file for reading."""
+        return File(self.path_of(name), system.open_file(name, _READ, dir_fd=self.descriptor))
 
     def read_small(self, name: str, limit: int) -> bytes:
-        """Return a whole file, unless it is longer than ``limit`` bytes."""
-        descriptor = self.open_regular(name)
-        try:
-            size = system.fstat(descriptor).st_size
-            if size > limit:
-                raise RecordingError(f"{self.path_of(name)} is longer than {limit} bytes")
-            return read_at(descriptor, 0, size)
-        finally:
-            close_quietly(descriptor)
+        """Return a whole file; `ValueError` if it is longer than ``limit`` bytes."""
+        with closing(self.open(name)) as file:
+            if file.num_bytes > limit:
+                raise ValueError(f"longer than {limit} bytes")
+            return file.read(0, file.num_bytes)
 
     def put(self, name: str, temporary: str, write: Callable[[int], bytes]) -> bytes:
         """Put a new file in place, whole or not at all, and make that durable; see the NOTE.
@@ -126,8 +148,9 @@ class Folder:
             try:
                 system.rename_new(temporary, name, self.descriptor)
             except FileExistsError:
-                if self._head(name, len(head)) != head:
-                    raise
+                with closing(self.open(name)) as file:
+                    if file.read(0, len(head)) != head:
+                        raise
                 self.unlink(temporary)
         except BaseException:
             with suppress(OSError):
@@ -182,13 +205,6 @@ class Folder:
         finally:
             close_quietly(descriptor)
 
-    def _head(self, name: str, length: int) -> bytes:
-        descriptor = self.open_regular(name)
-        try:
-            return read_at(descriptor, 0, length)
-        finally:
-            close_quietly(descriptor)
-
 
 def close_quietly(descriptor: int) -> None:
     """Close a file of which nothing is waiting to be written, so that a failure means nothing."""
@@ -207,19 +223,6 @@ def make_folder(path: str) -> None:
     if parent != path:
         with Folder(parent) as folder:
             folder.sync()
-
-
-def read_at(descriptor: int, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes from ``offset`` on, or fewer where the file ends."""
-    parts = []
-    while count:
-        part = system.pread(descriptor, count, offset)
-        if not part:
-            break
-        parts.append(part)
-        offset += len(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:

@@ -19,7 +19,6 @@ __all__ = [
     "list_names",
     "mkdir",
     "open_file",
-    "pread",
     "pread_into",
     "rename_new",
     "stat",
@@ -42,7 +41,6 @@ fsync = os.fsync
 list_names = os.listdir
 mkdir = os.mkdir
 open_file = os.open
-pread = os.pread
 stat = os.stat
 unlink = os.unlink
 write = os.pwrite

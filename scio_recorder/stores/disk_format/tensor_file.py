@@ -10,8 +10,8 @@ reader does not believe a header: it writes the header again from what it has pa
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.faults import accessing, parsing
-from scio_recorder.stores.disk_format.folder import close_quietly, read_at, write_at
+from scio_recorder.stores.disk_format.folder import write_at
 from scio_recorder.stores.disk_format.helper import helped_by
 from scio_recorder.stores.disk_format.jsons import (
     DIGITS,
@@ -205,18 +205,17 @@ class TensorFile:
 
     def __init__(self, folder: Folder, name: str) -> None:
         self.path = folder.path_of(name)
-        with accessing(self.path):
-            self._descriptor = folder.open_regular(name)
-        # When the last reader lets go of it, which may be after a recording was closed.
-        self.close = weakref.finalize(self, close_quietly, self._descriptor)
-        try:
-            with parsing(self.path):
-                header = self._read_header()
-                self._layout, self._blocks, self.content = _parsed(header)
-                self._check_size()
-        except BaseException:
-            self.close()
-            raise
+        with parsing(self.path), ExitStack() as stack:
+            self._file = folder.open(name)
+            self.close = self._file.close
+            stack.callback(self.close)
+            header = self._read_header()
+            self._layout, self._blocks, self.content = _parsed(header)
+            if self._file.num_bytes != self.num_bytes:
+                raise ValueError(
+                    f"{self._file.num_bytes} bytes long, {self.num_bytes} were written"
+                )
+            stack.pop_all()
         self.checksum = checksum_of(header)
         self.table = self._layout.table
         self._verified = bytearray(len(self._blocks) // DIGITS)
@@ -227,16 +226,11 @@ class TensorFile:
         return self._layout.num_bytes
 
     def _read_header(self) -> bytes:
-        first = read_at(self._descriptor, 0, _PAGE_BYTES)
+        first = self._file.read(0, _PAGE_BYTES)
         length = 8 + int.from_bytes(first[:8], "little")
         if not _PAGE_BYTES <= length <= MAX_FILE_BYTES:
             raise ValueError(f"its header is said to have {length} bytes")
-        return first[:length] + read_at(self._descriptor, _PAGE_BYTES, length - len(first))
-
-    def _check_size(self) -> None:
-        size = system.fstat(self._descriptor).st_size
-        if size != self.num_bytes:
-            raise ValueError(f"{size} bytes long, {self.num_bytes} were written")
+        return first + self._file.read(_PAGE_BYTES, length - _PAGE_BYTES)
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
@@ -261,7 +255,7 @@ class TensorFile:
             low, high = max(start, block), min(stop, end)
             part, number = out[low - start : high - start], first_block + block // BLOCK_BYTES
             if self._verified[number]:
-                self._fill(part, offset + low)
+                self._file.fill(part.data, offset + low)
             elif (low, high) == (block, end):
                 self._fill_verified(part, offset + block, number)
             else:
@@ -286,18 +280,10 @@ class TensorFile:
                     self._copy_blocks(iter([start]), part, name, start)
 
     def _fill_verified(self, out: NDArray[numpy.uint8], offset: int, number: int) -> None:
-        self._fill(out, offset)
+        self._file.fill(out.data, offset)
         if checksum(out.data) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
             raise RecordingError(
                 f"{self.path} is damaged: bytes {offset} to {offset + len(out)} do not match their "
                 "checksum"
             )
         self._verified[number] = True
-
-    def _fill(self, out: NDArray[numpy.uint8], offset: int) -> None:
-        view = out.data
-        while view:
-            count = system.pread_into(self._descriptor, view, offset)
-            if not count:
-                raise RecordingError(f"{self.path} is damaged: it ends at byte {offset}")
-            view, offset = view[count:], offset + count
