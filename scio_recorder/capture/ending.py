@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from scio_recorder.capture.keeping import Kept
 from scio_recorder.capture.program import COPY, LEARN, REFERENCE, Program
 from scio_recorder.errors import FlowError
 from scio_recorder.nets.records import Copied, Entry, Recorded
 from scio_recorder.tensors import private
-from scio_recorder.tensors.ownership import Held
+from scio_recorder.tensors.ownership import Hold
 
-__all__ = ["all_calls", "entry_of", "flow_error", "is_lost", "next_kind"]
+__all__ = ["all_calls", "entry_of", "flow_error", "next_kind"]
 
 
 def flow_error(program: Program, expected: Mapping[int, int], seen: Mapping[int, int]) -> FlowError:
@@ -37,11 +35,6 @@ def flow_error(program: Program, expected: Mapping[int, int], seen: Mapping[int,
     )
 
 
-def is_lost(kept: Any) -> bool:
-    """Return whether a record was only referenced and has been overwritten."""
-    return type(kept) is Kept and any(leaf.is_violated for leaf in kept.leaves)
-
-
 def next_kind(kind: int, kept: Kept, is_hit: bool, lasting: set[int]) -> int:
     """Return how an event is to be kept from now on, given whether it was overwritten."""
     if kind != LEARN:
@@ -54,7 +47,7 @@ def next_kind(kind: int, kept: Kept, is_hit: bool, lasting: set[int]) -> int:
     return COPY if is_hit or is_unknown else REFERENCE
 
 
-def entry_of(value: Any, version: int, hold: Callable[[Tensor, int], Held]) -> Entry:
+def entry_of(value: Any, version: int, hold: Hold) -> Entry:
     """Return what a record is of what a pass has logged."""
     if isinstance(value, Copied):
         return value

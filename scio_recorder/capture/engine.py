@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -203,8 +204,17 @@ class Capture:
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
+            if self.program.options.copy == "auto":
+                activations.copy_from_now_on = partial(self._copy_from_now_on, key, False)
+                if inputs is not None:
+                    inputs.copy_from_now_on = partial(self._copy_from_now_on, key, True)
             latest.gradients = current.gradients
             latest.scene = Scene(current.received.moments, current.posts or {})
+
+    def _copy_from_now_on(self, key: object, is_input: bool, label: DepthIdx) -> None:
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans[key] = plan.copying(self.program, label, is_input)
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.hook_copies import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.tensors import private
 
@@ -36,14 +37,14 @@ class Site:
 
     __slots__ = ("compiled", "local", "reruns")
 
-    def __init__(self, reruns: Reruns | None) -> None:
+    def __init__(self, reruns: Reruns) -> None:
         self.local = _Local()
         self.reruns = reruns
         # Not None while a pass is compiled: dynamo can't see into thread-local objects.
         self.compiled: CompiledPass | None = None
 
 
-class ModuleHook:
+class ModuleHook(Uncopied):
     """What is called before and after one module's forward."""
 
     __slots__ = ("index", "local", "site")
@@ -82,7 +83,7 @@ class ModuleHook:
         if self.site.compiled is not None:
             return self.site.compiled.receive(self.index, output)
         if active is None:
-            return self._outside(module, output)
+            return self._outside(output)
         if torch.compiler.is_dynamo_compiling():
             # A compiled part of the net: what is traced once must not be taken for a record.
             return None
@@ -101,36 +102,12 @@ class ModuleHook:
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None
 
-    def _outside(self, module: nn.Module, output: Any) -> Any:
+    def _outside(self, output: Any) -> Any:
         """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
         reruns = self.site.reruns
-        if reruns is None:
-            remove_inert(module)
-        elif reruns and private.backward_pass() != -1:
-            return reruns.again(self.index, output)
-        return None
-
-    # A copy of the net must not write into the records of the original: its hooks do nothing, and
-    # leave at the first call.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
-        return _inert_hook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _inert_hook, ()
-
-
-def _inert_hook() -> ModuleHook:
-    return ModuleHook(0, _INERT)
-
-
-_INERT = Site(None)
-
-
-def remove_inert(net: nn.Module) -> None:
-    """Remove the hooks that a copy of a recorded net came with."""
-    for module in net.modules():
-        _remove(module, _INERT)
+        return (
+            reruns.again(self.index, output) if reruns and private.backward_pass() != -1 else None
+        )
 
 
 def _remove(module: nn.Module, site: Site) -> None:
@@ -140,6 +117,7 @@ def _remove(module: nn.Module, site: Site) -> None:
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ModuleHook) and owner.site is site:
                 private.remove_hook(module, key)
+    let_copy(module)
 
 
 class Hooks:
@@ -170,6 +148,7 @@ class Hooks:
             if index in self._with_inputs:
                 handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
                 self._before[index] = handle
+            keep_out_of_copies(module)
         self._checked_at = private.next_handle()
         self._is_attached = True
 
@@ -201,14 +180,14 @@ class Hooks:
         self._checked_at = private.next_handle()
 
 
-class _Observer:
-    """A hook that calls a method as long as its object lives, and does nothing in a copy."""
+class _Observer(Uncopied):
+    """A hook that calls a method as long as its object lives."""
 
     __slots__ = ("_method", "_name", "_unseen")
 
     def __init__(
         self,
-        method: weakref.WeakMethod[Any] | None,
+        method: weakref.WeakMethod[Any],
         name: str,
         unseen: dict[str, bool] | None = None,
     ) -> None:
@@ -223,15 +202,9 @@ class _Observer:
             if self._unseen is not None:
                 self._unseen[self._name] = True
             return
-        method = None if self._method is None else self._method()
+        method = self._method()
         if method is not None:
             method(self._name, *call)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Observer:
-        return _Observer(None, "")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Observer, (None, "")
 
 
 def precede(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
@@ -261,8 +234,11 @@ def observe(
     """
     observer = _Observer(weakref.WeakMethod(method), name, unseen)
     if before:
-        return module.register_forward_pre_hook(observer, with_kwargs=True)
-    return module.register_forward_hook(observer, with_kwargs=True, always_call=always)
+        handle = module.register_forward_pre_hook(observer, with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
+    keep_out_of_copies(module)
+    return handle
 
 
 def _move_to_end(hooks: dict[int, Any], key: int) -> None:

@@ -2,8 +2,9 @@
 
 NOTE [What a record holds]
 
-1. Reference: the tensor itself. Its version counter, noted here and compared when the pass ends and
-   whenever the record is read, tells whether an in-place operation touched it or a view of it.
+1. Reference: the tensor itself. Its version counter, noted here and compared whenever the record is
+   read, tells whether an in-place operation touched it or a view of it. Then reading raises, and
+   the layer is copied from the next pass on.
 2. Copy: of a tensor on the graph, one that has its place there, see `own_copy`.
 3. Exchange: an in-place operation on a view cuts the view's place out of the graph. So a view on
    the graph that nobody else holds is kept itself, and the network goes on with a copy of it.
@@ -64,11 +65,6 @@ class KeptLeaf:
         watched = self.watched
         return watched is not None and version_of(watched) != self.watched_version
 
-    @property
-    def is_violated(self) -> bool:
-        """Whether the record is lost: it is the original, and that was changed."""
-        return self.copied is None and version_of(self.original) != self.version
-
     def settled(self) -> tuple[Tensor, int]:
         """Return what the record holds, and the version that it must show."""
         if self.copied is None:
@@ -79,13 +75,11 @@ class KeptLeaf:
 class Kept:
     """One recorded structure until the pass ends."""
 
-    __slots__ = ("_version", "leaves", "rebuild")
+    __slots__ = ("leaves", "rebuild")
 
     def __init__(self, leaves: list[KeptLeaf], rebuild: Callable[[Sequence[Any]], Any]) -> None:
         self.leaves = leaves
         self.rebuild = rebuild
-        # Lets the end of a pass compare the versions of bare tensors and of these in one sweep.
-        self._version = 0
 
 
 NOTHING = Kept([], lambda leaves: None)

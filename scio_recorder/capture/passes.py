@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.capture.ending import all_calls, entry_of, flow_error, is_lost, next_kind
+from scio_recorder.capture.ending import all_calls, entry_of, flow_error, next_kind
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, overwritten
 from scio_recorder.capture.offload import offload
@@ -19,7 +19,7 @@ from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.nets.records import Entry, Records
 from scio_recorder.postprocessors.assigning import Postprocessor, apply
 from scio_recorder.tensors import private
-from scio_recorder.tensors.ownership import holder
+from scio_recorder.tensors.ownership import Hold, holder
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx, Layer
 
 __all__ = ["Pass", "StopForward"]
-
-_version = operator.attrgetter("_version")
 
 
 class StopForward(BaseException):
@@ -53,7 +51,6 @@ class Pass:
 
     __slots__ = (
         "_counts",
-        "_hold",
         "_is_bare",
         "_keeper",
         "_seen_plain",
@@ -62,8 +59,6 @@ class Pass:
         "is_fast",
         "keeps_outputs",
         "log",
-        "lost",
-        "lost_inputs",
         "plan",
         "posts",
         "program",
@@ -106,13 +101,9 @@ class Pass:
         self.log: list[Any] = []
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
-        # The events of which only a reference was kept, which turned out to be overwritten.
-        self.lost: list[int] = []
-        self.lost_inputs: list[int] = []
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
         self._keeper: Keeper | None = None
-        self._hold = holder()
         self._counts: dict[int, int] = {}
         self._seen_plain: set[int] = set()
 
@@ -186,10 +177,9 @@ class Pass:
         self.gradients.attach(label, leaves, rebuild)
 
     def finish(self) -> tuple[Records, Records | None]:
-        """Verify the pass, and return its activations and inputs.
+        """Check the calls of the pass, and return its activations and inputs.
 
-        A record that a later operation overwrote is there too, and raises when it is read: the
-        pass itself was right.
+        Whether a later operation has overwritten a record is seen when that is read.
 
         Raises
         ------
@@ -202,20 +192,18 @@ class Pass:
             if self.program.counts_calls:
                 self._check_counts(modules)
             positions = self._positions(modules)  # type: ignore[assignment]
-        if self.program.options.copy != "never":
-            self._find_lost(positions, values, versions)
-        activations = self._activations(positions, values, versions)
+        hold = holder()
+        activations = self._activations(positions, values, versions, hold)
         if self.sink is not None and self.keeps_outputs:
             for label in activations:
                 self.sink.takers[label](activations.peek(label))
-        return activations, self._inputs()
+        return activations, self._inputs(hold)
 
     def learned(self) -> Plan | None:
         """Return a better plan where this pass found how outputs can be kept."""
         options = self.program.options
         keeps_nothing = (self._is_bare or self.sink is not None) and not self.received.kept
-        is_known = keeps_nothing and not self.lost
-        if is_known or options.copy == "always" or options.offload:
+        if keeps_nothing or options.copy == "always" or options.offload:
             return None
         kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
@@ -231,10 +219,6 @@ class Pass:
                 (is_hit,) = overwritten([given])
                 kind = next_kind(self.plan.input_kinds[at], given, is_hit, lasting)
                 input_kinds[at] = max(input_kinds[at], kind)
-        for at in self.lost:
-            kinds[at] = COPY
-        for at in self.lost_inputs:
-            input_kinds[at] = COPY
         plain = self.plan.plain | self._seen_plain
         if (kinds, input_kinds) == (
             self.plan.kinds,
@@ -272,43 +256,31 @@ class Pass:
             return
         raise flow_error(program, expected, seen)
 
-    def _find_lost(self, positions: Any, values: list[Any], versions: list[int]) -> None:
-        labels = self.program.labels
-        if list(map(_version, values)) != versions:
-            pairs = zip(positions, values, versions, strict=True)
-            changed = [at for at, value, version in pairs if value._version != version]
-            self.lost += [at for at in changed if labels[at] is not None]
-        if not self._is_bare:
-            events = zip(positions, values, strict=True)
-            self.lost += [at for at, kept in events if is_lost(kept)]
-        self.lost_inputs += [at for at, kept in self.received.kept if is_lost(kept)]
-
-    def _activations(self, positions: Any, values: list[Any], versions: list[Any]) -> Records:
+    def _activations(
+        self, positions: Any, values: list[Any], versions: list[Any], hold: Hold
+    ) -> Records:
         program = self.program
         if not self.keeps_outputs:
             return Records(program.architecture)
         labels = program.labels
-        lost = [labels[at] for at in self.lost]
         if self._is_bare and type(positions) is range and program.counts_calls:
-            order = program.order
-            return Records.of_tensors(program.architecture, order, values, versions, lost)
+            return Records.of_tensors(program.architecture, program.order, values, versions)
         found = [
-            (label, entry_of(value, version, self._hold))
+            (label, entry_of(value, version, hold))
             for label, value, version in zip(
                 map(labels.__getitem__, positions), values, versions, strict=True
             )
             if label is not None and value is not NOTHING
         ]
-        return Records(program.architecture, self._by_layer(found), lost=lost)
+        return Records(program.architecture, self._by_layer(found))
 
-    def _inputs(self) -> Records | None:
+    def _inputs(self, hold: Hold) -> Records | None:
         program = self.program
         if not program.options.inputs or self.sink is not None:
             return None
         inputs = sorted(self.received.kept, key=operator.itemgetter(0))
-        found = [(program.labels[at], entry_of(kept, 0, self._hold)) for at, kept in inputs]
-        lost = [program.labels[at] for at in self.lost_inputs]
-        return Records(program.architecture, self._by_layer(found), "input", lost)
+        found = [(program.labels[at], entry_of(kept, 0, hold)) for at, kept in inputs]
+        return Records(program.architecture, self._by_layer(found), "input")
 
     def _by_layer(self, found: list[tuple[Any, Entry]]) -> dict[Any, Entry]:
         """Make one entry a layer of all its calls, where they are not counted."""

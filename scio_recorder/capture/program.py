@@ -134,6 +134,12 @@ class Plan:
         ]
         self.is_fast = all(self.fast)
 
+    def copying(self, program: Program, label: DepthIdx, is_input: bool) -> Plan:
+        """Return the plan that copies what a layer returns, or what it receives."""
+        kinds, input_kinds = list(self.kinds), list(self.input_kinds)
+        (input_kinds if is_input else kinds)[program.labels.index(label)] = COPY
+        return Plan(program, kinds, input_kinds, self.plain)
+
 
 def _distinct_modules(
     architecture: Architecture, recording: tuple[DepthIdx, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -103,15 +103,13 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 class Copied:
     """Copies that nothing else holds, and that may still be under way."""
 
-    __slots__ = ("_events", "_value", "_version")
+    __slots__ = ("_events", "_value")
 
     is_intact = True
 
     def __init__(self, value: Any, events: Sequence[Any] = ()) -> None:
         self._value = value
         self._events = events
-        # Compared at the end of a pass together with the versions of bare tensors.
-        self._version = 0
 
     def peek(self) -> Any:
         """Return the copies once they are complete."""
@@ -159,10 +157,10 @@ Entry: TypeAlias = Held | Copied | Recorded
 class Records(LayerMapping[Any]):
     """The activations, inputs or gradients of one pass.
 
-    Reading compares version counters with those at the end of the pass, and raises
-    :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since, and
-    where the pass itself overwrote a record of which it held no copy (``lost``). What was read
-    stays as it was read, whatever later passes, optimisers or the caller do.
+    Reading compares version counters with those at the calls, and raises
+    :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since, be it
+    later in the pass or after it. What was read stays as it was read, whatever later passes,
+    optimisers or the caller do.
     """
 
     def __init__(
@@ -170,11 +168,11 @@ class Records(LayerMapping[Any]):
         architecture: Architecture,
         entries: Mapping[DepthIdx, Entry] | None = None,
         what: str = "activation",
-        lost: Collection[DepthIdx | None] = (),
     ) -> None:
         self._architecture = architecture
         self._what = what
-        self._lost = lost
+        # Called with the layer where only a reference was kept, which turned out to be too little.
+        self.copy_from_now_on: Callable[[DepthIdx], None] | None = None
         self._entries: Mapping[DepthIdx, Entry] | None = {} if entries is None else entries
         self._columns: tuple[Any, Any, Any] = ((), (), ())
 
@@ -185,13 +183,12 @@ class Records(LayerMapping[Any]):
         labels: Sequence[DepthIdx],
         tensors: Sequence[Tensor],
         versions: Sequence[int],
-        lost: Collection[DepthIdx | None],
     ) -> Records:
         """Return the records of layers that each returned a tensor, with the versions of then.
 
         Most passes are never read, or of few layers: the columns become entries at the first look.
         """
-        records = cls(architecture, lost=lost)
+        records = cls(architecture)
         records._entries, records._columns = None, (labels, tensors, versions)
         return records
 
@@ -213,24 +210,23 @@ class Records(LayerMapping[Any]):
         return self._intact(label).read()
 
     def _intact(self, label: DepthIdx) -> Entry:
-        if label in self._lost:
-            raise MutationError(self._explain_loss(label))
         entry = self._values[label]
         if not entry.is_intact:
+            if self.copy_from_now_on is not None:
+                self.copy_from_now_on(label)
             raise MutationError(self._explain_mutation(label))
         return entry
 
-    def _explain_loss(self, label: DepthIdx) -> str:
-        return (
-            f"an in-place operation overwrote the {self._what} of layer "
-            f"{self._architecture[label]} later in the pass, which no earlier pass in this setting "
-            "had done, so that only a reference was kept. The other records of the pass hold. From "
-            'the next pass on this layer is copied; record(..., copy="always") copies in every pass'
-        )
-
     def _explain_mutation(self, label: DepthIdx) -> str:
-        return (
+        changed = (
             f"the {self._what} of layer {self._architecture[label]} was changed in place after it "
-            "was recorded, as by `output += 1` on a tensor that the network returned or received: "
-            "work on a clone of that tensor"
+            "was recorded: later in the pass, or since, as by `output += 1` on a tensor that the "
+            "network returned or received. "
+        )
+        if self.copy_from_now_on is None:
+            return changed + "Work on a clone of that tensor, or record with another copy="
+        return changed + (
+            "No pass in this setting had shown that before, so that only a reference was kept. The "
+            "other records hold, and from the next pass on this layer is copied. record(..., copy="
+            '"always") copies in every pass'
         )

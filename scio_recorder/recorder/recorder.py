@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
-from scio_recorder.capture.hooks import remove_inert
 from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
@@ -390,5 +389,4 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        remove_inert(self._net)
         self._install(Capture(self._net, self.architecture, recording, options))

@@ -20,7 +20,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from scio_recorder.tensors import private
 
-__all__ = ["Held", "holder", "own_copy", "version_of"]
+__all__ = ["Held", "Hold", "holder", "own_copy", "version_of"]
 
 
 class Held:
@@ -77,7 +77,10 @@ class Held:
         return self.tensor
 
 
-def holder() -> Callable[[Tensor, int], Held]:
+Hold: TypeAlias = Callable[[Tensor, int], Held]
+
+
+def holder() -> Hold:
     """Return a function that holds each tensor once, however often it is given.
 
     Returns

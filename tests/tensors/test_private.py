@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import Recorder, UnsupportedTorchError, track
+from scio_recorder import FlowError, Recorder, UnsupportedTorchError, track
 from scio_recorder.tensors import first_use, private
 
 
@@ -86,10 +87,11 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(2, 2)
         self.act = nn.ReLU(inplace=True)
+        self.view = nn.Unflatten(1, (1, 2))
         self.split = Split()
 
     def forward(self, x: Tensor) -> Any:
-        return self.split(self.act(self.first(x)))
+        return self.split(self.view(self.act(self.first(x) * 2)))
 
 
 class Split(nn.Module):
@@ -112,6 +114,10 @@ def run() -> None:
     recorded()(torch.ones(1, 2))
 
 
+def post_process() -> None:
+    recorded()(torch.ones(1, 2), activation_postproc=lambda output: None)
+
+
 def log() -> None:
     net = Net()
     with track(net):
@@ -119,8 +125,14 @@ def log() -> None:
         (a + b).sum().backward()
 
 
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
 def label() -> None:
-    Recorder(nn.ReLU(), input_size=(1, 2), verbose=0)
+    with contextlib.suppress(FlowError):
+        Recorder(Branch(), input_size=(1, 2), verbose=0)
 
 
 class Checkpointed(nn.Module):
@@ -141,12 +153,12 @@ def run_checkpointed() -> None:
 FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "_current_graph_task_id": (torch._C, differentiate),
     "_will_engine_execute_node": (torch._C, log),
-    "_top_saved_tensors_default_hooks": (torch._C._autograd, run),
+    "_top_saved_tensors_default_hooks": (torch._C._autograd, post_process),
     "_storage_Use_Count": (torch._C, run),
     "peek_interpreter_stack": (torch._C._functorch, run),
     "_is_any_autocast_enabled": (torch._C, run),
     "_CheckpointFrame": (torch.utils.checkpoint, run_checkpointed),
-    "DataDependentOutputException": (torch._subclasses.fake_tensor, label),
+    "FakeTensorMode": (torch._subclasses.fake_tensor, label),
 }
 
 

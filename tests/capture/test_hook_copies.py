@@ -1,0 +1,129 @@
+"""Copies of a recorded network, and files of it, have no hooks of ours, and all hooks of others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scio_recorder import Recorder
+from tests.oracle import same_bits
+
+LOADS = """
+import sys
+sys.modules["scio_recorder"] = None  # importing it raises
+import torch
+from torch import nn
+net = torch.load(sys.argv[1], weights_only=False)
+kinds = [k for m in net.modules() for k, v in vars(m).items() if "hooks" in k and v]
+print(kinds, net(torch.ones(2, 3)).sum().item())
+"""
+
+
+def user_hook(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+
+
+def recorded(net: nn.Module) -> Recorder:
+    rnet = Recorder(net, input_size=(2, 3), verbose=0)
+    rnet.record("*", inputs=True, gradients=True)
+    rnet(torch.ones(2, 3))
+    return rnet
+
+
+def hooks_of(net: nn.Module) -> dict[str, list[Any]]:
+    found = {
+        f"{name}.{kind}": list(hooks.values())
+        for name, module in net.named_modules()
+        for kind, hooks in vars(module).items()
+        if "hooks" in kind and isinstance(hooks, dict)
+    }
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def test_a_file_of_a_recorded_net_needs_no_recorder(tmp_path: Path) -> None:
+    net = small_net()
+    rnet = recorded(net)
+    with rnet.track():
+        torch.save(rnet.net, tmp_path / "net.pt")
+    command = [sys.executable, "-c", LOADS, str(tmp_path / "net.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kinds, total = done.stdout.rsplit(" ", 1)
+    assert kinds == "[]"
+    assert float(total) == net(torch.ones(2, 3)).sum().item()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_keep_the_hooks_of_others_alone(way: Any) -> None:
+    net = small_net()
+    net[0].register_forward_hook(user_hook)
+    net[1].register_forward_pre_hook(pre_hook, with_kwargs=True)
+    before = hooks_of(net)
+    rnet = recorded(net)
+    late = net[0].register_forward_hook(user_hook)
+    with rnet.track():
+        twin = way(net)
+    late.remove()
+    assert sum(map(len, hooks_of(twin).values())) == sum(map(len, before.values())) + 1
+    assert all(
+        type(hook) in (type(user_hook), bool) for one in hooks_of(twin).values() for hook in one
+    )
+    record = rnet.activations["0"].clone()
+    # The hook that was removed since doubles once more in the copy.
+    assert same_bits(twin(torch.zeros(2, 3)), net[1](net[0](torch.zeros(2, 3)) * 2))
+    assert same_bits(rnet.activations["0"], record)
+
+
+def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    return None
+
+
+def test_dictionaries_of_hooks_stay_the_same_objects_and_come_out_as_they_were() -> None:
+    net = small_net()
+    handle = net[0].register_forward_hook(user_hook)
+    dictionaries = [net[0]._forward_hooks, net[0]._forward_pre_hooks]
+    rnet = recorded(net)
+    assert [net[0]._forward_hooks, net[0]._forward_pre_hooks] == dictionaries
+    assert net[0]._forward_hooks is dictionaries[0]
+    handle.remove()
+    rnet.remove()
+    assert not hooks_of(net)
+    for module in net.modules():
+        for value in vars(module).values():
+            assert not (isinstance(value, OrderedDict) and vars(value))
+
+
+def test_a_copied_recorder_records_by_hooks_of_its_own() -> None:
+    rnet = recorded(small_net())
+    twin = copy.deepcopy(rnet)
+    assert hooks_of(twin.net).keys() == hooks_of(rnet.net).keys()
+    x = torch.randn(2, 3)
+    twin(x)
+    assert same_bits(twin.activations["0"], twin.net[0](x))
+    assert same_bits(rnet.activations["0"], rnet.net[0](torch.ones(2, 3)))
+
+
+def test_a_hook_copied_alone_does_nothing() -> None:
+    net = small_net()
+    rnet = recorded(net)
+    record = rnet.activations["0"].clone()
+    other = nn.Linear(3, 4)
+    for hook in net[0]._forward_hooks.values():
+        other.register_forward_hook(copy.copy(hook.__self__).after)
+    rnet.net(torch.zeros(2, 3))
+    assert other(torch.ones(2, 3)).shape == (2, 4)
+    assert same_bits(rnet.activations["0"], record)
