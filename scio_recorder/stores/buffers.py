@@ -8,17 +8,16 @@ array a layer, and never two copies of it, also where the length is not known. A
 buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
 a NumPy array over its memory. Only memory that nobody holds is used again.
 
-Pages that are written for the first time cost more than what is written. So a thread of the writer
-has them made ready a little ahead of the samples; where it is late, they become ready when they are
-written.
+Pages that are written for the first time cost more than what is written. Where the number of
+samples is known, those of the next few batches are asked for at once, which is cheaper than one by
+one.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import mmap
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,10 +32,10 @@ __all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 _POPULATE = 23
 # Memory that is not touched costs address space only, and what need not grow is not remapped.
 _LEAST_BYTES = 1 << 22
-# Views are made for so many batches at once.
+# No more than so many bytes of a layer at once: other threads wait meanwhile.
+_MOST_READY = 1 << 24
+# Views are made, and memory is made ready, for so many batches at once.
 _MOST_PLACES = 16
-# The function of mmap objects would keep all other threads from running meanwhile.
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -64,7 +63,7 @@ class Buffer(Protocol):
         """Return the first bytes, as a tensor that holds no more than these where that is free."""
 
     def touch(self, start: int, stop: int) -> None:
-        """Make ready to be written what lies between two bytes; contents stay. For a thread."""
+        """Make ready to be written what lies between two bytes; contents stay."""
 
 
 def _driver() -> Any:
@@ -89,9 +88,8 @@ class HostBuffer:
         # Registering takes a whole mapping, touched or not.
         self.least_bytes = 0 if pinned else _LEAST_BYTES
         self._memory: _Memory | None = None
-        self._address = 0
-        # Nothing may be at work in memory that moves.
-        self._moving = threading.Lock()
+        # So many bytes from the beginning on are ready to be written.
+        self._ready = 0
 
     @property
     def num_bytes(self) -> int:
@@ -114,14 +112,9 @@ class HostBuffer:
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there."""
-        with self._moving:
-            return self._reserve(num_bytes)
-
-    def _reserve(self, num_bytes: int) -> Tensor:
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         raw = self.first(self.num_bytes)
-        self._address = raw.data_ptr()
         if self.pinned and self._memory is not None and not self._memory.registered:
             self._register(raw)
         return raw
@@ -133,13 +126,15 @@ class HostBuffer:
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
     def touch(self, start: int, stop: int) -> None:
-        """Take the page faults of a range at once."""
-        with self._moving:
-            memory, address = self._memory, self._address + start - start % mmap.PAGESIZE
-            num_bytes = self._address + min(stop, self.num_bytes) - address
-            if memory is not None and _madvise is not None and num_bytes > 0:
-                # Where the system knows no such advice, it refuses, and nothing is lost.
-                _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE)
+        """Take the page faults of a range at once, unless they were taken before."""
+        start, stop = max(start, self._ready), min(stop, start + _MOST_READY, self.num_bytes)
+        if self._memory is None or self.pinned or stop <= start or sys.platform != "linux":
+            return
+        self._ready = stop
+        first = start - start % mmap.PAGESIZE
+        # Where the system knows no such advice, it refuses, and nothing is lost.
+        with contextlib.suppress(OSError, ValueError):
+            self._memory.madvise(_POPULATE, first, stop - first)
 
     def _grow(self, num_bytes: int) -> None:
         old = self._memory
@@ -152,6 +147,7 @@ class HostBuffer:
         except (OSError, OverflowError, SystemError, ValueError):
             self._memory = _map(num_bytes)
             self._memory[: len(old)] = old[:]
+            self._ready = len(old)
 
     def _register(self, raw: Tensor) -> None:
         assert self._memory is not None
@@ -219,12 +215,13 @@ class Column:
         Whether that is a known length rather than a guess.
     """
 
-    __slots__ = ("_buffer", "array", "capacity", "places", "spec")
+    __slots__ = ("_buffer", "_is_exact", "array", "capacity", "places", "spec")
 
     def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
         self.spec = spec
         self.capacity = 0
         self._buffer = buffer
+        self._is_exact = is_exact
         # Views for the batches that come next, the last one first: many made at once cost a third
         # of what they cost one by one.
         self.places: list[Tensor] = []
@@ -258,18 +255,7 @@ class Column:
         """
         if not (follows and self.places):
             self._make_places(start, rows, _MOST_PLACES if follows else 1)
-        return self.places.pop().copy_(activation, non_blocking=True)
-
-    def touch(self, start: int, stop: int) -> None:
-        """Make the memory of rows ready to be written, in a thread of its own.
-
-        Parameters
-        ----------
-        start, stop : int
-            The first row, and the one after the last.
-        """
-        row_bytes = self.spec.num_bytes
-        self._buffer.touch(start * row_bytes, min(stop, self.capacity) * row_bytes)
+        return self.places.pop().copy_(activation, True)  # does not wait for a GPU
 
     def close(self, rows: int) -> Tensor:
         """Return the samples that count, and let go of them.
@@ -293,7 +279,10 @@ class Column:
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
         number = min(number, (self.capacity - start) // rows) if rows else 1
-        self.places = list(torch.split(self.array[start : start + number * rows], rows))
+        stop = start + number * rows
+        if self._is_exact:
+            self._buffer.touch(start * self.spec.num_bytes, stop * self.spec.num_bytes)
+        self.places = list(torch.split(self.array[start:stop], rows))
         self.places.reverse()
 
     def _reserve(self, rows: int) -> None:

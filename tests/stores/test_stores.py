@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -268,16 +267,25 @@ def test_from_a_gpu(known, tmp_path):
         assert_same(recording, {k: v if kind == "cuda" else v.cpu() for k, v in wanted.items()})
 
 
-def test_memory_made_ready_by_a_thread_grows_with_all_that_is_in_it():
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_memory_grows_with_all_that_is_in_it(is_exact):
     rows = torch.arange(3 << 19, dtype=torch.float64).reshape(-1, 1 << 10)
-    with ThreadPoolExecutor(1) as thread:
-        # Shorter than what comes, as a loader's length may be.
-        column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, True)
-        for start in range(0, len(rows), 37):
-            part = rows[start : start + 37]
-            thread.submit(column.touch, start + 20, start + 500)
-            column.put(part, start, len(part))
-        assert torch.equal(column.close(len(rows)), rows)
+    # Shorter than what comes, as a loader's length may be.
+    column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, is_exact)
+    for start in range(0, len(rows), 37):
+        part = rows[start : start + 37]
+        column.put(part, start, len(part), follows=0 < start < len(rows) - 37)
+    assert torch.equal(column.close(len(rows)), rows)
+
+
+def test_memory_that_is_made_ready_keeps_what_is_in_it():
+    buffer = HostBuffer()
+    memory = buffer.reserve(1 << 25)
+    memory[: 1 << 20] = 7
+    for start, stop in ((5, 9), (0, 1 << 20), (4097, 1 << 25), (1 << 25, 1 << 26)):
+        buffer.touch(start, stop)
+    assert int(memory[: 1 << 20].min()) == 7
+    assert int(memory[1 << 20 :].max()) == 0
 
 
 def test_no_thread_is_left(tmp_path):

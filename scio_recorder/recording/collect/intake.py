@@ -139,15 +139,16 @@ class StoringIntake(LayerIntake):
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
         if (
-            self.current.follows
-            and type(activation) is Tensor
+            type(activation) is Tensor
             and activation.shape == self._usual_shape
             and activation.dtype is self._dtype
-            and self._column is not None
-            and self._column.places
+            and self.current.follows
         ):
-            self._column.places.pop().copy_(activation, non_blocking=True)
-            return
+            column = self._column
+            if column is not None and column.places:
+                # Does not wait for a GPU; given by position, which is faster.
+                column.places.pop().copy_(activation, True)
+                return
         self._receive_checked(activation)
 
     def _receive_checked(self, activation: Any) -> None:
