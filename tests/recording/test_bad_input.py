@@ -259,11 +259,11 @@ def test_a_full_disk(tmp_path, monkeypatch):
     store = Disk(tmp_path / "run", chunk_bytes=1)
     write, written = system.write, []
 
-    def full(descriptor, content):
+    def full(descriptor, content, *rest):
         written.append(len(content))
         if len(written) > 8:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, content)
+        return write(descriptor, content, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(system, "write", full)
