@@ -19,14 +19,15 @@ it all the same: its place in the log is kept.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scio_recorder.events.places import Place
+from scio_recorder.events.event import Event
+from scio_recorder.events.journal import Journal, Place
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter
 from scio_recorder.tensors.structures import tensors
@@ -36,18 +37,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientListeners"]
 
-Take = Callable[[str, type[nn.Module], tuple[Tensor | None, ...], Place | None], None]
-
 
 class GradientListeners:
-    """The listeners of one tracker. The graph that holds them holds the tracker weakly."""
+    """The listeners of one log, which the graph that holds them holds weakly."""
 
-    def __init__(
-        self, take: Take, keep_place: Callable[[], Place], lose: Callable[[str], None]
-    ) -> None:
-        self._take = weakref.WeakMethod(take)
-        self._keep_place = weakref.WeakMethod(keep_place)
-        self._lose = weakref.WeakMethod(lose)
+    def __init__(self, journal: Journal) -> None:
+        self._journal = weakref.ref(journal)
         # Hooks on leaves stay as long as these do, which may be parameters.
         self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
         weakref.finalize(self, _remove_hooks, self._on_leaves).atexit = False
@@ -57,7 +52,7 @@ class GradientListeners:
         leaves, places = _leaves_and_places(output)
         if not any(leaf.requires_grad for leaf in leaves):
             return
-        call = _Call(name, kind, leaves, places, self._take, self._keep_place, self._lose)
+        call = _Call(name, kind, leaves, places, self._journal)
         nodes = {index: leaf.grad_fn for index, leaf in enumerate(leaves) if leaf.requires_grad}
         for index, node in nodes.items():
             self._listener(leaves[index], node).add(_Entry(call, index, nodes))
@@ -111,38 +106,33 @@ class _Listener:
 class _Entry:
     """One tensor of one call."""
 
-    __slots__ = ("_alike", "_index", "_lower", "_unknown", "call")
+    __slots__ = ("_index", "_lower", "_waited_for", "call")
 
     def __init__(self, call: _Call, index: int, nodes: dict[int, Any]) -> None:
         self.call = call
         self._index = index
         node, others = nodes[index], {at: other for at, other in nodes.items() if at != index}
-        self._alike = [at for at, other in others.items() if other is node is not None]
-        known = {at: other for at, other in others.items() if other is not None}
-        is_ordered = node is not None and not call.is_spread
-        self._unknown = [at for at in others if at not in known or not is_ordered]
-        number = private.sequence_number(node) if is_ordered else 0
-        self._lower = [
-            (at, other)
-            for at, other in known.items()
-            if is_ordered and other is not node and private.sequence_number(other) < number
-        ]
+        self._waited_for, self._lower = set(others), []
+        if node is not None and not call.is_spread:
+            self._waited_for = {at for at, other in others.items() if other in (None, node)}
+            number = private.sequence_number(node)
+            ordered = [pair for pair in others.items() if pair[0] not in self._waited_for]
+            self._lower = [pair for pair in ordered if private.sequence_number(pair[1]) < number]
 
     def receive(self, gradient: Tensor | None) -> None:
         """Take the gradient of this tensor."""
         call, task = self.call, private.backward_pass()
-        if len(call.places) == 1 or not (self._alike or self._lower or self._unknown):
-            pending = call.pending.get(task)
-            if pending is None:
-                call.emit({self._index: gradient})
-                return
+        pending = call.pending.get(task)
+        if pending is None and (self._waited_for or self._lower):
+            pending = self._begin(task)
+        if pending is None:
+            call.emit({self._index: gradient})
         else:
-            pending = call.pending.get(task) or self._begin(task)
-        pending.receive(self._index, gradient)
+            pending.receive(self._index, gradient)
 
     def _begin(self, task: int) -> _Pending:
         coming = {at for at, node in self._lower if private.will_run(node)}
-        pending = _Pending(self.call, {self._index, *self._alike, *self._unknown, *coming})
+        pending = _Pending(self.call, {self._index, *self._waited_for, *coming})
         self.call.pending[task] = pending
         private.call_at_end_of_backward(partial(_Pending.close, pending))
         return pending
@@ -178,10 +168,8 @@ class _Call:
 
     __slots__ = (
         "_is_logged",
-        "_keep_place",
+        "_journal",
         "_kind",
-        "_lose",
-        "_take",
         "_views",
         "is_spread",
         "name",
@@ -195,45 +183,39 @@ class _Call:
         kind: type[nn.Module],
         leaves: list[Tensor],
         places: list[int | None],
-        take: weakref.WeakMethod[Any],
-        keep_place: weakref.WeakMethod[Any],
-        lose: weakref.WeakMethod[Any],
+        journal: weakref.ref[Journal],
     ) -> None:
         self.name = name
         self._kind = kind
         self.places = places
         self.is_spread = len({leaf.device for leaf in leaves}) > 1
         self.pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
-        self._take = take
-        self._keep_place = keep_place
-        self._lose = lose
+        self._journal = journal
         self._is_logged = False
-        views = [
-            leaf
-            for leaf in leaves
-            if leaf.grad_fn is not None and private.base_of(leaf) is not None
-        ]
-        self._views = [(counter, counter._version) for counter in map(version_counter, views)]
+        inner = [leaf for leaf in leaves if leaf.grad_fn is not None]
+        views = [version_counter(leaf) for leaf in inner if private.base_of(leaf) is not None]
+        self._views = [(counter, counter._version) for counter in views]
 
     def kept_place(self) -> Place | None:
         """Keep a place in the log for an event that is not whole yet."""
-        keep_place = self._keep_place()
-        return None if keep_place is None else keep_place()
+        journal = self._journal()
+        return None if journal is None else journal.keep_place()
 
     def emit(self, gradients: dict[int, Tensor | None], place: Place | None = None) -> None:
         """Log the gradients of this call in one backward pass."""
         self._is_logged = True
-        take = self._take()
-        if take is None or all(gradient is None for gradient in gradients.values()):
+        journal = self._journal()
+        if journal is None or all(gradient is None for gradient in gradients.values()):
             return
         self._check_views()
         value = tuple(None if at is None else gradients.get(at) for at in self.places)
-        take(self.name, self._kind, value, place)
+        journal.add(Event(self.name, self._kind, True, value, (), {}), place)
+        journal.warn_of_lost()
 
     def _check_views(self) -> None:
-        lose = self._lose()
-        if lose is not None and any(view._version != version for view, version in self._views):
-            lose(self.name)
+        journal = self._journal()
+        if journal is not None and any(view._version != version for view, version in self._views):
+            journal.lost.add(self.name)
 
     def __del__(self) -> None:
         # Autograd drops the node of a view, and with it the listener, when the view is changed.
@@ -252,16 +234,9 @@ def _leaves_and_places(output: Any) -> tuple[list[Tensor], list[int | None]]:
     As in torch's backward hooks, an item of a tuple that is no tensor has an entry of None.
     """
     items = output if isinstance(output, tuple | list) else [output]
-    leaves: list[Tensor] = []
-    index: dict[int, int] = {}
-    places: list[int | None] = []
+    found: list[Tensor | None] = []
     for item in items:
-        found = tensors(item)
-        for tensor in found:
-            if id(tensor) not in index:
-                index[id(tensor)] = len(leaves)
-                leaves.append(tensor)
-            places.append(index[id(tensor)])
-        if not found:
-            places.append(None)
-    return leaves, places
+        found += tensors(item) or [None]
+    leaves = {id(tensor): tensor for tensor in found if tensor is not None}
+    index = {key: place for place, key in enumerate(leaves)}
+    return list(leaves.values()), [index.get(id(tensor)) for tensor in found]

@@ -19,7 +19,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.frame import Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
-from scio_recorder.events.places import Place, Places
+from scio_recorder.events.journal import Journal
 from scio_recorder.events.regions import Regions
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private
@@ -62,21 +62,22 @@ class Tracker:
     """
 
     def __init__(self, stash: StashEvent) -> None:
-        self.stashes: list[Any] = []
-        self._stash = stash
+        self._journal = Journal(stash)
         self._handles: list[RemovableHandle] = []
         self._regions = Regions()
         # What ran inside regions, and the hooks that stay on that after the block.
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
-        self._regions.when_over(partial(_call_if_alive, weakref.WeakMethod(self._end_reruns)))
-        self._places = Places()
-        self._listeners = GradientListeners(self._take_gradient, self._keep_place, self._note_lost)
+        self._regions.when_over(partial(_remove_all, self._for_reruns))
+        self._listeners = GradientListeners(self._journal)
         self._compiled: dict[str, bool] = {}
-        self._lost: set[str] = set()
-        self._warned: set[str] = set()
         for handles in (self._handles, self._for_reruns):
             weakref.finalize(self, _remove_all, handles).atexit = False
+
+    @property
+    def stashes(self) -> list[Any]:
+        """What is kept of the events so far, in time order."""
+        return self._journal.stashes
 
     def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
         """Log the calls of one module.
@@ -133,17 +134,16 @@ class Tracker:
     def unregister(self) -> None:
         """Log no more calls; the gradients of those that were logged are still waited for."""
         _remove_all(self._handles)
-        self._end_reruns()
+        _remove_all(self._for_reruns)
         if self._regions:
             observed = [(module, name) for module, names in self._inside.items() for name in names]
             self._for_reruns += [observe(m, self._take_rerun, name) for m, name in observed]
-        self._warn_of_lost()
+        self._journal.warn_of_lost()
         self._warn_of_compiled()
 
     def clear(self) -> None:
         """Forget what was logged."""
-        self.stashes.clear()
-        self._places.clear()
+        self._journal.clear()
 
     def to_frame(
         self,
@@ -201,19 +201,19 @@ class Tracker:
         return f"Tracker(stashes={len(self)}, tracking={len(self._handles)})"
 
     def _register(self, module: nn.Module, name: str, grad: bool) -> None:
-        self._end_reruns()
+        _remove_all(self._for_reruns)
         take = self._take_call_and_gradients if grad else self._take_call
         self._handles.append(observe(module, take, name, unseen=self._compiled))
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._warn_of_lost()
+        self._journal.warn_of_lost()
         if private.is_inside_transform():
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
                 "tensors die with it and can't be logged: end the block of track() before"
             )
         if not is_rerun():
-            self.stashes.append(self._stash(Event(name, type(module), False, output, args, kwargs)))
+            self._journal.add(Event(name, type(module), False, output, args, kwargs))
 
     def _take_call_and_gradients(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -233,23 +233,6 @@ class Tracker:
         if torch.is_grad_enabled() and is_rerun() and self._regions.are_run_again():
             self._listeners.listen(name, type(module), output)
 
-    def _end_reruns(self) -> None:
-        _remove_all(self._for_reruns)
-
-    def _keep_place(self) -> Place:
-        return self._places.keep(len(self.stashes))
-
-    def _take_gradient(
-        self, name: str, kind: type[nn.Module], value: Any, place: Place | None
-    ) -> None:
-        stash = self._stash(Event(name, kind, True, value, (), {}))
-        position = len(self.stashes) if place is None else self._places.take(place)
-        self.stashes.insert(position, stash)
-        self._warn_of_lost()
-
-    def _note_lost(self, name: str) -> None:
-        self._lost.add(name)
-
     def _warn_of_compiled(self) -> None:
         names, self._compiled = list(self._compiled), {}
         if names:
@@ -259,23 +242,6 @@ class Tracker:
                 "and not what torch.compile() made of it, inside the block of track()",
                 stacklevel=3,
             )
-
-    def _warn_of_lost(self) -> None:
-        for name in sorted(self._lost - self._warned):
-            self._warned.add(name)
-            warnings.warn(
-                f"gradients of what the module {name!r} returns are missing from the log, or "
-                "incomplete: it returns a view that is changed in place later, which takes the "
-                "view as it was off autograd's graph. Write that operation out of place, as x + 1 "
-                "for x += 1 or ReLU() for ReLU(inplace=True)",
-                stacklevel=3,
-            )
-
-
-def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    bound = method()
-    if bound is not None:
-        bound()
 
 
 def track(
