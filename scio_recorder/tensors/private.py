@@ -306,12 +306,16 @@ class FakeTensors:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-        self.mode.cache_enabled = False  # It is global.
+        # Without a GPU, torch 2.10 crashes where two threads have guarded against its use.
+        kind: Any = type("Mode", (FakeTensorMode,), {"avoid_device_init": False})
+        self.mode = kind(allow_non_fake_inputs=True, shape_env=shapes)
+        # Its cache is global.
+        self.mode.cache_enabled = False
 
     def without_numbers(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this world with the shape of another."""
-        return self.mode.from_tensor(tensor, static_shapes=True)
+        fake: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
+        return fake
 
     def with_number(self, tensor: Tensor) -> Tensor:
         """Return the same for a tensor of one number, which stays known."""
