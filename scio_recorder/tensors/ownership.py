@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import Parameter
 
 from scio_recorder.tensors import private
 
@@ -143,16 +144,28 @@ def own_copy(tensor: Tensor) -> Tensor:
     >>> copy.tolist(), torch.autograd.grad(out, copy)
     ([2.0, 2.0], (tensor([2., 2.]),))
     """
+    # A view of a leaf that was made without gradients says that it requires one, and has no place
+    # on a graph.
+    is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
     with torch.inference_mode(False):
-        # A view of a leaf that was made without gradients says that it requires one, and has no
-        # place on a graph.
-        is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
-        if not (tensor.requires_grad and is_on_graph):
-            return tensor.detach().clone()
-        # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
-        node = get_gradient_edge(tensor).node if tensor.is_leaf else None
-        with torch.enable_grad(), saved_tensors_hooks(_clone, _same):
-            copy: Tensor = _Saving.apply(tensor).grad_fn.saved_tensors[0]  # type: ignore[no-untyped-call]
+        if tensor.requires_grad and is_on_graph:
+            try:
+                return _copy_on_graph(tensor)
+            except RuntimeError:
+                # Autograd can't save some kinds, like nested tensors with strides, and nothing
+                # where hooks on saved tensors are disabled: the copy is right and off the graph.
+                pass
+        return tensor.detach().clone()
+
+
+def _copy_on_graph(tensor: Tensor) -> Tensor:
+    # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
+    node = get_gradient_edge(tensor).node if tensor.is_leaf else None
+    with torch.enable_grad(), saved_tensors_hooks(_clone, _same):
+        copy: Tensor = _Saving.apply(tensor).grad_fn.saved_tensors[0]  # type: ignore[no-untyped-call]
+    if type(copy) is Tensor and type(tensor) is not Parameter:
+        copy.__class__ = type(tensor)
+        vars(copy).update(vars(tensor))
     if node is not None:
         copy._scio_recorder_node = node  # type: ignore[attr-defined]  # any tensor has a __dict__
     return copy
@@ -180,7 +193,13 @@ def _holders(held: Held) -> tuple[int, ...]:
     based = (0, 0) if base is None else (sys.getrefcount(base), private.use_count(base))
     uses = 0 if tensor.requires_grad else private.use_count(tensor)
     weak = weakref.getweakrefcount(tensor)
-    return references, weak, uses, *based, private.storage_uses(tensor)
+    return references, weak, uses, *based, *_holders_of_memory(tensor)
+
+
+def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
+    uses = private.storage_uses(tensor)
+    # Python has one object for a storage, whoever asks for it.
+    return uses, 0 if uses < 0 else sys.getrefcount(tensor.untyped_storage())
 
 
 @functools.cache

@@ -1,0 +1,143 @@
+"""Copies that stand where their tensor stands on the graph, and who else holds a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.tensors.ownership import Held, holder, own_copy
+
+
+class Marked(Tensor):
+    """A subclass with an attribute of its own."""
+
+    mark: str
+
+
+def on_graph(start: Tensor) -> Tensor:
+    return start.requires_grad_() * 2
+
+
+KINDS: dict[str, Any] = {
+    "plain": lambda: on_graph(torch.ones(3)),
+    "view": lambda: on_graph(torch.ones(2, 3)).t(),
+    "one_of_several": lambda: on_graph(torch.ones(2, 3)).unbind(0)[1],
+    "expanded": lambda: on_graph(torch.ones(1)).expand(3),
+    "saved_result": lambda: on_graph(torch.ones(3)).exp(),
+    "complex": lambda: on_graph(torch.ones(3, dtype=torch.complex64)).conj(),
+    "leaf": lambda: torch.ones(3, requires_grad=True),
+    "parameter": lambda: nn.Parameter(torch.ones(3)),
+    "empty": lambda: on_graph(torch.ones(0)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_reach_a_copy_as_they_reach_the_tensor(kind: str, mode: Any) -> None:
+    tensor = KINDS[kind]()
+    loss = (tensor * 3).abs().sum()
+    with mode():
+        copy = own_copy(tensor)
+    assert (
+        copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or kind == "empty"
+    )
+    (expected,) = torch.autograd.grad(loss, tensor, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, copy, retain_graph=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(copy, tensor)
+    with torch.no_grad():
+        copy.add_(1)
+    loss.backward()  # Nothing that the graph needs was changed.
+
+
+def test_a_leafs_copy_made_before_the_loss_gets_its_gradient() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    copy = own_copy(leaf)
+    (found,) = torch.autograd.grad((leaf * 3).sum(), copy)
+    assert found.tolist() == [3, 3, 3]
+
+
+def test_a_subclass_stays_one() -> None:
+    tensor = on_graph(torch.ones(3)).as_subclass(Marked)
+    tensor.mark = "here"
+    copy = own_copy(tensor)
+    assert type(copy) is Marked
+    assert copy.mark == "here"
+    assert copy.grad_fn is tensor.grad_fn
+
+
+def test_what_autograd_cannot_save_is_copied_off_the_graph() -> None:
+    tensor = on_graph(torch.ones(3))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        copy = own_copy(tensor)
+    assert torch.equal(copy, tensor)
+    assert not copy.requires_grad
+
+
+def fresh() -> Tensor:
+    return torch.ones(2, 3) * 2
+
+
+ALONE: dict[str, Any] = {
+    "fresh": fresh,
+    "view_of_fresh": lambda: fresh().t(),
+    "part_of_fresh": lambda: fresh()[:1],
+    "on_the_graph": lambda: on_graph(torch.ones(2, 3)),
+    "view_on_the_graph": lambda: on_graph(torch.ones(2, 3)).view(6),
+}
+HOLDERS: dict[str, Any] = {
+    "another_name": lambda tensor: tensor,
+    "a_view": lambda tensor: tensor[:1],
+    "its_data": lambda tensor: tensor.detach(),
+    "its_storage": lambda tensor: tensor.untyped_storage(),
+    "an_array": lambda tensor: tensor.detach().numpy(),
+    "its_base": lambda tensor: tensor._base if tensor._base is not None else tensor,
+}
+
+
+@pytest.mark.parametrize("make", ALONE)
+def test_what_nothing_else_holds_is_handed_out_itself(make: str) -> None:
+    held = Held(ALONE[make]())
+    place = held.peek().data_ptr()
+    assert held.read().data_ptr() == place
+    assert held.read() is held.read()
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+@pytest.mark.parametrize("make", ALONE)
+def test_what_something_else_holds_is_copied(make: str, hold: str) -> None:
+    held = Held(ALONE[make]())
+    other = HOLDERS[hold](held.tensor)
+    place = held.peek().data_ptr()
+    assert held.read().data_ptr() != place
+    assert held.read() is held.read()
+    assert held.is_intact
+    del other
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.from_numpy(np.ones(3)),
+        lambda: torch.frombuffer(bytearray(8), dtype=torch.float32),
+        lambda: torch.ones(3).share_memory_(),
+    ],
+)
+def test_memory_that_torch_does_not_own_alone_is_copied(make: Any) -> None:
+    held = Held(make())
+    place = held.peek().data_ptr()
+    assert held.read().data_ptr() != place
+
+
+def test_a_version_that_is_gone_is_noticed() -> None:
+    tensor, hold = fresh(), holder()
+    first = hold(tensor, tensor._version)
+    tensor.add_(1)
+    second = hold(tensor, tensor._version)
+    assert not first.is_intact
+    assert second.is_intact
+    assert second is hold(tensor, tensor._version)
