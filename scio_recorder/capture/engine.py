@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.learning import Settings
 from scio_recorder.capture.passes import Pass, StopForward
-from scio_recorder.capture.program import Options, Plan, Program
+from scio_recorder.capture.program import Options, Program, Setting
 from scio_recorder.errors import PostprocessorError, UnsupportedNetError
 from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import (
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["Capture"]
 
 # Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
-_MAX_PLANS = 64
+_MAX_SETTINGS = 64
 
 
-class Scene(NamedTuple):
+class PassState(NamedTuple):
     """The state in which recorded calls ran, by label, and the post-processors of the pass."""
 
     moments: dict[DepthIdx, LiveMoment]
@@ -53,7 +52,7 @@ class _Latest(threading.local):
     activations: Records | None = None
     inputs: Records | None = None
     gradients: Gradients | None = None
-    scene: Scene | None = None
+    state: PassState | None = None
 
 
 class Capture:
@@ -72,7 +71,7 @@ class Capture:
     ) -> None:
         self.program = Program(architecture, recording, options or Options())
         self._settings = Settings(net)
-        self._plans: dict[object, Plan] = {}
+        self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may lead back to it.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
         self._reruns = Reruns()
@@ -96,7 +95,7 @@ class Capture:
         self._reruns.when_over(self._hooks.detach)
         self._latest = _Latest()
         self._compiled = CompiledRecords()
-        self._plans.clear()
+        self._known.clear()
 
     @property
     def activations(self) -> Records:
@@ -120,9 +119,9 @@ class Capture:
         return self._latest.gradients.records(self.program.architecture)
 
     @property
-    def scene(self) -> Scene:
+    def state(self) -> PassState:
         """What a call of the latest pass needs to run again, besides its inputs."""
-        return self._latest.scene or Scene({}, {})
+        return self._latest.state or PassState({}, {})
 
     def run(
         self,
@@ -159,15 +158,13 @@ class Capture:
             self._attach()
         self._hooks.move_last()
         key = self._settings.key(args, kwargs, posts, stop)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._new_plan(key)
+        setting = self._known.get(key) or self._new_setting(key)
         stop_after = len(program.order) if stop else None
-        current = Pass(program, plan, posts, records_outputs, stop_after, sink)
-        return self._run(net, args, kwargs, current, key)
+        current = Pass(program, setting.keeping, posts, records_outputs, stop_after, sink)
+        return self._run(net, args, kwargs, current, setting)
 
     def _run(
-        self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass, key: object
+        self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass, setting: Setting
     ) -> Any:
         local = self._site.local
         outer, outer_log = local.active, local.log
@@ -184,7 +181,7 @@ class Capture:
                 if stop.owner is not current:
                     raise
             local.active, local.log = outer, outer_log
-            self._finish(current, key, output)
+            self._finish(current, setting)
             finished = True
             return output
         finally:
@@ -195,26 +192,20 @@ class Capture:
                 current.abandon()
                 self._detach_if_idle()
 
-    def _finish(self, current: Pass, key: object, output: Any) -> None:
+    def _finish(self, current: Pass, setting: Setting) -> None:
         activations, inputs = current.finish()
-        if current.plan is self._plans.get(key):
-            better = current.learned()
-            if better is not None:
-                self._plans[key] = better
+        # Another thread may have learned more in the meantime.
+        if current.keeping is setting.keeping:
+            setting.keeping = current.learned() or current.keeping
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
             if self.program.options.copy == "auto":
-                activations.copy_from_now_on = partial(self._copy_from_now_on, key, False)
+                activations.copy_from_now_on = setting.copy_output
                 if inputs is not None:
-                    inputs.copy_from_now_on = partial(self._copy_from_now_on, key, True)
+                    inputs.copy_from_now_on = setting.copy_input
             latest.gradients = current.gradients
-            latest.scene = Scene(current.received.moments, current.posts or {})
-
-    def _copy_from_now_on(self, key: object, is_input: bool, label: DepthIdx) -> None:
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans[key] = plan.copying(self.program, label, is_input)
+            latest.state = PassState(current.received.moments, current.posts or {})
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients
@@ -231,14 +222,14 @@ class Capture:
             )
             self._reruns.hold(current.rerun)
 
-    def _new_plan(self, key: object) -> Plan:
-        plan = self.program.first_plan()
-        while len(self._plans) >= _MAX_PLANS:
-            self._plans.pop(next(iter(self._plans)), None)
-        self._plans[key] = plan
+    def _new_setting(self, key: object) -> Setting:
+        setting = Setting(self.program)
+        while len(self._known) >= _MAX_SETTINGS:
+            self._known.pop(next(iter(self._known)), None)
+        self._known[key] = setting
         if not self._has_warned:
             self._warn_of_other_kernels()
-        return plan
+        return setting
 
     def _refuse_compiled(self, what: str) -> None:
         if self._compiled.counts is not None:
@@ -249,7 +240,7 @@ class Capture:
 
     def _forget_latest(self) -> None:
         latest = self._latest
-        latest.activations = latest.inputs = latest.gradients = latest.scene = None
+        latest.activations = latest.inputs = latest.gradients = latest.state = None
         if self._compiled.counts is not None:
             self._compiled = CompiledRecords()
 

@@ -69,7 +69,7 @@ class ModuleHook(Uncopied):
                 pass
         active = self.local.active
         if active is not None:
-            take = active.takers[self.index]
+            take = active.receivers[self.index]
             if take is not None and not torch.compiler.is_dynamo_compiling():
                 take(output)
                 active.log += self.index, NOTHING, 0

@@ -13,7 +13,7 @@ from scio_recorder.capture.ending import all_calls, entry_of, flow_error, next_k
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, overwritten
 from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import COPY, LEARN, Plan, Program
+from scio_recorder.capture.program import COPY, LEARN, Keeping, Program
 from scio_recorder.capture.receiving import ReceivedInputs
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.nets.records import Entry, Records
@@ -57,32 +57,32 @@ class Pass:
         "fast",
         "gradients",
         "is_fast",
+        "keeping",
         "keeps_outputs",
         "log",
-        "plan",
         "posts",
         "program",
         "received",
+        "receivers",
         "records_outputs",
         "rerun",
         "sink",
         "stop_after",
-        "takers",
     )
 
     def __init__(
         self,
         program: Program,
-        plan: Plan,
+        keeping: Keeping,
         posts: dict[DepthIdx, Postprocessor] | None,
         records_outputs: bool,
         stop_after: int | None,
         sink: Sink | None = None,
     ) -> None:
         self.program = program
-        self.plan = plan
+        self.keeping = keeping
         self.posts = posts
-        self.received = ReceivedInputs(program, plan, posts, sink)
+        self.received = ReceivedInputs(program, keeping, posts, sink)
         self.records_outputs = records_outputs and sink is None
         # A sink takes all calls of a module at once, where it may run any number of times.
         self.keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
@@ -90,14 +90,14 @@ class Pass:
         # The number of selected events that remain until the pass may stop.
         self.stop_after = stop_after if program.counts_calls else None
         is_simple = posts is None and self.records_outputs and stop_after is None
-        self.fast = plan.fast if is_simple else _NEVER_FAST[len(plan.fast)]
-        self.is_fast = is_simple and plan.is_fast
+        self.fast = keeping.fast if is_simple else _NEVER_FAST[len(keeping.fast)]
+        self.is_fast = is_simple and keeping.is_fast
         # What hooks hand outputs to directly, by module.
-        self.takers = _NO_TAKERS[len(plan.fast)]
+        self.receivers = _NO_RECEIVERS[len(keeping.fast)]
         options = program.options
         is_involved = posts is not None or options.inputs or options.gradients
         if sink is not None and stop_after is None and not is_involved:
-            self.takers = [label and sink.takers[label] for label in program.single]
+            self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
@@ -125,7 +125,7 @@ class Pass:
             handed = apply(self.posts[label], output, self.program.architecture[label])
         kept: Any = NOTHING
         if self.sink is not None and not self.keeps_outputs:
-            self.sink.takers[label](output)
+            self.sink.receivers[label](output)
         elif self.keeps_outputs:
             kept, handed = self._keep(position, label, output, handed, references)
         self.log += index, kept, 0
@@ -163,7 +163,7 @@ class Pass:
         if self._keeper is None:
             self._keeper = Keeper()
         # What a sink is given at the end of the pass must still be what it was.
-        kind = COPY if self.sink is not None else self.plan.kinds[position]
+        kind = COPY if self.sink is not None else self.keeping.kinds[position]
         if isinstance(output, Tensor):
             self._seen_plain.add(position)
         kept, handed = self._keeper.keep(output, handed, kind, references)
@@ -196,36 +196,36 @@ class Pass:
         activations = self._activations(positions, values, versions, hold)
         if self.sink is not None and self.keeps_outputs:
             for label in activations:
-                self.sink.takers[label](activations.peek(label))
+                self.sink.receivers[label](activations.peek(label))
         return activations, self._inputs(hold)
 
-    def learned(self) -> Plan | None:
-        """Return a better plan where this pass found how outputs can be kept."""
+    def learned(self) -> Keeping | None:
+        """Return how outputs are to be kept from now on, None for as in this pass."""
         options = self.program.options
         keeps_nothing = (self._is_bare or self.sink is not None) and not self.received.kept
         if keeps_nothing or options.copy == "always" or options.offload:
             return None
-        kinds, input_kinds = list(self.plan.kinds), list(self.plan.input_kinds)
+        kinds, input_kinds = list(self.keeping.kinds), list(self.keeping.input_kinds)
         events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
         known = [(at, kept) for at, kept in events if type(kept) is Kept and kept is not NOTHING]
         hits = overwritten([kept for _, kept in known])
         lasting = self._lasting() if LEARN in kinds else set()
         for (position, kept), is_hit in zip(known, hits, strict=True):
-            kind = next_kind(self.plan.kinds[position], kept, is_hit, lasting)
+            kind = next_kind(self.keeping.kinds[position], kept, is_hit, lasting)
             # Of several calls, the one that needs most decides: kinds are in that order.
             kinds[position] = max(kinds[position], kind)
         for at, given in self.received.kept:
             if isinstance(given, Kept):
                 (is_hit,) = overwritten([given])
-                kind = next_kind(self.plan.input_kinds[at], given, is_hit, lasting)
+                kind = next_kind(self.keeping.input_kinds[at], given, is_hit, lasting)
                 input_kinds[at] = max(input_kinds[at], kind)
-        plain = self.plan.plain | self._seen_plain
+        plain = self.keeping.plain | self._seen_plain
         if (kinds, input_kinds) == (
-            self.plan.kinds,
-            self.plan.input_kinds,
-        ) and plain == self.plan.plain:
+            self.keeping.kinds,
+            self.keeping.input_kinds,
+        ) and plain == self.keeping.plain:
             return None
-        return Plan(self.program, kinds, input_kinds, plain)
+        return Keeping(self.program, kinds, input_kinds, plain)
 
     def _lasting(self) -> set[int]:
         """Return the memory of all buffers and parameters.
@@ -309,4 +309,4 @@ class _Repeated(dict[int, list[Any]]):
         return self.setdefault(length, [self._value] * length)
 
 
-_NEVER_FAST, _NO_TAKERS = _Repeated(False), _Repeated(None)
+_NEVER_FAST, _NO_RECEIVERS = _Repeated(False), _Repeated(None)

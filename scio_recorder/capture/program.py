@@ -14,7 +14,7 @@ from scio_recorder.errors import LayerNotFoundError
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
 
-__all__ = ["COPY", "LEARN", "REFERENCE", "CopyPolicy", "Options", "Plan", "Program"]
+__all__ = ["COPY", "LEARN", "REFERENCE", "CopyPolicy", "Keeping", "Options", "Program", "Setting"]
 
 CopyPolicy = Literal["auto", "always", "never"]
 
@@ -66,7 +66,7 @@ class Program:
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
-        # The label of each module that is called once, and with that recorded.
+        # For each module that is called once, and recorded, the label of that call.
         self.single: list[DepthIdx | None] = [
             self.labels[positions[0]] if len(positions) == 1 and self.counts_calls else None
             for positions in self.positions
@@ -102,13 +102,13 @@ class Program:
         wanted = set(labels)
         return {self.expected[at] for at, label in enumerate(self.labels) if label in wanted}
 
-    def first_plan(self) -> Plan:
-        """Return the plan for a setting in which nothing is known yet."""
+    def first_keeping(self) -> Keeping:
+        """Return how events are kept in a setting of which nothing is known yet."""
         kind = REFERENCE if self.options.copy == "never" else LEARN
-        return Plan(self, [kind] * len(self.expected), [kind] * len(self.expected), set())
+        return Keeping(self, [kind] * len(self.expected), [kind] * len(self.expected), set())
 
 
-class Plan:
+class Keeping:
     """How each event is kept in one setting; replaced, never changed, when more is learned."""
 
     __slots__ = ("fast", "input_kinds", "is_fast", "kinds", "plain")
@@ -134,11 +134,29 @@ class Plan:
         ]
         self.is_fast = all(self.fast)
 
-    def copying(self, program: Program, label: DepthIdx, is_input: bool) -> Plan:
-        """Return the plan that copies what a layer returns, or what it receives."""
+    def copying(self, program: Program, label: DepthIdx, is_input: bool) -> Keeping:
+        """Return one that also copies what a layer returns, or what it receives."""
         kinds, input_kinds = list(self.kinds), list(self.input_kinds)
         (input_kinds if is_input else kinds)[program.labels.index(label)] = COPY
-        return Plan(program, kinds, input_kinds, self.plain)
+        return Keeping(program, kinds, input_kinds, self.plain)
+
+
+class Setting:
+    """What is known of a network in one setting; it gets better from pass to pass."""
+
+    __slots__ = ("_program", "keeping")
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.keeping = program.first_keeping()
+
+    def copy_output(self, label: DepthIdx) -> None:
+        """Copy what a layer returns, from the next pass on."""
+        self.keeping = self.keeping.copying(self._program, label, is_input=False)
+
+    def copy_input(self, label: DepthIdx) -> None:
+        """Copy what a layer receives, from the next pass on."""
+        self.keeping = self.keeping.copying(self._program, label, is_input=True)
 
 
 def _distinct_modules(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from scio_recorder.capture.keeping import Kept, keep_inputs
 from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import REFERENCE, Plan, Program
+from scio_recorder.capture.program import REFERENCE, Keeping, Program
 from scio_recorder.nets.records import Copied, Inputs
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Postprocessor, apply_to_input, on_inputs
@@ -22,17 +22,26 @@ __all__ = ["ReceivedInputs"]
 class ReceivedInputs:
     """The inputs of one pass. Which call received them shows only when it returns."""
 
-    __slots__ = ("_pending", "_plan", "_program", "_sink", "_starts", "changes", "kept", "moments")
+    __slots__ = (
+        "_keeping",
+        "_pending",
+        "_program",
+        "_sink",
+        "_starts",
+        "changes",
+        "kept",
+        "moments",
+    )
 
     def __init__(
         self,
         program: Program,
-        plan: Plan,
+        keeping: Keeping,
         posts: Mapping[DepthIdx, Postprocessor] | None,
         sink: Sink | None,
     ) -> None:
         self._program = program
-        self._plan = plan
+        self._keeping = keeping
         self._sink = sink
         # The post-processors that act here.
         self.changes = on_inputs(posts)
@@ -95,7 +104,7 @@ class ReceivedInputs:
         elif self._program.options.offload:
             kept = offload(value)
         else:
-            kinds = {self._plan.input_kinds[at] for at in self._program.positions[index]}
+            kinds = {self._keeping.input_kinds[at] for at in self._program.positions[index]}
             kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
         if self._sink is None:
             moment = LiveMoment(module, value)

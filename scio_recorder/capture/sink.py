@@ -22,7 +22,7 @@ class Sink(Protocol):
     """
 
     @property
-    def takers(self) -> Mapping[DepthIdx, Callable[[Any], None]]:
+    def receivers(self) -> Mapping[DepthIdx, Callable[[Any], None]]:
         """For each layer, what takes what it returned, a tensor or a structure.
 
         Of a module that is called once in a pass, the hook itself calls it: nothing may stand

@@ -100,7 +100,7 @@ class Recomputing:
         Memory that they share counts once. Where a record refers to a tensor of the pass instead of
         copying it, the memory of that tensor counts.
         """
-        moments, _ = self._capture.scene
+        moments, _ = self._capture.state
         held = [each.peek(at) for each in (self.activations, self.inputs) for at in each]
         found = [moment.tensors for moment in moments.values()] + [tensors(one) for one in held]
         return sum(dict(map(_memory, chain.from_iterable(found))).values())
@@ -150,7 +150,7 @@ class Recomputing:
         return nearest
 
     def _recorded_call(self, label: DepthIdx) -> Call:
-        moments, posts = self._capture.scene
+        moments, posts = self._capture.state
         inputs, output = self.inputs.peek(label), self.activations.peek(label)
         moment = moments[label]
         return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)

@@ -77,7 +77,7 @@ class Harvest:
                 intakes[label] = ReducingIntake(*shared, reductions[label])
             else:
                 intakes[label] = self._storing[label] = StoringIntake(*shared, writer, dtype)
-        self.takers: dict[DepthIdx, Callable[[Any], None]] = {
+        self.receivers: dict[DepthIdx, Callable[[Any], None]] = {
             label: partial(self._receive_with_call, label, intake.receive)
             if with_inputs
             else intake.receive
