@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from scio_recorder.tensors.dtypes import DTYPES
+
 __all__ = ["UsageError", "call", "current_folder_on_path", "dtype_of", "kind_of", "load"]
 __all__ += ["positive", "said", "size", "whole"]
 
@@ -86,8 +88,8 @@ def size(text: str) -> tuple[int, ...]:
 
 def dtype_of(text: str) -> torch.dtype:
     """Read a dtype."""
-    dtype = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = DTYPES.get(text.removeprefix("torch."))
+    if dtype is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
     return dtype
 

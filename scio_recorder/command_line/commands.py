@@ -248,7 +248,8 @@ def _collect(parsed: argparse.Namespace, console: Console) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
-    _show(recording, console)
+    console.print(_title(recording))
+    console.print(recording)
 
 
 def _inspect(parsed: argparse.Namespace, console: Console) -> None:
@@ -308,20 +309,6 @@ def _there(path: str) -> str:
 def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
     return escape(f"{recording.path}: {recording.num_samples} samples, {state}")
-
-
-def _show(recording: Any, console: Console) -> None:
-    table = Table(title=_title(recording), box=None)
-    for heading in ("label", "name", "type", "kept as"):
-        table.add_column(heading, justify="left")
-    for label in recording:
-        layer = recording.architecture[label]
-        kept = "reduced"
-        if label in recording.stored:
-            samples = recording[label]
-            kept = f"{str(samples.dtype).removeprefix('torch.')} {list(samples.shape)}"
-        table.add_row(str(layer.label), escape(layer.name), escape(layer.type_name), escape(kept))
-    console.print(table)
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> None:

@@ -14,7 +14,7 @@ from scio_recorder.display.summary import (
     LayerSummary,
 )
 from scio_recorder.display.svg import bars_path, number_text
-from scio_recorder.display.tree import asset, text, tree_html
+from scio_recorder.display.tree import asset, searched, text, tree_html
 from scio_recorder.layer import Layer
 
 __all__ = ["Page", "page_html"]
@@ -160,7 +160,7 @@ def _figure(summary: LayerSummary) -> str:
     sides = ((bars.below, "below"), (bars.above, "above"))
     outside = ", ".join(f"{count:,} {side} this range" for count, side in sides if count)
     return (
-        f'<figure data-search="{_searched(layer)}"><figcaption title="{name}">'
+        f'<figure data-search="{searched(layer)}"><figcaption title="{name}">'
         f'<a href="{_address(layer)}">{layer.label}</a> <bdi>{name}</bdi></figcaption>'
         f'<svg viewBox="0 0 {len(bars.counts)} 100" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(said)}"><path d="{bars_path(bars)}"/></svg>'
@@ -171,10 +171,6 @@ def _figure(summary: LayerSummary) -> str:
 
 def _address(layer: Layer) -> str:
     return f"#layer-{layer.label}"
-
-
-def _searched(layer: Layer) -> str:
-    return text(f"{layer.label} {layer.name} {layer.type_name}")
 
 
 def _definitions() -> str:

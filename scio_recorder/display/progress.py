@@ -51,66 +51,52 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
         Show anything at all.
     """
     console, seconds = Console(stderr=True), _SECONDS.get()
-    tally = _Tally(what, total)
-    if is_wanted and console.is_terminal:
-        with tally.bar(console) as advance:
-            yield advance
-    else:
-        tally.seconds = seconds if is_wanted else None
-        yield tally.add_and_print
+    if not is_wanted or not (console.is_terminal or seconds is not None):
+        yield _ignore
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[size]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as drawn:
+        drawn.add_task(what, total=total, rate="", size="")
+        yield _Work(drawn, None if console.is_terminal else seconds).advance
 
 
-class _Tally:
-    """What was done so far."""
+def _ignore(samples: int, num_bytes: int, steps: int = 1) -> None:
+    """Show nothing."""
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self.seconds: float | None = None
-        self._what = what
-        self._total = total
-        self._steps = self._samples = self._bytes = 0
+
+class _Work:
+    """What was done so far, drawn as a bar, or printed now and then."""
+
+    def __init__(self, drawn: Progress, seconds: float | None) -> None:
+        self._drawn = drawn
+        self._seconds = seconds
+        self._samples = self._bytes = 0
         self._started = self._printed = time.monotonic()
 
-    def _add(self, samples: int, num_bytes: int, steps: int) -> None:
+    def advance(self, samples: int, num_bytes: int, steps: int = 1) -> None:
+        """Take in what was done since the last call."""
         self._samples += samples
         self._bytes += num_bytes
-        self._steps += steps
-
-    @property
-    def _rate(self) -> str:
-        elapsed = max(1e-9, time.monotonic() - self._started)
+        now, (task,) = time.monotonic(), self._drawn.tasks
+        elapsed = max(1e-9, now - self._started)
+        rate = f"{decimal(int(self._bytes / elapsed))}/s"
         if self._samples:
-            return f"{self._samples / elapsed:,.0f} samples/s"
-        return f"{decimal(int(self._bytes / elapsed))}/s"
-
-    def add_and_print(self, samples: int, num_bytes: int, steps: int = 1) -> None:
-        """Print a line if the last one was printed long ago."""
-        self._add(samples, num_bytes, steps)
-        now = time.monotonic()
-        if self.seconds is not None and now - self._printed >= self.seconds:
+            rate = f"{self._samples / elapsed:,.0f} samples/s"
+        self._drawn.update(task.id, advance=steps, rate=rate, size=decimal(self._bytes))
+        if self._seconds is not None and now - self._printed >= self._seconds:
             self._printed = now
-            total = "?" if self._total is None else f"{self._total:,}"
-            line = f"{self._what} {self._steps:,}/{total}, {self._rate}, {decimal(self._bytes)}"
+            total = "?" if task.total is None else f"{task.total:,}"
+            line = f"{task.description} {task.completed:,}/{total}, {rate}, {decimal(self._bytes)}"
             # The work goes on, though nobody reads on.
             with contextlib.suppress(OSError):
                 print(line, file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def bar(self, console: Console) -> Iterator[Advance]:
-        """Draw a bar that is moved by what is yielded."""
-        columns = (
-            TextColumn(self._what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[size]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as drawn:
-            task = drawn.add_task("", total=self._total, rate="", size="")
-
-            def advance(samples: int, num_bytes: int, steps: int = 1) -> None:
-                self._add(samples, num_bytes, steps)
-                drawn.update(task, advance=steps, rate=self._rate, size=decimal(self._bytes))
-
-            yield advance

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from scio_recorder.display.outline import call_text
 from scio_recorder.display.summary import LayerSummary, Units
 from scio_recorder.display.svg import bars_path, number_text
-from scio_recorder.display.tree import text
+from scio_recorder.display.tree import searched, text
 
 __all__ = ["statistics_table"]
 
@@ -77,8 +77,7 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
     layer, values, units = summary.layer, summary.values, summary.units
     label, name = text(str(layer.label)), text(layer.name)
     call = f" ({call_text(layer)})" if layer.call else ""
-    searched = text(f"{layer.label} {layer.name} {layer.type_name}")
-    yield f'<tr id="layer-{label}" data-search="{searched}">'
+    yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
     yield f'<th scope="row" data-value="{place}">{label}</th>'
     yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call}</td>'
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"

@@ -10,7 +10,7 @@ from importlib.resources import files
 from scio_recorder.display.outline import Node, Outline, call_text, nodes, shape_text, visible
 from scio_recorder.layer import Layer
 
-__all__ = ["asset", "text", "tree_html"]
+__all__ = ["asset", "searched", "text", "tree_html"]
 
 # A larger net starts folded, open along what is recorded.
 _SMALL = 60
@@ -27,6 +27,11 @@ def asset(name: str) -> str:
 def text(value: str) -> str:
     """Return a text as HTML, in an element or a quoted attribute."""
     return escape(visible(value))
+
+
+def searched(layer: Layer) -> str:
+    """Return what a search looks through, as an attribute."""
+    return text(f"{layer.label} {layer.name} {layer.type_name}")
 
 
 def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:

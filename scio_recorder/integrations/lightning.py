@@ -12,6 +12,7 @@ from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
 from scio_recorder.integrations.modules import choose_modules
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.tensors.arguments import whole
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -84,10 +85,8 @@ class LayerStatsMonitor(Callback):
         statistics: Collection[str] = ("mean", "std", "norm", "zeros", "nonfinite"),
         gradients: bool = True,
     ) -> None:
-        if every_n_steps is not None and not _is_positive_integer(every_n_steps):
-            raise ArgumentError(
-                f"every_n_steps={every_n_steps!r}: write a positive integer, or None"
-            )
+        if every_n_steps is not None:
+            every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
         self.selectors = selectors
         self.every_n_steps = every_n_steps
         self.statistics = check_names(statistics)
@@ -251,10 +250,6 @@ class LayerStatsMonitor(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics(self.latest, step=_step(trainer))
-
-
-def _is_positive_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _step(trainer: Trainer) -> int:

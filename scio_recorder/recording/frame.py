@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scio_recorder.display.progress import Advance
 from scio_recorder.recording.survey import Survey, for_each_layer, read
+from scio_recorder.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +62,7 @@ def _row(recording: Readable, label: DepthIdx, advance: Advance) -> dict[str, An
     if label in recording.stored:
         samples = recording[label]
         row["shape"] = tuple(samples.shape[1:])
-        row["dtype"] = str(samples.dtype).removeprefix("torch.")
+        row["dtype"] = dtype_name(samples.dtype)
         row["bytes"] = samples.nbytes
         row.update(_statistics(read(recording, label, advance)))
     return row

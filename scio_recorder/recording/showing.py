@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.display.figure import draw
@@ -19,6 +18,7 @@ from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
 from scio_recorder.recording.survey import for_each_layer
+from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["Showing"]
 
 _MOST_HISTOGRAMS = 400
-
-
-def _whole(bins: int) -> int:
-    """Return a number of bins; those of NumPy are taken as well."""
-    if isinstance(bins, bool) or not isinstance(bins, SupportsIndex) or index(bins) < 1:
-        raise ArgumentError(f"bins={bins!r}: give a whole number of bins, at least 1")
-    return index(bins)
 
 
 class Showing(Outlined, LayerMapping[Any]):
@@ -91,7 +84,7 @@ class Showing(Outlined, LayerMapping[Any]):
                 f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
-        return draw(kind, self._summaries(labels, _whole(bins)))
+        return draw(kind, self._summaries(labels, whole("bins", bins, 1, ArgumentError)))
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
@@ -138,7 +131,7 @@ class Showing(Outlined, LayerMapping[Any]):
         if not isinstance(title, str | None):
             raise ArgumentError(f"report(title={title!r}): a heading is a text")
         # Nothing is read before it is known that the file can be written.
-        return write_page(path, self._page(title, _whole(bins)))
+        return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())

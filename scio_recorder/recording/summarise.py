@@ -23,6 +23,7 @@ from scio_recorder.recording.survey import (
     whole_bins,
 )
 from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
+from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
 
 __all__ = ["summarise"]
@@ -68,7 +69,7 @@ def _of_samples(recording: Readable, label: DepthIdx, bins: int, advance: Advanc
         layer=layer,
         kept="",
         shape=str(tuple(samples.shape[1:])),
-        dtype=str(samples.dtype).removeprefix("torch."),
+        dtype=dtype_name(samples.dtype),
         num_bytes=samples.nbytes,
         values=survey.values,
         finite=survey.finite if survey.values.infinities else None,

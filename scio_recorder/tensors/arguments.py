@@ -1,14 +1,17 @@
-"""What is checked alike wherever a dataset is described in numbers."""
+"""What is checked alike wherever an argument is a number."""
 
 from __future__ import annotations
 
-from scio_recorder.errors import CollectError
+from operator import index
+from typing import SupportsIndex
+
+from scio_recorder.errors import CollectError, RecorderError
 
 __all__ = ["whole"]
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """Return a whole number, and refuse what is none or too small.
+def whole(name: str, value: object, least: int, error: type[RecorderError] = CollectError) -> int:
+    """Return a whole number, NumPy's among them, and refuse what is none or too small.
 
     Parameters
     ----------
@@ -18,6 +21,8 @@ def whole(name: str, value: object, least: int) -> int:
         What was given for it.
     least : int
         The smallest number allowed.
+    error : type, default CollectError
+        What is raised.
 
     Returns
     -------
@@ -26,7 +31,7 @@ def whole(name: str, value: object, least: int) -> int:
 
     Raises
     ------
-    CollectError
+    CollectError or `error`
         It is no such number.
 
     Examples
@@ -34,6 +39,6 @@ def whole(name: str, value: object, least: int) -> int:
     >>> whole("every", 2, 1)
     2
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise CollectError(f"{name}={value!r}: give a whole number from {least} on")
-    return value
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
+        raise error(f"{name}={value!r}: give a whole number from {least} on")
+    return index(value)

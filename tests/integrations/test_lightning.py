@@ -366,7 +366,7 @@ def test_slips_are_noticed_when_fitting_starts(
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "3", True])
 def test_only_whole_numbers_of_steps(every: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"every_n_steps={every!r}: write")):
+    with pytest.raises(ArgumentError, match=re.escape(f"every_n_steps={every!r}: give")):
         LayerStatsMonitor(every_n_steps=every)
 
 
