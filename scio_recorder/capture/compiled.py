@@ -31,6 +31,7 @@ class CompiledPass:
         self.keeps = keeps
         self.counts: dict[int, int] = {}
         self.values: dict[DepthIdx, Any] = {}
+        self.is_on_graph = False
 
     def receive(self, index: int, output: Any) -> Any:
         """Take what a module returned; return what the network goes on with, None for the same."""
@@ -42,6 +43,7 @@ class CompiledPass:
         if label is None:
             return None
         handed = None
+        self.is_on_graph |= isinstance(output, Tensor) and output.requires_grad
         before = _copy(output) if self.keeps else None
         if self.posts is not None and label in self.posts:
             handed = self.posts[label](output)
@@ -64,6 +66,8 @@ class CompiledRecords:
     def __init__(self) -> None:
         self.counts: dict[int, int] | None = None
         self.values: dict[DepthIdx, Any] = {}
+        # Whether copies were taken off a graph.
+        self.is_on_graph = False
 
     def records(self, program: Program) -> Records:
         """Return the activations.

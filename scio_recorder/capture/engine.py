@@ -53,6 +53,7 @@ class _Latest(threading.local):
     inputs: Records | None = None
     gradients: Gradients | None = None
     state: PassState | None = None
+    is_exported = False
 
 
 class Capture:
@@ -83,6 +84,7 @@ class Capture:
         self._lock = threading.Lock()
         self._is_removed = False
         self._has_warned = False
+        self._has_warned_of_detached = False
         self._hooks.attach()
 
     def remove(self) -> None:
@@ -101,21 +103,22 @@ class Capture:
     def activations(self) -> Records:
         """The activations of the latest pass that this thread has run."""
         if self._compiled.counts is not None:
+            self._warn_of_detached()
             return self._compiled.records(self.program)
-        return self._latest.activations or Records(self.program.architecture)
+        return self._latest.activations or self._none("activation")
 
     @property
     def inputs(self) -> Records:
         """The inputs of the latest pass that this thread has run."""
         self._refuse_compiled("inputs")
-        return self._latest.inputs or Records(self.program.architecture, what="input")
+        return self._latest.inputs or self._none("input")
 
     @property
     def gradients(self) -> Records:
         """The gradients that the latest backward pass through the latest pass has brought."""
         self._refuse_compiled("gradients")
         if self._latest.gradients is None:
-            return Records(self.program.architecture, what="gradient")
+            return self._none("gradient")
         return self._latest.gradients.records(self.program.architecture)
 
     @property
@@ -231,6 +234,24 @@ class Capture:
             self._warn_of_other_kernels()
         return setting
 
+    def _none(self, what: str) -> Records:
+        records = Records(self.program.architecture, what=what)
+        if self._latest.is_exported:
+            records.why_none = (
+                "the latest call was exported, and what is exported runs elsewhere: call the "
+                "recorder itself to record"
+            )
+        return records
+
+    def _warn_of_detached(self) -> None:
+        if self._compiled.is_on_graph and not self._has_warned_of_detached:
+            self._has_warned_of_detached = True
+            warnings.warn(
+                "activations of a compiled pass are detached copies: a loss on them has no "
+                "gradient. Call the recorder without torch.compile for such a loss",
+                stacklevel=4,
+            )
+
     def _refuse_compiled(self, what: str) -> None:
         if self._compiled.counts is not None:
             raise UnsupportedNetError(
@@ -241,6 +262,7 @@ class Capture:
     def _forget_latest(self) -> None:
         latest = self._latest
         latest.activations = latest.inputs = latest.gradients = latest.state = None
+        latest.is_exported = False
         if self._compiled.counts is not None:
             self._compiled = CompiledRecords()
 
@@ -294,8 +316,13 @@ class Capture:
             output = net(*args, **kwargs)
         finally:
             self._site.compiled = None
-        self._compiled.counts = current.counts
-        self._compiled.values = current.values
+        if not private.is_exporting():
+            self._compiled.counts = current.counts
+            self._compiled.values = current.values
+            self._compiled.is_on_graph = current.is_on_graph
+        elif not torch.compiler.is_dynamo_compiling():
+            self._forget_latest()
+            self._latest.is_exported = True
         return output
 
 

@@ -67,10 +67,15 @@ class ModuleHook(Uncopied):
             except (AttributeError, RuntimeError):
                 # No tensor this time, or one without a version counter.
                 pass
+        if torch.compiler.is_dynamo_compiling():
+            # Without a compiled pass of ours, this is a compiled part of the net: what is traced
+            # once must not be taken for a record. The compiler can't look at a pass before 2.12.
+            compiled = self.site.compiled
+            return None if compiled is None else compiled.receive(self.index, output)
         active = self.local.active
         if active is not None:
             take = active.receivers[self.index]
-            if take is not None and not torch.compiler.is_dynamo_compiling():
+            if take is not None:
                 take(output)
                 active.log += self.index, NOTHING, 0
                 return None
@@ -84,9 +89,6 @@ class ModuleHook(Uncopied):
             return self.site.compiled.receive(self.index, output)
         if active is None:
             return self._outside(output)
-        if torch.compiler.is_dynamo_compiling():
-            # A compiled part of the net: what is traced once must not be taken for a record.
-            return None
         # Counted in a statement of its own: arguments of a call under way count too.
         references = sys.getrefcount(output)
         return active.receive(self.index, args, output, references)
@@ -176,7 +178,7 @@ class Hooks:
         for module, handle in zip(self._modules, self._after, strict=True):
             _move_to_end(private.forward_hooks(module), handle.id)
         for index, handle in self._before.items():
-            _move_to_end(self._modules[index]._forward_pre_hooks, handle.id)
+            _move_to_end(private.forward_pre_hooks(self._modules[index]), handle.id)
         self._checked_at = private.next_handle()
 
 

@@ -50,6 +50,8 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     (4, 4, {(1, 1): 4})
     """
 
+    why_none = "there is none of any layer yet"
+
     def __init__(self, architecture: Architecture, values: Mapping[DepthIdx, T], what: str) -> None:
         self._architecture = architecture
         self._values = values
@@ -95,7 +97,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     def _explain(self, label: DepthIdx) -> str:
         layer = self._architecture[label]
         if not self._values:
-            return f"there is no {self._what} of layer {layer}: there is none of any layer yet"
+            return f"there is no {self._what} of layer {layer}: {self.why_none}"
         here = ", ".join(f"{depth}-{index}" for depth, index in sorted(self._values))
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
 

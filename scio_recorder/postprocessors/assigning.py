@@ -67,7 +67,8 @@ def assign(
         return _by_selector(architecture, order, given)
     if callable(given):
         return dict.fromkeys(order, given)
-    if not isinstance(given, list | tuple):
+    # A tuple of types: what the compiler of torch 2.9 follows has no union of them.
+    if not isinstance(given, (list, tuple)):
         raise PostprocessorError(
             f"activation_postproc is {given!r}: give a callable for all recorded layers, a list "
             "with one for each in the order in which they return, or a mapping by selector"

@@ -101,7 +101,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     # Other objects, such as key-value caches, are shared with the network.
-    if isinstance(value, list | tuple | dict):
+    if isinstance(value, (list, tuple, dict)):
         leaves, rebuild = flatten(value)
         if leaves:
             return rebuild([change(leaves[0]), *leaves[1:]])

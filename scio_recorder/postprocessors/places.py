@@ -211,9 +211,9 @@ def _check_callable(owner: str, postprocessor: object) -> None:
 
 def _index_item(item: Any) -> Any:
     """Return one entry of an index, lists and arrays as tensors of their own."""
-    if item is None or item is Ellipsis or isinstance(item, slice | bool):
+    if item is None or item is Ellipsis or isinstance(item, (slice, bool)):
         return item
-    if not isinstance(item, Tensor | np.ndarray | list | range):
+    if not isinstance(item, (Tensor, np.ndarray, list, range)):
         return index("At", "index", item)
     try:
         found = torch.tensor(item) if not isinstance(item, Tensor) else item.detach().clone()

@@ -20,6 +20,7 @@ from scio_recorder.postprocessors.assigning import Postprocessors, assign, assig
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.differentiating import Differentiating
 from scio_recorder.recorder.recomputing import Recomputing
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
@@ -251,7 +252,7 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
             posts: Any = assign_by_key(program.keys, given)
         else:
             posts = None if given is None else assign(self.architecture, program.order, given)
-        if torch.compiler.is_exporting():
+        if private.is_exporting():
             # What is exported runs elsewhere: nothing can be recorded here.
             dont_record = True
         return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)

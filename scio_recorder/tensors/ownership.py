@@ -162,7 +162,9 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
     # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
     node = get_gradient_edge(tensor).node if tensor.is_leaf else None
     with torch.enable_grad(), saved_tensors_hooks(_clone, _same):
-        copy: Tensor = _Saving.apply(tensor).grad_fn.saved_tensors[0]  # type: ignore[no-untyped-call]
+        saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
+        # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
+        copy: Tensor = saving.grad_fn.saved_tensors[0]
     if type(copy) is Tensor and type(tensor) is not Parameter:
         copy.__class__ = type(tensor)
         vars(copy).update(vars(tensor))

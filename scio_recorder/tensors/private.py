@@ -267,6 +267,19 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None
 
 
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def is_exporting() -> bool:
+    """Whether what runs is being exported, in code that dynamo can follow.
+
+    While dynamo compiles, torch 2.8 to 2.11 say so of everything.
+    """
+    if torch.compiler.is_dynamo_compiling() and _VERSION < (2, 12):
+        return False
+    return torch.compiler.is_exporting()
+
+
 try:
     # Looked up here, as dynamo follows the function below and can't follow an import.
     from torch.utils import _pytree

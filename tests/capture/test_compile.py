@@ -184,3 +184,58 @@ def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
         truth = torch.nn.functional.linear(x, net[0].weight, net[0].bias)
         assert torch.equal(rnet(x), truth)
         assert torch.equal(rnet.activations["0"], truth)
+
+
+@pytest.mark.filterwarnings("error")
+def test_record_of_a_compiled_pass_says_once_that_it_has_no_gradient() -> None:
+    rnet = recorder(small_net(), "0", "1")
+    compiled = torch.compile(rnet, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        compiled(torch.randn(3, 4))
+        assert len(rnet.activations) == 2
+    compiled(torch.randn(3, 4))
+    with pytest.warns(UserWarning, match="detached copies"):
+        record = rnet.activations["0"]
+    assert not record.requires_grad
+    compiled(torch.randn(3, 4))
+    assert len(rnet.activations) == 2
+
+
+def test_export_leaves_no_records_and_says_so() -> None:
+    rnet = recorder(small_net(), "0", "1")
+    x = torch.randn(3, 4)
+    rnet(x)
+    exported = torch.export.export(rnet, (x,)).module()
+    torch.testing.assert_close(exported(x), rnet.net(x))
+    for records in (rnet.activations, rnet.inputs, rnet.gradients):
+        assert len(records) == 0
+        with pytest.raises(RecorderError, match="exported"):
+            records["0"]
+    assert hasattr(rnet, "gradients")
+    rnet(x)
+    assert torch.equal(rnet.activations["0"], rnet.net[0].forward(x))
+
+
+def test_tracing_is_refused_and_leaves_the_recorder_as_it_was() -> None:
+    rnet = recorder(small_net(), "0")
+    x = torch.randn(3, 4)
+    with pytest.raises(RecorderError, match=r"jit\.trace"):
+        torch.jit.trace(rnet, x)
+    assert hasattr(rnet, "gradients")
+    rnet(x)
+    assert torch.equal(rnet.activations["0"], rnet.net[0].forward(x))
+
+
+# Dynamo hides this warning of its own, which it can't where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_layers_in_a_compiled_block_are_missed_and_the_block_itself_is_recorded() -> None:
+    block = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend="eager")
+    net = nn.Sequential(linear(), block)
+    rnet = recorder(net, "0", "1")
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        output = rnet(x)
+        torch.testing.assert_close(rnet.activations["1"], output)
+    rnet.record("1._orig_mod.0")
+    with pytest.raises(RecorderError, match=r"1\._orig_mod\.0"):
+        rnet(x)
