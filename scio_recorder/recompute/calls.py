@@ -18,7 +18,8 @@ from scio_recorder.tensors.digests import content_key
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import Layer
+    from scio_recorder.nets.architecture import Architecture, DepthIdx
 
 __all__ = [
     "Batches",
@@ -27,6 +28,7 @@ __all__ = [
     "KeptTensor",
     "MemoryBatches",
     "Pool",
+    "enclosing_layers",
 ]
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
@@ -255,3 +257,37 @@ def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
             return False
         extent += max(0, size - 1) * step
     return extent * itemsize <= MAX_EXTENT_BYTES
+
+
+def enclosing_layers(architecture: Architecture, target: DepthIdx) -> list[DepthIdx]:
+    """Return the calls inside which a layer ran, the nearest first.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    target : (int, int)
+        The layer.
+
+    Returns
+    -------
+    list of (int, int)
+        Without the layer itself.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> _, architecture = label_net(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
+    >>> enclosing_layers(architecture, (2, 1))
+    [(1, 1), (0, 1)]
+    """
+    # Rows stand in the order in which calls started.
+    rows = list(architecture.values())
+    own = next(at for at, row in enumerate(rows) if row.label == target)
+    ended = rows[own].completion
+    return [row.label for row in rows[own::-1] if _ended_later(row, ended)]
+
+
+def _ended_later(row: Layer, completion: int | None) -> bool:
+    return row.completion is not None and completion is not None and row.completion > completion

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from scio_recorder.layer import Layer
     from scio_recorder.nets.architecture import Architecture, DepthIdx
 
-__all__ = ["Call", "copied", "enclosing_layers", "rerun", "untouched"]
+__all__ = ["Call", "copied", "rerun", "untouched"]
 
 _NOT_KEPT = (
     "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "
@@ -81,35 +81,6 @@ class Call:
     posts: Mapping[DepthIdx, Postprocessor] = field(default_factory=dict)
 
 
-def enclosing_layers(architecture: Architecture, target: DepthIdx) -> list[DepthIdx]:
-    """Return the calls inside which a layer ran, the nearest first.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        The layers.
-    target : (int, int)
-        The layer.
-
-    Returns
-    -------
-    list of (int, int)
-        Without the layer itself.
-
-    Examples
-    --------
-    >>> from scio_recorder.nets.labelling.label import label_net
-    >>> _, architecture = label_net(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
-    >>> enclosing_layers(architecture, (2, 1))
-    [(1, 1), (0, 1)]
-    """
-    # Rows stand in the order in which calls started.
-    rows = list(architecture.values())
-    own = next(at for at, row in enumerate(rows) if row.label == target)
-    ended = rows[own].completion
-    return [row.label for row in rows[own::-1] if _ended_later(row, ended)]
-
-
 def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dict[DepthIdx, Any]:
     """Run a recorded call again, and return what it returns, or layers inside it.
 
@@ -141,7 +112,7 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
     change = call.explain_change(module)
     if change is not None:
         raise RecomputeError(f"layer {layer} can't be run again: {change}")
-    again = _Again(architecture, call, targets)
+    again = _Rerun(architecture, call, targets)
     with again.watching(module):
         _run(call, module, layer)
     again.check()
@@ -184,7 +155,7 @@ def _run(call: Call, module: nn.Module, layer: Layer) -> None:
             ) from error
 
 
-class _Again:
+class _Rerun:
     """One re-run: what layers inside return, and whether the call itself returns what it did."""
 
     def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
@@ -297,10 +268,6 @@ def _input_again(leaf: Tensor, requires_grad: bool) -> Tensor:
             # No leaf: modules may work in place on what they receive.
             memory = memory.requires_grad_().clone()
     return memory if copy is None else copy.restored(memory)
-
-
-def _ended_later(row: Layer, completion: int | None) -> bool:
-    return row.completion is not None and completion is not None and row.completion > completion
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def _recipe(reduction: Reduction) -> dict[str, Any]:
 
 
 def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str) -> Reduction:
-    first, *others = [_cook(recipe, state, where) for state in states]
+    first, *others = [_restored(recipe, state, where) for state in states]
     if isinstance(first, _Unreadable):
         return first
     for other in others:
@@ -66,7 +66,7 @@ def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str
     return first
 
 
-def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:
+def _restored(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:
     options = dict(recipe)
     kind = options.pop("kind")
     if options.pop("custom", False) or kind not in reductions.__all__:
@@ -74,11 +74,7 @@ def _cook(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reductio
             f"layer {where} was reduced by {kind}, which is no reduction of this library and can't "
             "be restored without it: collect with resume=True and the same reductions to get it"
         )
-    if options.pop("by_class"):
-        options["by"] = _no_labels
-    if kind == "Fold":
-        options["fn"] = _no_fold
-    reduction: Reduction = getattr(reductions, kind)(**options)
+    reduction: Reduction = getattr(reductions, kind).from_recipe(options)
     reduction.load_state_dict(state)
     return reduction
 
@@ -105,11 +101,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, Sequence | set) and not isinstance(value, str)
         else value
     )
-
-
-def _no_labels(batch: Any) -> Any:
-    raise RecordingError("a reduction that was read from disk can't take in more batches")
-
-
-def _no_fold(accumulator: Any, activation: Any) -> Any:
-    raise RecordingError("a reduction that was read from disk can't take in more batches")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.display.progress import Advance
@@ -92,7 +90,9 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         except RecorderError as error:
             notes.append(f"{kind}: {error}")
             continue
-        shown = _shown(kind, result)
+        shown: dict[str, Any] = dict(reduction.overall(result))
+        if isinstance(result, HistogramResult):
+            shown["bars"] = _bars(result)
         warnings += _troubles(kind, result)
         if not shown:
             notes.append(f"{kind} is not drawn")
@@ -120,39 +120,6 @@ def _troubles(kind: str, result: Any) -> list[str]:
     return [f"{kind}: {count:,} of {total:,} numbers {word}" for count, word in kinds if count]
 
 
-def _shown(kind: str, result: Any) -> dict[str, Any]:
-    if isinstance(result, HistogramResult):
-        return {"bars": _bars(result)}
-    if isinstance(result, MomentsResult):
-        return _moments(result)
-    function = _NUMBERS.get(kind)
-    if function is None or not isinstance(result, Tensor) or not result.numel():
-        return {}
-    # A mean of complex values says nothing of their magnitudes.
-    return {} if result.is_complex() else function(result.double())
-
-
-# What a result [...] for each position says of all values together.
-_NUMBERS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
-    "Min": lambda result: {"low": float(result.min())},
-    "Max": lambda result: {"high": float(result.max())},
-    "Mean": lambda result: {"mean": float(result.mean())},
-}
-
-
 def _bars(result: HistogramResult) -> Bars:
     low, high = float(result.edges[0]), float(result.edges[-1])
     return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
-
-
-def _moments(result: MomentsResult) -> dict[str, Any]:
-    """Join the moments of all positions, which have equally many samples each."""
-    mean, variance = result.mean.double(), result.variance.double()
-    if not mean.numel():
-        return {}
-    centre = mean.mean()
-    values = result.count * mean.numel()
-    within = variance.sum() * (result.count - 1) if result.count > 1 else torch.tensor(0.0)
-    squares = within + result.count * (mean - centre).square().sum()
-    std = math.sqrt(float(squares) / (values - 1)) if values > 1 else math.nan
-    return {"mean": float(centre), "std": std}

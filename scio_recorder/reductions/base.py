@@ -112,6 +112,37 @@ class Reduction(abc.ABC):
         """Kind and arguments from which one like it can be made, as JSON; None if unknown."""
         return None
 
+    @classmethod
+    def from_recipe(cls, options: dict[str, Any]) -> Self:
+        """Return a reduction to read a state with, but for functions like the one of the recipe.
+
+        Parameters
+        ----------
+        options : dict
+            The recipe without the kind.
+
+        Returns
+        -------
+        Reduction
+            One that has seen nothing.
+        """
+        return cls(**options)
+
+    def overall(self, result: Any) -> dict[str, float]:
+        """Say what a result tells of all values together, for tables and pages.
+
+        Parameters
+        ----------
+        result : any
+            What `compute` returned.
+
+        Returns
+        -------
+        dict
+            Some of "mean", "std", "low" and "high"; none by default.
+        """
+        return {}
+
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
         twin = copy.deepcopy(self)
@@ -147,7 +178,7 @@ class SampleReduction(Reduction):
 
     @abc.abstractmethod
     def _join(self, other: Self) -> None:
-        """Take in another reduction; both have seen samples."""
+        """Take in another reduction; both have seen samples, and neither has members."""
 
     @abc.abstractmethod
     def _result(self) -> Any:
@@ -197,7 +228,10 @@ class SampleReduction(Reduction):
             self._agree(other._shape)
             self._settle()
             other._settle()
-            self._join(other)
+            if other._members:
+                self._join_members(other)
+            else:
+                self._join(other)
             self._dtype = _promote(self._dtype, other._dtype)
             self._count += other._count
 
@@ -264,6 +298,18 @@ class SampleReduction(Reduction):
     def recipe(self) -> dict[str, Any] | None:
         """Kind and arguments from which one like it can be made, but for functions."""
         return self._identity()
+
+    @classmethod
+    def from_recipe(cls, options: dict[str, Any]) -> Self:
+        """Return a reduction to read a state with, but for functions like the one of the recipe."""
+        return cls(
+            **{k: v for k, v in options.items() if k != "by_class"}, **cls._functions(options)
+        )
+
+    @classmethod
+    def _functions(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what stands for functions of the constructor that no recipe has."""
+        return {"by": cannot_go_on} if options["by_class"] else {}
 
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
@@ -371,6 +417,11 @@ class SampleReduction(Reduction):
 
     def _place(self, device: torch.device) -> None:
         self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
+
+
+def cannot_go_on(*arguments: Any) -> Any:
+    """Refuse to take in batches without the user's own functions."""
+    raise CollectError("a reduction that was read from disk can't take in more batches")
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

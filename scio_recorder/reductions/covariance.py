@@ -10,20 +10,16 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.labels import By, Label, in_order
+from scio_recorder.reductions.numerics import float32_products_are_exact
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
-from scio_recorder.reductions.scatter import (
-    NARROW,
-    add_product,
-    centre_by_class,
-    chan_weights,
-    symmetric,
-)
 
 __all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
 
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.
 _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
+# Below so many features a product costs little.
+_NARROW = 64
 
 
 class PrincipalSpace(NamedTuple):
@@ -202,7 +198,7 @@ class Covariance(SampleReduction):
         if self._rows is None or self._rows.rows.dtype != dtype:
             self._settle()
             strided = samples.stride(-1) != 1 and samples.stride(1) == 1
-            block = max(_FEWEST_ROWS, _BLOCK_VALUES // max(NARROW, width))
+            block = max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width))
             self._rows = RowBuffer(block, width, dtype, device, feature_major=strided)
         if self._shift is None or self._shift.dtype != dtype:
             self._shift = samples.to(dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
@@ -221,10 +217,10 @@ class Covariance(SampleReduction):
             return
         rows, codes = self._rows.filled, torch.cat(self._codes) if self._codes else None
         self._rows.used, self._codes = 0, []
-        present, counts, means = centre_by_class(rows, codes)
+        present, counts, means = _centre_by_class(rows, codes)
         self._grow(rows.shape[1], rows.device)
-        add_product(self._scatter, rows)
-        add_product(self._scatter, self._advance(present, counts, self._shift.double() + means))
+        _add_product(self._scatter, rows)
+        _add_product(self._scatter, self._advance(present, counts, self._shift.double() + means))
 
     def _grow(self, width: int, device: torch.device) -> None:
         """Make room for the labels that are known by now."""
@@ -242,7 +238,7 @@ class Covariance(SampleReduction):
     def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> Tensor:
         """Move the means of classes; return rows whose product completes the scatter."""
         ours = self._counts[codes].double().unsqueeze(1)
-        share, weight = chan_weights(ours, counts.double().unsqueeze(1))
+        share, weight = _chan_weights(ours, counts.double().unsqueeze(1))
         delta = means - self._means[codes]
         self._means[codes] += delta * share
         self._counts[codes] += counts
@@ -252,7 +248,7 @@ class Covariance(SampleReduction):
         codes = torch.tensor(self._encode(other._labels or []), device=other._means.device)
         self._grow(other._means.shape[1], other._means.device)
         self._scatter += other._scatter
-        add_product(self._scatter, self._advance(codes, other._counts, other._means))
+        _add_product(self._scatter, self._advance(codes, other._counts, other._means))
 
     def _device(self) -> torch.device | None:
         return super()._device() if self._rows is None else self._rows.rows.device
@@ -279,6 +275,64 @@ class Covariance(SampleReduction):
         )
 
     def _matrix(self, degrees: int) -> Tensor:
-        full = symmetric(self._scatter)
+        full = _symmetric(self._scatter)
         # Divided as tensors: without degrees of freedom it is nan, not ZeroDivisionError.
         return full.div_(torch.full_like(full[:1, :1], degrees)).to(self._dtype)
+
+
+def _centre_by_class(rows: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract from each of `rows` [n, D], in place, the mean of the rows with the same code [n].
+
+    Returns the codes that occur [c], how often [c], and their means [c, D]. Without codes, all
+    rows have the code 0.
+    """
+    if codes is None:
+        means = rows.mean(0, keepdim=True)
+        rows -= means
+        only = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        return only, only + len(rows), means
+    present, index, counts = torch.unique(codes, return_inverse=True, return_counts=True)
+    sums = rows.new_zeros(len(present), rows.shape[1]).index_add_(0, index, rows)
+    means = sums / counts.unsqueeze(1)
+    rows -= means[index]
+    return present, counts, means
+
+
+def _add_product(total: Tensor, rows: Tensor) -> None:
+    """Add ``rows.T @ rows`` to `total` [D, D], in place; complete only from the diagonal up.
+
+    Working strip by strip leaves out most of the redundant half, which pays for the float64 sum.
+    """
+    width = rows.shape[1]
+    if len(rows) == 1:
+        # For one row, strips cost more than the redundant half.
+        total.addmm_(rows.double().T, rows.double())
+        return
+    # Few features make the product a small part of the work: float64 costs little there, and
+    # bears with single values that dwarf all others.
+    if width < _NARROW or not float32_products_are_exact(rows.device):
+        rows = rows.double()
+    # Narrow strips save the most; an accelerator needs wide ones to be busy.
+    strip = max(16, min(128, width // 4)) if rows.device.type == "cpu" else 1024
+    # The last strip takes the rest: products of a few columns are slower and less precise.
+    for start in range(0, max(1, width - strip + 1), strip):
+        end = width if width - start < 2 * strip else start + strip
+        product = rows[:, start:end].T @ rows[:, start:]
+        total[start:end, start:].add_(product)
+
+
+def _symmetric(total: Tensor) -> Tensor:
+    """Return the full matrix of one that is complete only from the diagonal up."""
+    upper = total.triu()
+    return upper + upper.triu(1).T
+
+
+def _chan_weights(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how two groups of sizes `ours` and `theirs` (float64) combine.
+
+    The first is the share of theirs in the joined mean; the second, times the squared difference of
+    the means, is what the joined sum of squares has in addition to the sum of both
+    (Chan, Golub and LeVeque, 1979).
+    """
+    share = theirs / (ours + theirs)
+    return share, ours * share

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,14 +16,10 @@ __all__ = ["Max", "Min"]
 class _Extremum(SampleReduction):
     _state_names = ("_value",)
     _value: Tensor
-
-    @staticmethod
-    def _over_samples(samples: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    @staticmethod
-    def _of_two(one: Tensor, two: Tensor) -> Tensor:
-        raise NotImplementedError
+    # Over the samples of a batch, and of two values.
+    _over_samples: Callable[[Tensor, int], Tensor]
+    _of_two: Callable[[Tensor, Tensor], Tensor]
+    _word: str
 
     def _kept_dtype(self, samples: Tensor) -> torch.dtype:
         return samples.dtype
@@ -29,15 +28,19 @@ class _Extremum(SampleReduction):
         self._value = value if self._value is None else self._of_two(self._value, value)
 
     def _add(self, samples: Tensor) -> None:
-        self._take(self._over_samples(samples))
+        self._take(self._over_samples(samples, 0))
 
     def _join(self, other: _Extremum) -> None:
-        self._join_members(other)
-        if other._value is not None:
-            self._take(other._value)
+        self._take(other._value)
 
     def _result(self) -> Tensor:
         return self._value.clone()
+
+    def overall(self, result: Any) -> dict[str, float]:
+        """Return the smallest or the largest of all values."""
+        if not isinstance(result, Tensor) or not result.numel():
+            return {}
+        return {self._word: float(self._over_samples(result.double().flatten(), 0))}
 
 
 class Min(_Extremum):
@@ -61,13 +64,9 @@ class Min(_Extremum):
     tensor([1., 2.])
     """
 
-    @staticmethod
-    def _over_samples(samples: Tensor) -> Tensor:
-        return samples.amin(0)
-
-    @staticmethod
-    def _of_two(one: Tensor, two: Tensor) -> Tensor:
-        return torch.minimum(one, two)
+    _over_samples = staticmethod(torch.amin)
+    _of_two = staticmethod(torch.minimum)
+    _word = "low"
 
 
 class Max(_Extremum):
@@ -92,10 +91,6 @@ class Max(_Extremum):
     {'cat': tensor([1., 5.]), 'dog': tensor([3., 2.])}
     """
 
-    @staticmethod
-    def _over_samples(samples: Tensor) -> Tensor:
-        return samples.amax(0)
-
-    @staticmethod
-    def _of_two(one: Tensor, two: Tensor) -> Tensor:
-        return torch.maximum(one, two)
+    _over_samples = staticmethod(torch.amax)
+    _of_two = staticmethod(torch.maximum)
+    _word = "high"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import SampleReduction
+from scio_recorder.reductions.base import SampleReduction, cannot_go_on
 from scio_recorder.reductions.labels import By, Label
 
 __all__ = ["Fold", "Last"]
@@ -50,9 +50,7 @@ class Last(SampleReduction):
         self._value = samples.clone()
 
     def _join(self, other: Last) -> None:
-        self._join_members(other)
-        if other._value is not None:
-            self._value = other._value.clone()
+        self._value = other._value.clone()
 
     def _result(self) -> Tensor:
         return self._value.clone()
@@ -115,17 +113,14 @@ class Fold(SampleReduction):
         self._accumulator = self._fn(self._accumulator, samples.clone())
 
     def _join(self, other: Fold) -> None:
-        if self._by is not None:
-            self._join_members(other)
-        elif self._merge is None:
+        if self._merge is None:
             raise CollectError(
                 f"{self!r} can't be merged: construct it as Fold(fn, merge=function), where "
                 "function(accumulator, other_accumulator) returns the joined accumulator."
             )
-        else:
-            # The function may work in place or return the other accumulator itself.
-            theirs = copy.deepcopy(other._accumulator)
-            self._accumulator = self._merge(self._accumulator, theirs)
+        # The function may work in place or return the other accumulator itself.
+        theirs = copy.deepcopy(other._accumulator)
+        self._accumulator = self._merge(self._accumulator, theirs)
 
     def _adopt(self, other: Fold) -> None:
         # Unlike other states an accumulator need not be storable, but it can be copied.
@@ -135,6 +130,10 @@ class Fold(SampleReduction):
 
     def _result(self) -> Any:
         return copy.deepcopy(self._accumulator)
+
+    @classmethod
+    def _functions(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {"fn": cannot_go_on, **super()._functions(options)}
 
     def _state(self) -> dict[str, Any]:
         return {"_accumulator": _encode(self._accumulator)}

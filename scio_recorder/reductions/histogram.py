@@ -144,17 +144,20 @@ class Histogram(SampleReduction):
             places = _places_of(values.double(), self._low, self._high, self._bins)
             self._tally += torch.bincount(places.int(), minlength=self._bins + 2)
 
+    def _join_members(self, other: Histogram) -> None:
+        self._check_range(other)
+        super()._join_members(other)
+
     def _join(self, other: Histogram) -> None:
+        self._check_range(other)
+        self._tally = self._tally + other._tally
+
+    def _check_range(self, other: Histogram) -> None:
         ours, theirs = (self._low, self._high), (other._low, other._high)
         if ours != theirs:
             raise CollectError(
                 f"Can't merge a histogram over {theirs} into one over {ours}; construct both with "
                 "the same range=(low, high)."
-            )
-        self._join_members(other)
-        if other._tally is not None:
-            self._tally = (
-                other._tally.clone() if self._tally is None else self._tally + other._tally
             )
 
     def _result(self) -> HistogramResult:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,12 +51,15 @@ class Mean(SampleReduction):
         self._sum = total if self._sum is None else self._sum + total
 
     def _join(self, other: Mean) -> None:
-        self._join_members(other)
-        if other._sum is not None:
-            self._take(other._sum)
+        self._take(other._sum)
 
     def _result(self) -> Tensor:
         return (self._sum / self._count).to(self._dtype)
+
+    def overall(self, result: Any) -> dict[str, float]:
+        """Return the mean of all values; that of complex ones says nothing of their magnitudes."""
+        is_told = isinstance(result, Tensor) and result.numel() and not result.is_complex()
+        return {"mean": float(result.double().mean())} if is_told else {}
 
 
 class MomentsResult(NamedTuple):
@@ -122,9 +126,7 @@ class Moments(SampleReduction):
         self._seen, self._mean = total, joined
 
     def _join(self, other: Moments) -> None:
-        self._join_members(other)
-        if other._seen is not None:
-            self._take(other._seen, other._mean, other._squares)
+        self._take(other._seen, other._mean, other._squares)
 
     def _result(self) -> MomentsResult:
         # Divided as tensors: one sample gives nan, not ZeroDivisionError.
@@ -132,6 +134,17 @@ class Moments(SampleReduction):
         return MomentsResult(
             self._seen, self._mean.to(self._dtype, copy=True), variance.to(self._dtype)
         )
+
+    def overall(self, result: Any) -> dict[str, float]:
+        """Join the moments of all positions, which have equally many samples each."""
+        if not isinstance(result, MomentsResult) or not result.mean.numel():
+            return {}
+        mean, variance = result.mean.double(), result.variance.double()
+        values = result.count * mean.numel()
+        within = variance.sum() * (result.count - 1) if result.count > 1 else torch.tensor(0.0)
+        squares = within + result.count * (mean - mean.mean()).square().sum()
+        std = math.sqrt(float(squares) / (values - 1)) if values > 1 else math.nan
+        return {"mean": float(mean.mean()), "std": std}
 
 
 def _mean_and_squares(portion: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, RecomputeError, Recorder, SelectorTypeError
 from scio_recorder.postprocessors import GaussianNoise
-from scio_recorder.recompute.run_again import enclosing_layers
+from scio_recorder.recompute.calls import enclosing_layers
 from tests.harness import MODES, Mode, executed, make_recorder, run_pass, trace
 from tests.oracle import Watch, differences, freeze, leaves, same_bits
 from tests.zoo import CASES, Case

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Covariance, CovarianceResult
+from scio_recorder.reductions.covariance import _add_product
 from scio_recorder.reductions.numerics import float32_products_are_exact
 from scio_recorder.reductions.rows import RowBuffer
-from scio_recorder.reductions.scatter import add_product
 from tests.reductions.parts import offset_normal
 
 
@@ -155,7 +155,7 @@ def test_precision_that_the_user_gave_up_for_the_network(precision: str) -> None
     try:
         exact = [float32_products_are_exact(torch.device(kind)) for kind in ("cpu", "cuda")]
         total = torch.zeros(256, 256, dtype=torch.float64)
-        add_product(total, rows)
+        _add_product(total, rows)
     finally:
         torch.set_float32_matmul_precision(before)
     assert exact == [precision == "highest"] * 2
