@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.labels import By, Label, in_order
 from scio_recorder.reductions.numerics import float32_products_are_exact
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
+from scio_recorder.reductions.samples import SampleReduction
 
 __all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
 

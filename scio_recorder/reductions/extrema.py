@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions.base import SampleReduction
+from scio_recorder.reductions.samples import SampleReduction
 
 __all__ = ["Max", "Min"]
 
@@ -36,7 +36,7 @@ class _Extremum(SampleReduction):
     def _result(self) -> Tensor:
         return self._value.clone()
 
-    def overall(self, result: Any) -> dict[str, float]:
+    def _overall(self, result: Any) -> dict[str, float]:
         """Return the smallest or the largest of all values."""
         if not isinstance(result, Tensor) or not result.numel():
             return {}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import SampleReduction, cannot_go_on
 from scio_recorder.reductions.labels import By, Label
+from scio_recorder.reductions.samples import SampleReduction, cannot_go_on
 
 __all__ = ["Fold", "Last"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.labels import By, Label
+from scio_recorder.reductions.samples import SampleReduction
 
 __all__ = ["Histogram", "HistogramResult"]
 

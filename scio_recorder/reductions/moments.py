@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.numerics import portions
+from scio_recorder.reductions.samples import SampleReduction
 
 __all__ = ["Mean", "Moments", "MomentsResult"]
 
@@ -56,7 +56,7 @@ class Mean(SampleReduction):
     def _result(self) -> Tensor:
         return (self._sum / self._count).to(self._dtype)
 
-    def overall(self, result: Any) -> dict[str, float]:
+    def _overall(self, result: Any) -> dict[str, float]:
         """Return the mean of all values; that of complex ones says nothing of their magnitudes."""
         is_told = isinstance(result, Tensor) and result.numel() and not result.is_complex()
         return {"mean": float(result.double().mean())} if is_told else {}
@@ -135,7 +135,7 @@ class Moments(SampleReduction):
             self._seen, self._mean.to(self._dtype, copy=True), variance.to(self._dtype)
         )
 
-    def overall(self, result: Any) -> dict[str, float]:
+    def _overall(self, result: Any) -> dict[str, float]:
         """Join the moments of all positions, which have equally many samples each."""
         if not isinstance(result, MomentsResult) or not result.mean.numel():
             return {}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import SampleReduction
 from scio_recorder.reductions.labels import By
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
+from scio_recorder.reductions.samples import SampleReduction
 
 __all__ = ["Quantiles"]
 

@@ -1,0 +1,330 @@
+"""What all reductions over samples have in common."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.base import Reduction
+from scio_recorder.reductions.labels import (
+    By,
+    Label,
+    checked_by,
+    group_by_label,
+    in_order,
+    labels_of,
+)
+from scio_recorder.reductions.numerics import undisturbed, working_dtype
+from scio_recorder.tensors.kinds import gathered, is_dense
+
+__all__ = ["SampleReduction", "cannot_go_on", "map_tensors"]
+
+
+class SampleReduction(Reduction):
+    """A reduction over the samples of dimension 0, class by class with ``by``.
+
+    Subclasses name the attributes that make up their state and write `_add`, `_join` and `_result`;
+    everything else is here. Such an attribute is None until the first samples, and with ``by``
+    (where each class has a member of its own). Its annotation leaves that out, since `_result` is
+    only asked for after samples.
+    """
+
+    _state_names: ClassVar[tuple[str, ...]]
+    _takes_complex: ClassVar[bool] = False
+    _count: int
+    _shape: tuple[int, ...] | None
+    _dtype: torch.dtype | None
+    _members: dict[Label, Self]
+
+    def __init__(self, *, by: By | None = None) -> None:
+        self._by = checked_by(by)
+        self.reset()
+
+    # What a subclass writes.
+
+    @abc.abstractmethod
+    def _add(self, samples: Tensor) -> None:
+        """Take in samples [batch, ...], at least one."""
+
+    @abc.abstractmethod
+    def _join(self, other: Self) -> None:
+        """Take in another reduction; both have seen samples, and neither has members."""
+
+    @abc.abstractmethod
+    def _result(self) -> Any:
+        """Return the result, which must not alias the state."""
+
+    def _overall(self, result: Any) -> dict[str, float]:
+        """Say what a result tells of all values together."""
+        return {}
+
+    def _settle(self) -> None:
+        """Bring what is still buffered into the state; called before the state is read."""
+
+    def _options(self) -> dict[str, Any]:
+        """Return the constructor's arguments that the state depends on."""
+        return {}
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        """Return the part of the shape that must be the same in every batch."""
+        return tuple(samples.shape[1:])
+
+    # What a user calls.
+
+    def update(self, activation: Tensor, batch: Any = None) -> None:
+        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from."""
+        self._check(activation)
+        with undisturbed(activation.device.type):
+            samples = gathered(activation).detach()
+            labels = None if self._by is None else labels_of(self._by, batch, len(samples))
+            if len(samples) == 0:
+                return
+            self._accept(samples)
+            if labels is None:
+                self._add(samples)
+            else:
+                self._add_labelled(samples, labels)
+            self._count += len(samples)
+
+    def merge(self, other: Self) -> None:
+        """Take in, in place, what another reduction of the same construction has seen."""
+        if type(other) is not type(self) or other._identity() != self._identity():
+            raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
+        if other._count == 0:
+            return
+        device = self._device() or other._device()
+        with undisturbed("cpu" if device is None else device.type):
+            if other._device() != device:
+                other = other._clone_on(device)
+            if self._count == 0:
+                self._adopt(other)
+                return
+            self._agree(other._shape)
+            self._settle()
+            other._settle()
+            if other._members:
+                self._join_members(other)
+            else:
+                self._join(other)
+            self._dtype = _promote(self._dtype, other._dtype)
+            self._count += other._count
+
+    def compute(self) -> Any:
+        """Return the result for all that was seen, at least a sample; with ``by``, by label."""
+        if self._count == 0:
+            raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
+        device = self._device()
+        with undisturbed("cpu" if device is None else device.type):
+            self._settle()
+            return self._result() if self._by is None else self._labelled_result()
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        self._count = 0
+        self._shape = None
+        self._dtype = None
+        self._members = {}
+        for name in self._state_names:
+            setattr(self, name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
+        with undisturbed("cpu"):
+            self._settle()
+        state: dict[str, Any] = {"construction": self._identity(), "count": self._count}
+        if self._shape is not None:
+            state["shape"] = list(self._shape)
+        if self._dtype is not None:
+            state["dtype"] = str(self._dtype).removeprefix("torch.")
+        for name, value in self._state().items():
+            if value is not None:
+                state[name.removeprefix("_")] = map_tensors(_snapshot, value)
+        if self._members:
+            state["classes"] = [
+                {"label": label, "state": member.state_dict()}
+                for label, member in self._members.items()
+            ]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that a reduction of the same construction returned."""
+        if state.get("construction") != self._identity():
+            raise CollectError(
+                f"A state of {state.get('construction')} can't be loaded into {self!r}, which "
+                f"is {self._identity()}; construct the reduction as when the state was written."
+            )
+        with undisturbed("cpu"):
+            self.reset()
+            self._count = state["count"]
+            self._shape = tuple(state["shape"]) if "shape" in state else None
+            self._dtype = getattr(torch, state["dtype"]) if "dtype" in state else None
+            names = [name for name in self._state_names if name.removeprefix("_") in state]
+            self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+            for member in state.get("classes", []):
+                self._member(member["label"]).load_state_dict(member["state"])
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether `update` looks at the loader's batch: with ``by``."""
+        return self._by is not None
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """Kind and arguments from which one like it can be made, but for functions."""
+        return self._identity()
+
+    @classmethod
+    def from_recipe(cls, options: dict[str, Any]) -> Self:
+        """Return a reduction to read a state with, but for functions like the one of the recipe."""
+        return cls(
+            **{k: v for k, v in options.items() if k != "by_class"}, **cls._functions(options)
+        )
+
+    @classmethod
+    def _functions(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return what stands for functions of the constructor that no recipe has."""
+        return {"by": cannot_go_on} if options["by_class"] else {}
+
+    def overall(self, result: Any) -> dict[str, float]:
+        """Say what a result tells of all values together, where it was computed without ``by``."""
+        return {} if self._by is not None else self._overall(result)
+
+    def fresh(self) -> Self:
+        """Return a reduction of the same construction that has seen nothing."""
+        # A shallow copy shares the user's functions and copies no class's state; reset() then
+        # binds new state and changes none in place.
+        twin = copy.copy(self)
+        twin.reset()
+        return twin
+
+    def __repr__(self) -> str:
+        given = [f"{key}={value!r}" for key, value in self._options().items()]
+        by = [] if self._by is None else [f"by={self._by!r}"]
+        return f"{type(self).__name__}({', '.join(given + by)})"
+
+    # What is common underneath.
+
+    def _identity(self) -> dict[str, Any]:
+        options = {key: value for key, value in self._options().items() if value is not None}
+        return {"kind": type(self).__name__, "by_class": self._by is not None, **options}
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._state_names}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _check(self, activation: object) -> None:
+        if not isinstance(activation, Tensor):
+            raise CollectError(
+                f"{self!r} reduces tensors and was given {type(activation).__name__}; choose a "
+                "tensor of it with transform=."
+            )
+        if not is_dense(activation):
+            raise CollectError(
+                f"{self!r} reduces dense tensors and was given a nested, sparse or quantised one; "
+                "make it dense with transform=."
+            )
+        if activation.ndim == 0:
+            raise CollectError(
+                f"{self!r} reduces over dimension 0 and was given a tensor without dimensions; "
+                "give it one value for each sample with transform=."
+            )
+        if activation.is_complex() and not self._takes_complex:
+            raise CollectError(
+                f"{self!r} is not defined for complex values; reduce torch.view_as_real(activation)"
+                " or activation.abs() with transform=."
+            )
+
+    def _accept(self, samples: Tensor) -> None:
+        self._agree(self._sample_shape(samples))
+        self._dtype = _promote(self._dtype, self._kept_dtype(samples))
+        if self._device() not in (None, samples.device):
+            self._place(samples.device)
+
+    def _kept_dtype(self, samples: Tensor) -> torch.dtype:
+        return working_dtype(samples.dtype)
+
+    def _agree(self, shape: tuple[int, ...] | None) -> None:
+        if self._shape is not None and shape != self._shape:
+            raise CollectError(
+                f"{self!r} was given samples of shape {shape} after samples of shape "
+                f"{self._shape}; bring them to one shape with transform=."
+            )
+        self._shape = shape
+
+    def _member(self, label: Label) -> Self:
+        if label not in self._members:
+            member = self.fresh()
+            member._by = None
+            self._members[label] = member
+        return self._members[label]
+
+    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
+        groups = group_by_label(labels)
+        for label, positions in groups.items():
+            index = torch.tensor(positions, device=samples.device)
+            part = samples if len(groups) == 1 else samples.index_select(0, index)
+            member = self._member(label)
+            member._accept(part)
+            member._add(part)
+            member._count += len(part)
+
+    def _join_members(self, other: Self) -> None:
+        for label, member in other._members.items():
+            self._member(label).merge(member)
+
+    def _labelled_result(self) -> Any:
+        return {label: self._members[label]._result() for label in in_order(self._members)}
+
+    def _adopt(self, other: Self) -> None:
+        self.load_state_dict(other.state_dict())
+
+    def _clone_on(self, device: torch.device | None) -> Self:
+        twin = self.fresh()
+        twin._adopt(self)
+        if device is not None:
+            twin._place(device)
+        return twin
+
+    def _device(self) -> torch.device | None:
+        found: list[torch.device] = []
+        map_tensors(lambda tensor: found.append(tensor.device), list(self._state().values()))
+        return found[0] if found else None
+
+    def _place(self, device: torch.device) -> None:
+        self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
+
+
+def cannot_go_on(*arguments: Any) -> Any:
+    """Refuse to take in batches without the user's own functions."""
+    raise CollectError("a reduction that was read from disk can't take in more batches")
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to the tensors in nested lists and dicts; anything else stays."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [map_tensors(function, item) for item in value]
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    return value
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    # Contiguous, for file formats that keep no strides.
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype | None:
+    if known is None or new is None:
+        return new or known
+    return torch.promote_types(known, new)
