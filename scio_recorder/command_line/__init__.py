@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What follows the program's name; None (default) means ``sys.argv[1:]``.
+        The words behind the program's name; None (default) means ``sys.argv[1:]``.
 
     Returns
     -------

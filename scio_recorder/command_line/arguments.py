@@ -1,4 +1,4 @@
-"""What the arguments of the command line name: objects in modules, shapes, dtypes, numbers."""
+"""Arguments of the command line: objects in modules, shapes, dtypes, numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(target: str) -> Any:
 def current_folder_on_path() -> Iterator[None]:
     """Import from the current folder too inside the block, as ``python -m`` does.
 
-    What was loaded may itself import more when it is called, and so may worker processes.
+    A function that was loaded may import more when it is called, and so may worker processes.
     """
     folder = os.getcwd()
     sys.path.insert(0, folder)

@@ -41,7 +41,7 @@ SECONDS = 10.0
 
 
 class FailureError(Exception):
-    """What was asked for was understood and failed; its text is all that the user sees."""
+    """A command was understood and failed; its text is all that the user sees."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -150,8 +150,8 @@ def _add_collect(commands: Any) -> None:
     collect = commands.add_parser(
         "collect",
         help="record layers of a net over a dataset into a folder",
-        description="Record what layers of a net return over a dataset, in a folder. What is there "
-        "already is gone on with if --resume is given.",
+        description="Record what layers of a net return over a dataset, in a folder. --resume "
+        "goes on with a recording that is there already.",
     )
     _add_net(collect)
     collect.add_argument(

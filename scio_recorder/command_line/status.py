@@ -3,7 +3,7 @@
 __all__ = ["FAILED", "INTERRUPTED", "WRONG_USE"]
 
 FAILED = 1
-# What argparse itself exits with for wrong use.
+# The status with which argparse itself exits.
 WRONG_USE = 2
-# What shells report of a process that Ctrl-C ended.
+# The status that shells report of a process that Ctrl-C ended.
 INTERRUPTED = 130

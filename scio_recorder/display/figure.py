@@ -32,7 +32,7 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
     Parameters
     ----------
     kind : {"histograms", "depth"}
-        What to draw.
+        The kind of drawing.
     layers : sequence of LayerSummary
         The layers in order.
 

@@ -12,12 +12,12 @@ def notebook_html(shown: Outline) -> str:
     """Return a piece of HTML to be put into a page, any number of times.
 
     There are no ids that could clash, each rule of the style begins with the tree's own class, and
-    colours are those of the page around it. Where scripts don't run, it folds all the same.
+    colours are those of the page around it. It folds without scripts too.
 
     Parameters
     ----------
     shown : Outline
-        What to show.
+        The rows to show.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What tables and trees show of a net: its rows, which of them are recorded, how they nest."""
+"""The rows of a net as tables and trees show them: which are recorded, and how they nest."""
 
 from __future__ import annotations
 

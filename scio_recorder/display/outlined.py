@@ -1,4 +1,4 @@
-"""What gives a class its table on a terminal and its tree in a notebook."""
+"""A base that gives a class its table on a terminal and its tree in a notebook."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows.
+    """The content of a page.
 
     Parameters
     ----------
     title : str
         Its heading.
     facts : sequence of (str, str)
-        What is to be known of the run as a whole.
+        Names and values that describe the run as a whole.
     outline : Outline
         The net.
     layers : sequence of LayerSummary
@@ -54,7 +54,7 @@ def page_html(page: Page) -> Iterator[str]:
     Parameters
     ----------
     page : Page
-        What it shows.
+        Its content.
 
     Returns
     -------
@@ -188,7 +188,7 @@ def _definitions() -> str:
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. What lies outside is counted below it. "
+        "further than 6 standard deviations from the mean. Values outside are counted below it. "
         "Bins of integers hold equally many each, and begin half before the first.",
     }
     listed = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in words.items())

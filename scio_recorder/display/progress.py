@@ -75,7 +75,7 @@ def _ignore(samples: int, num_bytes: int, steps: int = 1) -> None:
 
 
 class _Work:
-    """What was done so far, drawn as a bar, or printed now and then."""
+    """The work that was done so far, drawn as a bar, or printed now and then."""
 
     def __init__(self, drawn: Progress, seconds: float | None) -> None:
         self._drawn = drawn

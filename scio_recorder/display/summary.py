@@ -1,4 +1,4 @@
-"""What a page or a plot shows of a layer: numbers, not samples."""
+"""The numbers that a page or a plot shows of a layer, without its samples."""
 
 from __future__ import annotations
 
@@ -90,4 +90,4 @@ class LayerSummary:
     bars: Bars | None = None
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
-    """What is wrong with results of reductions."""
+    """Faults in results of reductions."""

@@ -31,7 +31,7 @@ class _Row(NamedTuple):
 
 
 class _Widths(NamedTuple):
-    """Of the columns; a column of width 0 is left out."""
+    """Widths of the columns; a column of width 0 is left out."""
 
     gap: int
     label: int
@@ -46,7 +46,7 @@ def table_lines(shown: Outline, options: ConsoleOptions) -> Iterator[Text]:
     Parameters
     ----------
     shown : Outline
-        What to show. A recorded row has a ● in front and is bold, one that did not run is dim.
+        The rows to show. A recorded row has a ● in front and is bold, one that did not run is dim.
     options : rich.console.ConsoleOptions
         Width, and whether only ASCII can be shown.
 

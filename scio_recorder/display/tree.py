@@ -40,9 +40,9 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
     Parameters
     ----------
     shown : Outline
-        What to show.
+        The rows to show.
     link : callable, optional
-        Where the label of a recorded row leads to.
+        Gives the address that the label of a recorded row leads to.
 
     Returns
     -------

@@ -15,7 +15,7 @@ __all__ = ["Event", "Stash"]
 
 @dataclass
 class Event:
-    """What happened, as ``stash`` sees it: nothing is copied yet.
+    """A call or a gradient as ``stash`` sees it: nothing is copied yet.
 
     Parameters
     ----------
@@ -26,10 +26,10 @@ class Event:
     grad : bool
         False for a call of forward, True for the gradient of one.
     value : Any
-        What the module returned, or the tuple of gradients with respect to that: one entry for
-        each of its tensors, None where no gradient came.
+        The return value of the module, or the tuple of gradients with respect to it: one entry
+        for each of its tensors, None where no gradient came.
     args : tuple
-        What forward received; empty where ``grad`` is True.
+        The arguments of forward; empty where ``grad`` is True.
     kwargs : dict
         Likewise.
     """
@@ -44,7 +44,7 @@ class Event:
 
 @dataclass
 class Stash:
-    """What is kept of an event.
+    """The part of an event that is kept.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ class Stash:
     grad : bool
         False for a call of forward, True for the gradient of one.
     value : Any
-        What the module returned, or the tuple of gradients, with every tensor replaced by what
-        ``stash_value`` made of it.
+        The return value of the module, or the tuple of gradients. ``stash_value`` has replaced
+        every tensor in it.
     """
 
     name: str

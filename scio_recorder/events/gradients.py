@@ -7,13 +7,13 @@ in which they were set, the child's first, while the gradient of the outer modul
 the sense of backpropagation. So each output of a node of the graph gets one listener, which serves
 the calls that returned it in reverse.
 
-A call that returned several tensors makes one event, when the last of those gradients is there that
-come at all. Of nodes made by one thread, the one with the highest number runs first. So the tensor
-whose gradient comes first asks the engine which of the others will be computed, and holds their
-nodes for this. It holds only nodes with lower numbers, which can't lead back to it: a cycle through
-the graph would never be freed. What can't be foreseen (leaves, several devices) is waited for until
-the end of the backward pass. Modules inside it are differentiated in the meantime, and come after
-it all the same: its place in the log is kept.
+A call that returned several tensors makes one event, as soon as all those gradients have come that
+come at all. The node with the highest number runs first among those made by one thread. So the
+tensor whose gradient comes first asks the engine which of the others will be computed, and holds
+their nodes for this. It holds only nodes with lower numbers, which can't lead back to it: a cycle
+through the graph would never be freed. Gradients that can't be foreseen (leaves, several devices)
+are waited for until the end of the backward pass. Modules inside it are differentiated in the
+meantime, and come after it all the same: its place in the log is kept.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GradientListeners:
 
 
 class _Listener:
-    """What is called with the gradient of one output of one node."""
+    """A hook that is called with the gradient of one output of one node."""
 
     __slots__ = ("_entries", "_is_on_leaf", "hook")
 

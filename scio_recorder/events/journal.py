@@ -1,4 +1,4 @@
-"""What a tracker keeps of events, in order, with places for events that are whole only later."""
+"""The stashes of a tracker in order, with places for events that are whole only later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Journal:
     Parameters
     ----------
     stash : callable
-        Makes what is kept of an event.
+        Makes the stash of an event.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Journal:
 
     @property
     def stashes(self) -> list[Any]:
-        """What is kept of the events so far."""
+        """The stashes of the events so far."""
         return [stash for place in self._places for stash in place]
 
     def add(self, event: Event, place: Place | None = None) -> None:

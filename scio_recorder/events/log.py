@@ -65,7 +65,7 @@ class Tracker:
         self._journal = Journal(stash)
         self._handles: list[RemovableHandle] = []
         self._regions = Regions()
-        # What ran inside regions, and the hooks that stay on that after the block.
+        # Modules that ran inside regions, and the hooks that stay on them after the block.
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
         self._regions.when_over(partial(_remove_all, self._for_reruns))
@@ -76,7 +76,7 @@ class Tracker:
 
     @property
     def stashes(self) -> list[Any]:
-        """What is kept of the events so far, in time order."""
+        """The stashes of the events so far, in time order."""
         return self._journal.stashes
 
     def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
@@ -310,7 +310,7 @@ def track(
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    # What has no numbers can't be moved.
+    # A tensor without numbers can't be moved.
     return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
 
 

@@ -52,7 +52,7 @@ class LayerStatsMonitor(Callback):
     Attributes
     ----------
     latest : dict
-        What was logged last, by key, also where the trainer has no logger.
+        The values logged last, by key, with or without a logger.
 
     Raises
     ------
@@ -68,7 +68,7 @@ class LayerStatsMonitor(Callback):
 
     Notes
     -----
-    What a layer returned is read at once, before an operation in place overwrites it. NaNs and
+    The callback reads at once what a layer returned, before anything overwrites it. NaNs and
     infinities are counted and stop nothing. Each process of several observes its own batches.
 
     Examples
@@ -164,7 +164,7 @@ class LayerStatsMonitor(Callback):
         pl_module : LightningModule
             The model.
         outputs : any
-            What the training step returned.
+            The return value of the training step.
         batch : any
             The batch.
         batch_idx : int
@@ -190,7 +190,7 @@ class LayerStatsMonitor(Callback):
         pl_module : LightningModule
             The model.
         exception : BaseException
-            What was raised.
+            The exception.
         """
         self._end()
 

@@ -41,14 +41,14 @@ def add_activations(
     Parameters
     ----------
     writer : torch.utils.tensorboard.SummaryWriter
-        Where to; in Lightning, ``TensorBoardLogger.experiment``.
+        The writer; in Lightning, ``TensorBoardLogger.experiment``.
     activations : mapping
         ``rnet.activations``, ``rnet.gradients`` or a :class:`~scio_recorder.Recording`, of which
         the layers with samples are written, read portion by portion.
     global_step : int, optional
         The step that they belong to.
     tag : str, default "activations"
-        What tags begin with, such as "gradients".
+        The beginning of all tags, such as "gradients".
     statistics : collection of str
         Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
         that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite); an

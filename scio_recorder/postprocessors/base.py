@@ -1,4 +1,4 @@
-"""What the post-processors share: the walk over structures, and checked arguments."""
+"""The parts that post-processors share: the walk over structures, and checked arguments."""
 
 from __future__ import annotations
 

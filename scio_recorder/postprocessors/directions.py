@@ -33,8 +33,8 @@ class Ablate(FloatingMap):
     dim : int, default 1
         The dimension of channels: 1 for convolutions, -1 for transformers' features.
     value : float, default 0
-        What they are set to, in the activation's own unit. It need not be finite: NaN shows what
-        depends on a channel.
+        The number that they are set to, in the activation's own unit. It need not be finite: NaN
+        shows what depends on a channel.
 
     Raises
     ------
@@ -129,7 +129,7 @@ class Add(FloatingMap):
         Broadcastable to the activation without enlarging it: ``[features]`` for a transformer's
         ``[batch, tokens, features]``, ``[channels, 1, 1]`` for images. Gradients reach it.
     coefficient : float, default 1.0
-        What the direction is multiplied by.
+        A factor of the direction.
 
     Raises
     ------

@@ -23,8 +23,9 @@ class Replace:
     Parameters
     ----------
     activation : Tensor or structure of tensors
-        Of the layer's structure and shapes, usually ``rnet.activations[label]`` of a pass on
-        other data. It is brought to the dtype and device of what it replaces. Gradients reach it.
+        It has the layer's structure and shapes, and is usually ``rnet.activations[label]`` of a
+        pass on other data. It is brought to the dtype and device of what it replaces. Gradients
+        reach it.
 
     Raises
     ------

@@ -28,11 +28,9 @@ class _OnPart(FloatingMap):
     postprocessor: Callable[[Tensor], Tensor | None]
 
     def __call__(self, activation: Any) -> Any:
-        return (
-            self._apply(activation)
-            if isinstance(activation, Tensor)
-            else super().__call__(activation)
-        )
+        if isinstance(activation, Tensor):
+            return self._apply(activation)
+        return super().__call__(activation)
 
     def _put(self, whole: Tensor, where: Any) -> Tensor:
         """Return a tensor with one part changed."""
@@ -80,7 +78,7 @@ class At(_OnPart):
     Parameters
     ----------
     index : int, slice, None, Ellipsis, list, Tensor or tuple of these
-        What stands between the brackets of ``activation[...]``: positions, or a mask of booleans.
+        The index between the brackets of ``activation[...]``: positions, or a mask of booleans.
     postprocessor : callable
         ``Tensor -> Tensor or None``, such as another one of this module. It is given a copy of the
         part, of the shape of ``activation[index]``, and returns a tensor of that shape and dtype.
@@ -122,7 +120,7 @@ class At(_OnPart):
 
     def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
         has_numbers = any(isinstance(one, Tensor) and one.dtype != torch.bool for one in where)
-        # Of a position that is named twice, autograd would count the gradient twice.
+        # Autograd would count the gradient of a position twice that is named twice.
         if not has_numbers or torch.compiler.is_compiling() or whole.shape in self._distinct:
             return
         named = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)

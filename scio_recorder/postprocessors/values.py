@@ -107,7 +107,7 @@ class GaussianNoise(FloatingMap):
     std : float
         Standard deviation, in the activation's own unit; not negative.
     generator : torch.Generator, optional
-        Where the noise is drawn from, on the generator's device. None (default) draws from torch's
+        The source of the noise, on the generator's device. None (default) draws from torch's
         global generator, which is what activation checkpointing restores when it runs a layer
         again: use it there, or the second run sees other noise. ``torch.compile(fullgraph=True)``
         needs it too.

@@ -1,4 +1,4 @@
-"""What is to be known of a recording as a whole, in words."""
+"""Facts about a recording as a whole, in words."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _MOST_HISTOGRAMS = 400
 
 
 class Showing(Outlined, LayerMapping[Any]):
-    """What a recording can show of itself."""
+    """The methods by which a recording shows itself."""
 
     def plot(
         self,

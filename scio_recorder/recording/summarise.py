@@ -1,4 +1,4 @@
-"""From a recording to what pages and plots show of each layer."""
+"""Summaries of the layers of a recording, for pages and plots."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Survey:
         The dimension of [samples, ...] along which units lie; None to leave units out, 0 to take
         everything for one unit.
     bounds : (float or None, float or None), optional
-        Where the layer saturates.
+        The bounds at which the layer saturates.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Survey:
 
     @property
     def units(self) -> Units | None:
-        """What can be said of units: nothing, where fewer than two samples were seen."""
+        """Facts about units; None where fewer than two samples were seen."""
         if self._unit_low is None or self._unit_high is None or self._samples < 2:
             return None
         assert self._dimension is not None

@@ -1,4 +1,4 @@
-"""From recorded activations to a table of how well unknown inputs are told apart."""
+"""How well recorded activations tell unknown inputs from known ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def record_features(rnet: Recorder, images: Tensor) -> Recorded:
     rnet : Recorder
         Records ``FEATURE_LAYERS`` and ``RECTIFIED_LAYER``.
     images : Tensor ``[samples, 1, 8, 8]``
-        What the net is run on.
+        The inputs of the net.
 
     Returns
     -------

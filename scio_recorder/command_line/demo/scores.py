@@ -20,7 +20,7 @@ def max_softmax(logits: Tensor) -> Tensor:
     Parameters
     ----------
     logits : Tensor ``[samples, classes]``
-        What the net returned.
+        The outputs of the net.
 
     Returns
     -------
@@ -47,7 +47,7 @@ def energy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Parameters
     ----------
     logits : Tensor ``[samples, classes]``
-        What the net returned.
+        The outputs of the net.
     temperature : float, default 1.0
         ``T``, positive.
 
@@ -78,9 +78,9 @@ def mahalanobis(features: Tensor, train_features: Tensor, train_labels: Tensor) 
     Parameters
     ----------
     features : Tensor ``[samples, features]``
-        What is scored.
+        The samples to be scored.
     train_features : Tensor ``[training samples, features]``
-        Of the training data alone.
+        Features of the training data alone.
     train_labels : Tensor ``[training samples]``
         Their classes.
 
@@ -117,9 +117,9 @@ def nearest_neighbours(features: Tensor, train_features: Tensor, k: int) -> Tens
     Parameters
     ----------
     features : Tensor ``[samples, features]``
-        What is scored.
+        The samples to be scored.
     train_features : Tensor ``[training samples, features]``
-        Of the training data alone.
+        Features of the training data alone.
     k : int
         Which neighbour, counted from 1.
 
