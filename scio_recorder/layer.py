@@ -81,6 +81,21 @@ class TensorSpec:
         """Bytes of its elements, zero where a dimension varies."""
         return math.prod(max(0, length) for length in self.shape) * self.dtype.itemsize
 
+    def of(self, rows: int) -> TensorSpec:
+        """Return what so many tensors like this look like together.
+
+        Parameters
+        ----------
+        rows : int
+            Length of the new first dimension.
+
+        Returns
+        -------
+        TensorSpec
+            Of shape [rows, ...].
+        """
+        return TensorSpec((rows, *self.shape), self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:

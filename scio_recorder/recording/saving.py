@@ -43,7 +43,7 @@ def save(recording: Readable, path: str | os.PathLike[str]) -> None:
             label: writer.column(label, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
             for label, whole in samples.items()
         }
-        sample_bytes = sum(column.spec.num_bytes for column in columns.values())
+        sample_bytes = sum(column.spec.nbytes for column in columns.values())
         for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, sample_bytes))):
             for label, column in columns.items():
                 column.put(samples[label][rows.start : rows.stop], writer.start, len(rows))

@@ -61,7 +61,7 @@ class AutoWriter(MemoryWriter):
             if self._guess is None:
                 self._guess = self._labelled(num_samples, first.device)
                 self._on_device = "device" in self._guess.stores
-            self._known[label] = num_samples * spec.num_bytes
+            self._known[label] = num_samples * spec.nbytes
             if not self._on_device:
                 self._check(self._guess)
         return super().column(label, spec, first)

@@ -226,7 +226,7 @@ class Column:
         # of what they cost one by one.
         self.places: list[Tensor] = []
         self.array = torch.empty(0)
-        free_rows = 0 if is_exact else buffer.least_bytes // max(1, spec.num_bytes)
+        free_rows = 0 if is_exact else buffer.least_bytes // max(1, spec.nbytes)
         try:
             self._reserve(max(rows, free_rows, 1))
         except NoRoomError:
@@ -273,7 +273,7 @@ class Column:
         self.places = []
         self.array = torch.empty(0)
         with torch.inference_mode(False):
-            return self._view(self._buffer.first(rows * self.spec.num_bytes), rows)
+            return self._view(self._buffer.first(rows * self.spec.nbytes), rows)
 
     def _make_places(self, start: int, rows: int, number: int) -> None:
         if start + rows > self.capacity:
@@ -281,12 +281,12 @@ class Column:
         number = min(number, (self.capacity - start) // rows) if rows else 1
         stop = start + number * rows
         if self._is_exact:
-            self._buffer.touch(start * self.spec.num_bytes, stop * self.spec.num_bytes)
+            self._buffer.touch(start * self.spec.nbytes, stop * self.spec.nbytes)
         self.places = list(torch.split(self.array[start:stop], rows))
         self.places.reverse()
 
     def _reserve(self, rows: int) -> None:
-        num_bytes = rows * self.spec.num_bytes
+        num_bytes = rows * self.spec.nbytes
         # No view may be alive while the memory moves.
         self.places = []
         self.array = torch.empty(0)

@@ -203,7 +203,7 @@ class DiskWriter(StoreWriter):
             self._kept.add(len(ids), calls)
         super().commit(ids, state)
         self._staged.append(ids)
-        sample_bytes = sum(column.spec.num_bytes for column in self._columns.values())
+        sample_bytes = sum(column.spec.nbytes for column in self._columns.values())
         num_bytes = self.start * sample_bytes + self._kept.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
         if num_bytes >= self._store.chunk_bytes or is_late:

@@ -37,7 +37,7 @@ class MemoryWriter(StoreWriter):
         """Make room for as many batches like the first as there will be."""
         is_exact = self._num_batches is not None
         rows = first.shape[0] * (self._num_batches or _GUESSED_BATCHES)
-        buffer = self._make_buffer(label, first.device, rows * spec.num_bytes)
+        buffer = self._make_buffer(label, first.device, rows * spec.nbytes)
         column = self._columns[label] = Column(spec, buffer, rows, is_exact)
         self._devices.add(first.device)
         return column

@@ -183,7 +183,7 @@ class StoringIntake(LayerIntake):
     @property
     def sample_bytes(self) -> int:
         """Bytes of one sample, 0 as long as none was seen."""
-        return 0 if self._column is None else self._column.spec.num_bytes
+        return 0 if self._column is None else self._column.spec.nbytes
 
     def _check(self, kept: Tensor) -> None:
         self._check_rows(kept)

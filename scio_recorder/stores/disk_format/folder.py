@@ -20,7 +20,6 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 __all__ = ["File", "Folder", "close_quietly", "make_folder", "write_at"]
@@ -185,12 +184,7 @@ class Folder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def _write(self, temporary: str, write: Callable[[int], bytes]) -> bytes:

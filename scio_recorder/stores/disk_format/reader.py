@@ -23,7 +23,6 @@ from scio_recorder.stores.disk_format.tables import require_little_endian
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from scio_recorder.stores.disk_format.tables import Table, TensorSpec
@@ -146,7 +145,7 @@ class RunReader:
         spec = self._spec(layer)
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"samples {start} to {stop} of {self.num_samples} in {self.path}")
-        row_bytes = spec.num_bytes
+        row_bytes = spec.nbytes
         data = memory((stop - start) * row_bytes)
         out = data.numpy()
         for number, first, last in self._overlaps(start, stop) if row_bytes else ():
@@ -175,12 +174,7 @@ class RunReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

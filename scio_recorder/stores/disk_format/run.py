@@ -305,7 +305,7 @@ def _chunk_of(
     state = content["state"]
     if state is not None and not _TOKEN.fullmatch(expect(state, dict)["file"] or "0" * 16):
         raise ValueError("its state is nowhere")
-    kept_bytes = sum(spec.num_bytes for spec in kept.values())
+    kept_bytes = sum(spec.nbytes for spec in kept.values())
     return Chunk(name, file.checksum, ids, batches, state, kept_bytes)
 
 

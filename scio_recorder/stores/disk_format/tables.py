@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from scio_recorder.errors import RecordingError
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.jsons import JSON, expect
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
@@ -50,22 +51,6 @@ _FORMAT_NAMES = {
     torch.complex64: "C64",
     torch.complex128: None,
 }
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor; of one sample where a layer is meant."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """What the elements take."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, rows: int) -> TensorSpec:
-        """Return the spec of ``rows`` samples together."""
-        return TensorSpec((rows, *self.shape), self.dtype)
 
 
 Table: TypeAlias = Mapping[str, TensorSpec]

@@ -97,8 +97,8 @@ class Layout:
         end = num_blocks = 0
         for name, spec in sorted(table.items(), key=lambda item: -item[1].dtype.itemsize):
             self.starts[name] = start, _ = end, num_blocks
-            end += spec.num_bytes
-            num_blocks += -(-spec.num_bytes // BLOCK_BYTES)
+            end += spec.nbytes
+            num_blocks += -(-spec.nbytes // BLOCK_BYTES)
             entries[name] = {**format_entry(spec), "data_offsets": [start, end]}
         rest = _BEFORE_CONTENT + dump(text) + b"}" + (b"," if entries else b"") + dump(entries)[1:]
         num_bytes = _BLOCKS_AT + num_blocks * DIGITS + len(rest)
@@ -247,7 +247,7 @@ class TensorFile:
     def _copy_blocks(
         self, blocks: Iterator[int], out: NDArray[numpy.uint8], name: str, start: int
     ) -> None:
-        stop, length = start + len(out), self.table[name].num_bytes
+        stop, length = start + len(out), self.table[name].nbytes
         offset, first_block = self._layout.starts[name]
         offset += self._layout.header_bytes
         for block in blocks:
@@ -266,7 +266,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""
         spec = self.table[name]
-        data = memory(spec.num_bytes)
+        data = memory(spec.nbytes)
         self.copy_into(data.numpy(), name, 0)
         return data.view(spec.dtype).view(spec.shape)
 
@@ -275,8 +275,8 @@ class TensorFile:
         scratch = numpy.empty(BLOCK_BYTES, numpy.uint8)
         with accessing(self.path):
             for name, spec in self.table.items():
-                for start in range(0, spec.num_bytes, BLOCK_BYTES):
-                    part = scratch[: spec.num_bytes - start]
+                for start in range(0, spec.nbytes, BLOCK_BYTES):
+                    part = scratch[: spec.nbytes - start]
                     self._copy_blocks(iter([start]), part, name, start)
 
     def _fill_verified(self, out: NDArray[numpy.uint8], offset: int, number: int) -> None:

@@ -42,7 +42,6 @@ from scio_recorder.stores.disk_format.tensor_file import (
 )
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from torch import Tensor
@@ -250,12 +249,7 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.abort()
 
     def _check_usable(self) -> None:
