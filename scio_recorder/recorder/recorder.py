@@ -366,7 +366,7 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
         labels = ", ".join(f"{depth}-{index}" for depth, index in self.recording)
         return (
             f"Recorder instance for the following network\n{table}\n"
-            f"Currently recording: {labels or None}\n{line}\n"
+            f"Currently recording: {labels or None}\n{line}"
         )
 
     def _outline(self) -> Outline:

@@ -1,0 +1,34 @@
+"""What is imported, and when: nobody waits for what they do not use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+NET = "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())"
+
+
+def imported_by(code: str) -> set[str]:
+    code += "; import sys; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.splitlines()[-1].split())
+
+
+def test_the_package_alone_imports_nothing_heavy() -> None:
+    assert not imported_by("import scio_recorder") & {"torch", "numpy", "rich", "torchinfo"}
+
+
+def test_a_recorder_of_a_net_that_asks_for_no_value_imports_no_compiler() -> None:
+    modules = imported_by(
+        f"import torch, scio_recorder; scio_recorder.Recorder({NET}, input_size=(2, 3, 8, 8))"
+    )
+    assert not modules & {"torch._dynamo", "sympy", "pandas", "matplotlib", "sklearn"}
+
+
+@pytest.mark.parametrize("name", ["reductions", "stores", "postprocessors", "events", "errors"])
+def test_public_rooms_are_there_without_an_import_of_their_own(name: str) -> None:
+    assert f"scio_recorder.{name}" in imported_by(f"import scio_recorder; scio_recorder.{name}")
