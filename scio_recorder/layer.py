@@ -18,10 +18,10 @@ __all__ = [
     "Label",
     "Layer",
     "TensorSpec",
-    "as_label",
     "describe",
-    "parse_label",
+    "label_of",
     "shapes_of",
+    "text_of",
 ]
 
 DepthIdx: TypeAlias = tuple[int, int]
@@ -44,7 +44,7 @@ class Label(tuple[int, int]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return f"{self[0]}-{self[1]}"
+        return text_of(self)
 
     def __eq__(self, other: object) -> bool:
         return str(self) == other if isinstance(other, str) else tuple.__eq__(self, other)
@@ -198,20 +198,34 @@ def shapes_of(spec: Any) -> Any:
     return _map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
 
 
-def as_label(key: object) -> Label | None:
-    """Return a pair of integers as a label, None for anything else."""
+def text_of(label: DepthIdx) -> str:
+    """Return how a label is printed.
+
+    Examples
+    --------
+    >>> text_of((1, 3))
+    '1-3'
+    """
+    return f"{label[0]}-{label[1]}"
+
+
+def label_of(key: object) -> Label | None:
+    """Return the label that a pair of integers is, or that a text spells; None for anything else.
+
+    Examples
+    --------
+    >>> label_of("1-3") == label_of((1, 3)) == (1, 3), label_of("features.1")
+    (True, None)
+    """
+    if isinstance(key, str):
+        match = _PRINTED_LABEL.fullmatch(key)
+        return Label((int(match[1]), int(match[2]))) if match else None
     if not isinstance(key, tuple) or len(key) != 2:
         return None
     try:
         return Label((operator.index(key[0]), operator.index(key[1])))
     except TypeError:
         return None
-
-
-def parse_label(text: str) -> Label | None:
-    """Return the label that a text such as ``"1-3"`` spells, None for any other text."""
-    match = _PRINTED_LABEL.fullmatch(text)
-    return Label((int(match[1]), int(match[2]))) if match else None
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

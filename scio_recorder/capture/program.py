@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.layer import text_of
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture, DepthIdx
@@ -75,7 +76,7 @@ class Program:
         # What stands for recorded layers without a look at the architecture, under compilation.
         self.keys: dict[object, tuple[DepthIdx, ...]] = {}
         for label in self.order:
-            for key in (label, f"{label[0]}-{label[1]}", architecture[label].name):
+            for key in (label, text_of(label), architecture[label].name):
                 self.keys[key] = (*self.keys.get(key, ()), label)
         # The last event that is selected, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)

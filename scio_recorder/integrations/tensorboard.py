@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.layer import text_of
 from scio_recorder.nets.architecture import Architecture, DepthIdx
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording import Recording
@@ -120,7 +121,7 @@ def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx,
     layers = {label: architecture[label] for label in labels}
     names = {label: layer.name or layer.type_name for label, layer in layers.items()}
     calls = Counter(row.name or row.type_name for row in architecture.values())
-    depth_index = {label: f"{label[0]}-{label[1]}" for label in labels}
+    depth_index = {label: text_of(label) for label in labels}
     return {
         label: name if calls[name] == 1 else f"{name}_{depth_index[label]}"
         for label, name in names.items()

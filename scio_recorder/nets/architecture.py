@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -15,8 +14,8 @@ from typing import Any, Self
 from torch import nn
 
 from scio_recorder.display import Outline, Outlined, outline, visible
-from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, as_label, parse_label
+from scio_recorder.errors import LayerNotFoundError, RecordingError
+from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, label_of, text_of
 from scio_recorder.nets import architecture_json
 
 __all__ = ["Architecture", "DepthIdx", "Label", "Layer", "TensorSpec"]
@@ -130,12 +129,11 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].resolve("0")
         (1, 1)
         """
+        label = label_of(key)
         if isinstance(key, str):
-            label = parse_label(key)
             if label is not None and label in self._rows:
                 return label
             return self._resolve_name(key, label)
-        label = as_label(key)
         if label is None:
             raise LayerNotFoundError(_not_a_key(key))
         if label not in self._rows:
@@ -211,40 +209,6 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         return self._calls.get(id(module), ())
 
-    def rebind(self, net: nn.Module) -> Self:
-        """Return the same architecture pointing at the modules of a copy of the net.
-
-        Parameters
-        ----------
-        net : torch.nn.Module
-            A net with the same modules under the same names.
-
-        Returns
-        -------
-        Architecture
-            The same rows, other modules.
-
-        Raises
-        ------
-        LabellingError
-            The net lacks one of the modules, or has one of another class there.
-
-        Examples
-        --------
-        >>> import copy
-        >>> from torch import nn
-        >>> from scio_recorder.nets.labelling.label import label_net
-        >>> net = nn.Sequential(nn.ReLU())
-        >>> twin = copy.deepcopy(net)
-        >>> label_net(net, input_size=(1, 4))[1].rebind(twin)["0"].module is twin[0]
-        True
-        """
-        modules = dict(net.named_modules(remove_duplicate=False))
-        rows = [
-            dataclasses.replace(row, module=_counterpart(modules, row)) for row in self.values()
-        ]
-        return type(self)(rows, self._names)
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the modules as plain values that JSON can hold.
 
@@ -316,7 +280,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             known = f"labels of depth {label[0]} go from {label[0]}-1 to {label[0]}-{max(indices)}"
         else:
             known = f"depths go from 0 to {max((depth for depth, _ in self), default=0)}"
-        return f"no layer has the label {Label(label)}: {known}"
+        return f"no layer has the label {text_of(label)}: {known}"
 
     def explain_missing_name(self, name: str) -> str:
         """Say that there is no such name, and which ones come close.
@@ -360,7 +324,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         if not labels:
             raise LayerNotFoundError(f"module {name!r} did not run at labelling: it has no label")
         if len(labels) > 1:
-            found = ", ".join(map(str, map(Label, labels)))
+            found = ", ".join(map(text_of, labels))
             raise LayerNotFoundError(
                 f"the name {name!r} is ambiguous: the module has {len(labels)} calls, {found}; "
                 f"write one of these labels, such as {labels[0]!r}"
@@ -387,14 +351,3 @@ def _title(layer: Layer) -> str:
 
 def _shape_text(layer: Layer) -> str:
     return str(layer.output_shape) if layer.executed else "(did not run)"
-
-
-def _counterpart(modules: Mapping[str, nn.Module], row: Layer) -> nn.Module:
-    module = modules.get(row.name)
-    if module is None or type(module).__name__ != row.type_name:
-        found = "nothing" if module is None else type(module).__name__
-        raise LabellingError(
-            f"layer {row.label} is {row.name!r} ({row.type_name}), but this net has {found} there: "
-            "give a copy of the net that was labelled, or label this one"
-        )
-    return module

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
+from scio_recorder.layer import text_of
 from scio_recorder.tensors.ownership import Held, holder
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         layer = self._architecture[label]
         if not self._values:
             return f"there is no {self._what} of layer {layer}: {self.why_none}"
-        here = ", ".join(f"{depth}-{index}" for depth, index in sorted(self._values))
+        here = ", ".join(map(text_of, sorted(self._values)))
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
 
 

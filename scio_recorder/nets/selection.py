@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
-from scio_recorder.layer import as_label, parse_label
+from scio_recorder.layer import label_of
 from scio_recorder.nets.architecture import Architecture, DepthIdx, Label, Layer
 
 __all__ = ["select", "select_modules"]
@@ -96,7 +96,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     first = {key: min(rows, key=operator.attrgetter("call")) for key, rows in calls.items()}
     chosen = select(architecture, selectors)
     for selector in selectors:
-        label = parse_label(selector) if isinstance(selector, str) else as_label(selector)
+        label = label_of(selector)
         if label is not None and label in chosen and architecture[label].call > 0:
             raise LayerNotFoundError(
                 f"layer {architecture[label]} is a further call of its module, and with "
@@ -116,7 +116,7 @@ def _matches(architecture: Architecture, selector: object) -> Iterable[DepthIdx]
         return _broad(architecture, selector, _by_type(architecture, selector))
     if isinstance(selector, nn.Module):
         return _by_module(architecture, selector)
-    label = as_label(selector)
+    label = label_of(selector)
     if label is not None:
         return _by_label(architecture, label)
     if callable(selector) and not isinstance(selector, type):
@@ -125,7 +125,7 @@ def _matches(architecture: Architecture, selector: object) -> Iterable[DepthIdx]
 
 
 def _by_text(architecture: Architecture, text: str) -> Iterable[DepthIdx]:
-    label = parse_label(text)
+    label = label_of(text)
     if label is not None and label in architecture:
         return _by_label(architecture, label)
     if text in architecture.names:

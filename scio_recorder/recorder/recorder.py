@@ -13,6 +13,7 @@ from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
 from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
+from scio_recorder.layer import text_of
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.selection import select, select_modules
@@ -363,7 +364,7 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
     def __repr__(self) -> str:
         table = "\n".join(map(visible, repr(self.summary).split("\n")))
         line = table[0] * table.find("\n")
-        labels = ", ".join(f"{depth}-{index}" for depth, index in self.recording)
+        labels = ", ".join(map(text_of, self.recording))
         return (
             f"Recorder instance for the following network\n{table}\n"
             f"Currently recording: {labels or None}\n{line}"

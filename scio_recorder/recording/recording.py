@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from scio_recorder.layer import text_of
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recompute.calls import Batches
 from scio_recorder.recording.frame import layer_frame, to_array
@@ -267,6 +268,6 @@ class Recording(RecomputingRecording, Showing):
         return self._results[label]
 
     def __repr__(self) -> str:
-        layers = ", ".join(f"{depth}-{index}" for depth, index in self)
+        layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
         return f"<Recording of {self.num_samples} samples: {layers}{state}>"

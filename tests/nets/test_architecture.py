@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from scio_recorder.errors import LabellingError, LayerNotFoundError, RecordingError
+from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.nets.architecture import Architecture, Label, Layer, TensorSpec
 from scio_recorder.nets.labelling.label import label_net
@@ -153,27 +153,6 @@ def test_anything_else_does(change):
     changed = Architecture([dataclasses.replace(first, **change), *others], {})
     assert changed.fingerprint != ARCHITECTURE.fingerprint
     assert changed != ARCHITECTURE
-
-
-def test_rebinding_to_a_copy_of_the_net():
-    twin = copy.deepcopy(NET)
-    rebound = ARCHITECTURE.rebind(twin)
-    assert rebound.fingerprint == ARCHITECTURE.fingerprint
-    modules = dict(twin.named_modules())
-    assert all(layer.module is modules[layer.name] for layer in rebound.values())
-    assert rebound.calls(twin.act) == ARCHITECTURE.calls(NET.act)
-    assert rebound.calls(NET.act) == ()
-    assert ARCHITECTURE["head"].module is NET.head
-
-
-def test_rebinding_to_another_net():
-    twin = copy.deepcopy(NET)
-    twin.head = nn.Identity()
-    with pytest.raises(LabellingError, match=r"'head' \(Linear\), but this net has Identity"):
-        ARCHITECTURE.rebind(twin)
-    del twin.head
-    with pytest.raises(LabellingError, match="has nothing there"):
-        ARCHITECTURE.rebind(twin)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

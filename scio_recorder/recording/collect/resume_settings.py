@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scio_recorder.layer import text_of
 from scio_recorder.recording import recipes_of
 from scio_recorder.reductions import Reduction
 
@@ -37,9 +38,7 @@ def settings_of(
     """
     return {
         "layers": _labels(recording),
-        "reductions": {
-            f"{depth}-{index}": recipes_of(given) for (depth, index), given in reductions.items()
-        },
+        "reductions": {text_of(label): recipes_of(given) for label, given in reductions.items()},
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "every": every,
         "inputs": inputs,
@@ -80,7 +79,7 @@ def _others(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def _labels(labels: Iterable[DepthIdx]) -> list[str]:
-    return [f"{depth}-{index}" for depth, index in labels]
+    return list(map(text_of, labels))
 
 
 def _autocast() -> dict[str, str]:
