@@ -51,7 +51,7 @@ class AutoWriter(MemoryWriter):
         self._job = job
         self._on_device = False
         self._guess: Plan | None = None
-        # What all samples of the layers take that have returned.
+        # Bytes of all samples, for the layers seen so far.
         self._known: dict[DepthIdx, int] = {}
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:

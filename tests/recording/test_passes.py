@@ -203,3 +203,36 @@ def test_a_post_processor_that_fails_leaves_nothing_behind():
     assert not any(module._forward_hooks for module in rnet.net.modules())
     with pytest.raises(CollectError, match="nothing is selected"):
         rnet.collect(data, activation_postproc=fail)
+
+
+class Force(nn.Module):
+    """Differentiates in its forward, as force fields do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.energy(x).sum(), x)
+        return -gradient
+
+
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+@pytest.mark.parametrize("options", [{}, {"transform": lambda t, batch: t * 2}, {"reduce": Max()}])
+def test_layers_that_run_with_gradients_on(store, options, tmp_path):
+    torch.manual_seed(3)
+    rnet = Recorder(Force().eval(), input_size=(2, 4))
+    rnet.record("*")
+    data = batches(4, 4, 4, 3)
+    given = f"disk:{tmp_path}/run" if store == "disk" else store
+    recording = rnet.collect(data, store=given, **options)
+    inner = torch.cat([rnet.net.energy[0](x).detach() for x in data])
+    outer = torch.cat([rnet.net(x) for x in data])
+    for name, wanted in (("energy.0", inner), ("0-1", outer)):
+        if "transform" in options:
+            wanted = wanted * 2
+        found = recording[name][:]
+        assert torch.equal(found, wanted.amax(0) if "reduce" in options else wanted)
+        assert not found.requires_grad

@@ -71,7 +71,8 @@ class LayerIntake:
                 f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
                 "be kept sample by sample: make it dense with transform="
             )
-        return gathered(result)
+        # A net may differentiate in its forward: what is kept is off the graph there, too.
+        return gathered(result).detach()
 
     def _apply(self, transform: Transform, activation: Any) -> Any:
         is_counted = isinstance(activation, Tensor) and not activation.is_inference()
@@ -143,6 +144,7 @@ class StoringIntake(LayerIntake):
             and activation.shape == self._usual_shape
             and activation.dtype is self._dtype
             and self.current.follows
+            and not activation.requires_grad
         ):
             column = self._column
             if column is not None and column.places:
