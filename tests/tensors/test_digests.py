@@ -10,9 +10,10 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from scio_recorder import Recorder, open_recording
+from scio_recorder import Recorder, RecordingError, open_recording
 from scio_recorder.tensors.digests import Weights, content_key, digest_of, weights_digest
 
 
@@ -117,6 +118,26 @@ def test_sharded_weights(mesh: Any, tmp_path: Any) -> None:
         net[0].weight.to_local().add_(1)
     assert weights_digest(net) != before
     assert weights.digest(net) != first
+
+
+def test_a_sharded_net_is_collected_and_goes_on_training(mesh: Any, tmp_path: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(3, 4)
+    wanted = net(x).detach()
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("0", "2", inputs=True)
+    for module in (net[0], net[2], net):
+        fully_shard(module, mesh=mesh)
+    store = f"disk:{tmp_path}/run"
+    rnet.collect([x], store=store)
+    assert rnet.collect([x], store=store, resume=True).complete
+    assert torch.equal(open_recording(tmp_path / "run")["2"][:], wanted)
+    output = net(x)
+    output.sum().backward()
+    assert torch.equal(output, wanted)
+    with torch.no_grad():
+        net[2].weight.to_local().add_(1)
+    with pytest.raises(RecordingError, match="weights"):
+        rnet.collect([x], store=store, resume=True)
 
 
 def test_weights_without_memory_do_not_forbid_to_collect(tmp_path: Any) -> None:
