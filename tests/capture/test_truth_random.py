@@ -110,7 +110,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _assert_true(rnet: Recorder, watch: Watch) -> None:
+def _assert_true(rnet: Recorder, watch: Watch, read: list[tuple[Any, Any]]) -> None:
     names = {id(module): name for name, module in rnet.net.named_modules()}
     assert len(executed(rnet)) == len(watch.calls)
     for label in rnet.recording:
@@ -118,9 +118,17 @@ def _assert_true(rnet: Recorder, watch: Watch) -> None:
         truth = watch.calls[names[id(layer.module)], layer.call]
         wrong = differences(freeze(rnet.activations[label]), truth, f"{label} {layer.name}")
         assert not wrong, wrong[0]
+        read.append((rnet.activations[label], truth))
 
 
-def _check_pass(rnet: Recorder, watched: nn.Module, case: Case, mode: Mode, seed: int) -> None:
+def _check_pass(
+    rnet: Recorder,
+    watched: nn.Module,
+    case: Case,
+    mode: Mode,
+    seed: int,
+    read: list[tuple[Any, Any]],
+) -> None:
     for net in (rnet.net, watched):
         net.train(mode.training)
     # Hooks on tensors that overwritten views left half-way on the graph can crash torch itself.
@@ -132,13 +140,13 @@ def _check_pass(rnet: Recorder, watched: nn.Module, case: Case, mode: Mode, seed
     assert my_refusal is None
     assert not differences(mine.frozen, theirs.frozen, "output")
     assert not differences(mine.random_state, theirs.random_state, "random state")
-    _assert_true(rnet, watch)
+    _assert_true(rnet, watch, read)
     if mode.builds_graph:
         truth, refused = _attempt(lambda: theirs.gradients(watched))
         gradients, _ = _attempt(lambda: mine.gradients(rnet.net))
         # A record of its own may spare the net autograd's complaint about an overwritten tensor.
         assert refused is not None or not differences(gradients, truth, "gradients")
-        _assert_true(rnet, watch)
+        _assert_true(rnet, watch, read)
 
 
 @given(
@@ -163,5 +171,9 @@ def test_random_programs_are_recorded_truly(
     labels = executed(rnet)
     # All layers, or some: what is kept for one layer depends on which others are recorded.
     rnet.record(*(labels if choice is None else choice.sample(labels, k=(len(labels) + 1) // 2)))
+    read: list[tuple[Any, Any]] = []
     for seed, mode in enumerate(modes):
-        _check_pass(rnet, watched, case, mode, seed)
+        _check_pass(rnet, watched, case, mode, seed, read)
+    # What was read stays as it was read, whatever later passes did.
+    for record, truth in read:
+        assert not differences(freeze(record), truth, "read earlier")
