@@ -128,9 +128,18 @@ def finish(job: Job, path: Path) -> None:
 def at_random_instants(folder: Path, count: int) -> None:
     """Kill a run and the one that resumes it, each at a random instant of its length."""
     dice, job = random.Random(0), Job(*[4] * 12, 3)
-    start = time.monotonic()
-    finish(job, folder / "clean")
-    length = time.monotonic() - start
+    instants: list[float] = []
+
+    def watch(child: int, reading: int) -> bytes:
+        """Note when commits are reported: what comes before the first is no part of them."""
+        reports = []
+        for _ in range(12):
+            reports.append(os.read(reading, 8))
+            instants.append(time.monotonic())
+        return b"".join(reports)
+
+    in_child(lambda: job.collect(folder / "clean"), watch)
+    length = instants[-1] - instants[0]
     counts = []
     for attempt in range(count):
         path, last = folder / str(attempt), 0
