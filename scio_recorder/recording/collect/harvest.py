@@ -68,6 +68,8 @@ class Harvest:
         self._architecture = architecture
         self._reductions = reductions
         self._writer = writer
+        # Every layer of every batch would pay for a look.
+        self._rounds = dtype is not None
         self._current = CurrentBatch()
         self._storing: dict[DepthIdx, StoringIntake] = {}
         intakes: dict[DepthIdx, LayerIntake] = {}
@@ -139,8 +141,9 @@ class Harvest:
             self._is_tainted = current.is_reduced
             raise
         current.batch = None
-        for intake in self._storing.values():
-            intake.settle()
+        if self._rounds:
+            for intake in self._storing.values():
+                intake.settle()
         calls, self._calls = dict(sorted(self._calls.items())), {}
         self._is_tainted = True
         try:
