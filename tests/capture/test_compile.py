@@ -186,7 +186,7 @@ def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
         assert torch.equal(rnet.activations["0"], truth)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:activations of a compiled pass:UserWarning")
 def test_record_of_a_compiled_pass_says_once_that_it_has_no_gradient() -> None:
     rnet = recorder(small_net(), "0", "1")
     compiled = torch.compile(rnet, fullgraph=True, backend="eager")
