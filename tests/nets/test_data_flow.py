@@ -209,6 +209,12 @@ def branch_beyond_a_check(net, x):
     return net.b(x)
 
 
+def branch_into_what_fake_tensors_can_not_do(net, x):
+    if x.any():
+        x = torch.from_numpy(np.tanh(net.a(x).detach().numpy()))
+    return net.b(x)
+
+
 def loop_while_all(net, x):
     while (x > 0).all():
         x = net.a(x) - 1
@@ -245,6 +251,7 @@ DYNAMIC = (
     branch_on_membership,
     branch_before_what_fake_tensors_can_not_do,
     branch_beyond_a_check,
+    branch_into_what_fake_tensors_can_not_do,
     loop_while_all,
 )
 
@@ -333,6 +340,12 @@ def checks_its_input(net, x):
     return net.a(x)
 
 
+def checks_with_a_message(net, x):
+    if (x > 99).any():
+        raise ValueError(f"up to {x.max()}, on average {x.mean().item()}")
+    return net.a(x)
+
+
 def chooses_elementwise(net, x):
     return torch.where(x > 0, net.a(x), net.b(x))
 
@@ -390,6 +403,7 @@ STATIC = (
     compares_in_arithmetic,
     normalises_by_cumulative_average,
     checks_its_input,
+    checks_with_a_message,
     chooses_elementwise,
     samples,
     leaves_torch,

@@ -108,7 +108,7 @@ def _deciding_question(run: Callable[[list[int]], World]) -> Question | None:
             answers = base.answers
             answers[index] = choice
             other = _settled(run, answers, index + 1, {None, base.failure})
-            if other.failure == base.failure and base.differs(other, question):
+            if base.differs(other, question):
                 # A net that does something else each time gives no answer.
                 is_repeatable = not base.differs(run(base.answers), question)
                 return question if is_repeatable else None

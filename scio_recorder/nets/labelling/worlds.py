@@ -126,15 +126,20 @@ class World:
             self._note("return", output)
 
     def differs(self, other: World, question: Question) -> bool:
-        """Whether something else runs here than in another world.
+        """Whether something else runs in another world than here.
 
         Parameters
         ----------
         other : World
-            One that differs in the answer to a question.
+            One that differs in the answer to a question, and may have failed.
         question : Question
             That question.
         """
+        if self.failure != other.failure:
+            # A check of the data raises before any module runs that would not run otherwise.
+            here, there = self._calls(), other._calls()
+            known = len(here) if self.failure else len(there)
+            return here[:known] != there[:known]
         if question.is_of_torch:
             # torch chooses between ways to compute the same; only other layers matter.
             return self._calls() != other._calls()
