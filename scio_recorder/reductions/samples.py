@@ -21,6 +21,7 @@ from scio_recorder.reductions.labels import (
     labels_of,
 )
 from scio_recorder.reductions.numerics import undisturbed, working_dtype
+from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.kinds import gathered, is_dense
 
 __all__ = ["SampleReduction", "cannot_go_on", "map_tensors"]
@@ -141,7 +142,7 @@ class SampleReduction(Reduction):
         if self._shape is not None:
             state["shape"] = list(self._shape)
         if self._dtype is not None:
-            state["dtype"] = str(self._dtype).removeprefix("torch.")
+            state["dtype"] = dtype_name(self._dtype)
         for name, value in self._state().items():
             if value is not None:
                 state[name.removeprefix("_")] = map_tensors(_snapshot, value)

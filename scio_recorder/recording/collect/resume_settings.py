@@ -11,6 +11,7 @@ from torch import nn
 from scio_recorder.layer import text_of
 from scio_recorder.recording import recipes_of
 from scio_recorder.reductions import Reduction
+from scio_recorder.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from scio_recorder.nets.architecture import DepthIdx
@@ -39,7 +40,7 @@ def settings_of(
     return {
         "layers": _labels(recording),
         "reductions": {text_of(label): recipes_of(given) for label, given in reductions.items()},
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "dtype": None if dtype is None else dtype_name(dtype),
         "every": every,
         "inputs": inputs,
         "transforms": _labels(sorted(transforms)),
@@ -85,7 +86,7 @@ def _labels(labels: Iterable[DepthIdx]) -> list[str]:
 def _autocast() -> dict[str, str]:
     """Return the dtype by device type, where autocast is on."""
     return {
-        kind: str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        kind: dtype_name(torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     }
