@@ -21,7 +21,8 @@ from scio_recorder.errors import (
 
 if TYPE_CHECKING:
     from scio_recorder.events import Tracker, track
-    from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
+    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
@@ -58,8 +59,8 @@ _HOMES = {
     "ActivationCheckpointer": "recompute.checkpointer",
     "Architecture": "nets.architecture",
     "CheckpointConfig": "recompute.checkpointer",
-    "DepthIdx": "nets.architecture",
-    "Layer": "nets.architecture",
+    "DepthIdx": "layer",
+    "Layer": "layer",
     "Recorder": "recorder.recorder",
     "Recording": "recording",
     "Tracker": "events",

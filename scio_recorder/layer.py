@@ -13,17 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "DepthIdx",
-    "Label",
-    "Layer",
-    "TensorSpec",
-    "describe",
-    "label_of",
-    "shapes_of",
-    "text_of",
-]
-
 DepthIdx: TypeAlias = tuple[int, int]
 
 _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")

@@ -41,9 +41,8 @@ from scio_recorder.tensors.structures import flatten
 if TYPE_CHECKING:
     from scio_recorder.capture.gradients import Gradients
     from scio_recorder.capture.program import Program
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
 
-__all__ = ["Marks", "Region", "Rerun", "Reruns", "is_rerun", "regions"]
 
 _ATTRIBUTE = "_scio_recorder_marks"
 # Where a backward pass begins: what is around it is not what it runs again.

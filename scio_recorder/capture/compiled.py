@@ -12,10 +12,8 @@ from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.program import Program
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.postprocessors.assigning import Postprocessor
-
-__all__ = ["CompiledPass", "CompiledRecords"]
 
 
 class CompiledPass:

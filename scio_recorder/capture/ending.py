@@ -12,8 +12,6 @@ from scio_recorder.nets.records import Copied, Entry, Recorded
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold
 
-__all__ = ["all_calls", "entry_of", "flow_error", "next_kind"]
-
 
 def flow_error(program: Program, expected: Mapping[int, int], seen: Mapping[int, int]) -> FlowError:
     """Say which modules ran how often, by their index, and how often they should have."""

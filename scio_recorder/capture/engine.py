@@ -30,10 +30,10 @@ from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.sink import Sink
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
     from scio_recorder.nets.state.moment import LiveMoment
 
-__all__ = ["Capture"]
 
 # Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
 _MAX_SETTINGS = 64

@@ -16,9 +16,9 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Held
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["GradientHooks", "Gradients"]
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"

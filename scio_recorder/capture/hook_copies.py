@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Uncopied", "keep_out_of_copies", "let_copy"]
-
 
 class Uncopied:
     """A hook, or what a hook is a method of, that is part of no copy."""

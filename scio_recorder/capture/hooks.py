@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
 
-__all__ = ["Hooks", "ModuleHook", "Site", "follow", "observe", "precede"]
-
 
 class _Local(threading.local):
     """What differs from thread to thread."""

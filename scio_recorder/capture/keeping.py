@@ -32,15 +32,6 @@ from scio_recorder.tensors.ownership import own_copy, version_of
 from scio_recorder.tensors.structures import flatten, tensors
 from scio_recorder.tensors.substituting import replaceable, substitute
 
-__all__ = [
-    "NOTHING",
-    "Keeper",
-    "Kept",
-    "KeptLeaf",
-    "keep_inputs",
-    "overwritten",
-]
-
 
 class KeptLeaf:
     """One tensor of a record until the pass ends."""

@@ -17,9 +17,8 @@ from scio_recorder.postprocessors.assigning import Postprocessor, signature
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
 
-__all__ = ["Settings"]
 
 _training = operator.itemgetter("training")
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from scio_recorder.nets.records import Copied
 from scio_recorder.tensors.structures import flatten
 
-__all__ = ["offload"]
-
 
 def offload(value: Any) -> Copied:
     """Start copying every tensor of a structure to host memory.

@@ -25,9 +25,7 @@ from scio_recorder.tensors.structures import Rebuild, flatten
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Rerun
     from scio_recorder.capture.sink import Sink
-    from scio_recorder.nets.architecture import DepthIdx, Layer
-
-__all__ = ["Pass", "StopForward"]
+    from scio_recorder.layer import DepthIdx, Layer
 
 
 class StopForward(BaseException):

@@ -13,9 +13,9 @@ from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import text_of
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["COPY", "LEARN", "REFERENCE", "CopyPolicy", "Keeping", "Options", "Program", "Setting"]
 
 CopyPolicy = Literal["auto", "always", "never"]
 

@@ -14,9 +14,7 @@ from scio_recorder.postprocessors.assigning import Postprocessor, apply_to_input
 
 if TYPE_CHECKING:
     from scio_recorder.capture.sink import Sink
-    from scio_recorder.nets.architecture import DepthIdx
-
-__all__ = ["ReceivedInputs"]
+    from scio_recorder.layer import DepthIdx
 
 
 class ReceivedInputs:

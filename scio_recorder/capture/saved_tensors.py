@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["SavedTensors"]
-
 
 class SavedTensors:
     """A block in which autograd keeps less, or elsewhere, inside chosen layers.

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.records import Inputs
-
-__all__ = ["Sink"]
 
 
 class Sink(Protocol):

@@ -14,9 +14,6 @@ import torch
 
 from scio_recorder.tensors.dtypes import DTYPES
 
-__all__ = ["UsageError", "call", "current_folder_on_path", "dtype_of", "kind_of", "load"]
-__all__ += ["positive", "said", "size", "whole"]
-
 
 class UsageError(Exception):
     """An argument that can't be followed; its text is all that the user sees."""

@@ -34,8 +34,6 @@ from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.progress import lines_every
 from scio_recorder.errors import RecorderError, RecordingError
 
-__all__ = ["run"]
-
 # Between lines about long work, where there is no terminal.
 SECONDS = 10.0
 

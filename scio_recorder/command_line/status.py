@@ -1,7 +1,5 @@
 """Exit statuses."""
 
-__all__ = ["FAILED", "INTERRUPTED", "WRONG_USE"]
-
 FAILED = 1
 # The status with which argparse itself exits.
 WRONG_USE = 2

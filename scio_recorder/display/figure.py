@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
 
 _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from scio_recorder.display.outline import Outline
 from scio_recorder.display.tree import asset, tree_html
 
-__all__ = ["notebook_html"]
-
 
 def notebook_html(shown: Outline) -> str:
     """Return a piece of HTML to be put into a page, any number of times.

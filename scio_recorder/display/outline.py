@@ -8,8 +8,6 @@ from typing import Any
 
 from scio_recorder.layer import DepthIdx, Layer
 
-__all__ = ["Node", "Outline", "call_text", "nodes", "outline", "shape_text", "visible"]
-
 
 @dataclass(frozen=True)
 class Outline:

@@ -8,8 +8,6 @@ from scio_recorder.display.notebook import notebook_html
 from scio_recorder.display.outline import Outline
 from scio_recorder.display.table import table_lines
 
-__all__ = ["Outlined"]
-
 
 class Outlined:
     """An object that is shown as the rows of a net."""

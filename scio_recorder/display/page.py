@@ -17,8 +17,6 @@ from scio_recorder.display.svg import bars_path, number_text
 from scio_recorder.display.tree import asset, searched, text, tree_html
 from scio_recorder.layer import Layer
 
-__all__ = ["Page", "page_html"]
-
 # Nothing may be fetched from anywhere, whatever a name in the page says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 

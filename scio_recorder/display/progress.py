@@ -19,8 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Advance", "lines_every", "progress_bar"]
-
 # Told of samples and bytes that were done, and of steps, which is 1 if it is not given.
 Advance = Callable[..., None]
 

@@ -12,8 +12,6 @@ from scio_recorder.display.summary import LayerSummary, Units
 from scio_recorder.display.svg import bars_path, number_text
 from scio_recorder.display.tree import searched, text
 
-__all__ = ["statistics_table"]
-
 # Heading, and whether it sorts as numbers; None: it does not sort.
 _COLUMNS: tuple[tuple[str, bool | None], ...] = (
     ("Layer", True),

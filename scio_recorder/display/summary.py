@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from scio_recorder.layer import Layer
 
-__all__ = ["SATURATION_BOUNDS", "SATURATION_SHARE", "SATURATION_WIDTH"]
-__all__ += ["Bars", "LayerSummary", "Units", "Values"]
-
 # A value is saturated within this share of the range from a bound, a unit from this share of its
 # values on.
 SATURATION_WIDTH = 0.01

@@ -6,8 +6,6 @@ import math
 
 from scio_recorder.display.summary import Bars
 
-__all__ = ["bars_path", "number_text"]
-
 _HEIGHT = 100
 
 

@@ -11,8 +11,6 @@ from rich.text import Text
 
 from scio_recorder.display.outline import Node, Outline, call_text, nodes, shape_text, visible
 
-__all__ = ["table_lines"]
-
 # Below this width numbers are rounded and gaps are single.
 _NARROW = 64
 # A structure of outputs, mostly that of the net itself, must not push everything else apart.

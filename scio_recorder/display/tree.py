@@ -10,8 +10,6 @@ from importlib.resources import files
 from scio_recorder.display.outline import Node, Outline, call_text, nodes, shape_text, visible
 from scio_recorder.layer import Layer
 
-__all__ = ["asset", "searched", "text", "tree_html"]
-
 # A larger net starts folded, open along what is recorded.
 _SMALL = 60
 

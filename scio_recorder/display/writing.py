@@ -11,8 +11,6 @@ from pathlib import Path
 
 from scio_recorder.errors import RecordingError
 
-__all__ = ["write_page"]
-
 
 def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     """Write a text in UTF-8, in place of what the file held.

@@ -10,8 +10,6 @@ from torch import nn
 
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["Event", "Stash"]
-
 
 @dataclass
 class Event:

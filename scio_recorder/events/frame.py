@@ -13,7 +13,6 @@ from scio_recorder.errors import ArgumentError
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Statistic", "event_frame"]
 
 Statistic: TypeAlias = Callable[[Tensor], Any]
 

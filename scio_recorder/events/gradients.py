@@ -35,8 +35,6 @@ from scio_recorder.tensors.structures import tensors
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["GradientListeners"]
-
 
 class GradientListeners:
     """The listeners of one log, which the graph that holds them holds weakly."""

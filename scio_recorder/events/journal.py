@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 from scio_recorder.events.event import Event
 
-__all__ = ["Journal", "Place"]
-
 # Holds what is kept of one event, or nothing yet.
 Place: TypeAlias = list[Any]
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import pandas
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Event", "Stash", "Tracker", "track"]
 
 Pattern: TypeAlias = str | re.Pattern[str] | None
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from scio_recorder.capture.checkpoint_regions import Marks, regions
 
-__all__ = ["Regions"]
-
 
 class _Mark:
     """One region of one log."""

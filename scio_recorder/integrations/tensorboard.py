@@ -12,8 +12,8 @@ from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
-from scio_recorder.layer import text_of
-from scio_recorder.nets.architecture import Architecture, DepthIdx
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording import Recording
 

@@ -15,10 +15,8 @@ from torch import nn
 
 from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, label_of, text_of
+from scio_recorder.layer import DepthIdx, Layer, label_of, text_of
 from scio_recorder.nets import architecture_json
-
-__all__ = ["Architecture", "DepthIdx", "Label", "Layer", "TensorSpec"]
 
 
 class Architecture(Outlined, Mapping[DepthIdx, Layer]):

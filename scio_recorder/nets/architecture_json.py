@@ -11,8 +11,6 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, shapes_of
 from scio_recorder.tensors.dtypes import DTYPES
 
-__all__ = ["decode", "encode"]
-
 _FORMAT = 1
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
 _LARGEST = 2**63 - 1

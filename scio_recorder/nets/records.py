@@ -13,9 +13,9 @@ from scio_recorder.layer import text_of
 from scio_recorder.tensors.ownership import Held, holder
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Copied", "Entry", "Inputs", "LayerMapping", "Recorded", "Records"]
 
 # Threads may look at the same records for the first time.
 _BUILDING = threading.RLock()

@@ -12,10 +12,8 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
-from scio_recorder.layer import label_of
-from scio_recorder.nets.architecture import Architecture, DepthIdx, Label, Layer
-
-__all__ = ["select", "select_modules"]
+from scio_recorder.layer import DepthIdx, Label, Layer, label_of
+from scio_recorder.nets.architecture import Architecture
 
 _GLOB = re.compile(r"[*?\[]")
 

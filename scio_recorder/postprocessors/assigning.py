@@ -14,18 +14,9 @@ from scio_recorder.postprocessors.on_input import OnInput, change_input
 from scio_recorder.postprocessors.overwriting import explain_overwriting, versions_on_graph
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx, Layer
+    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = [
-    "Postprocessor",
-    "Postprocessors",
-    "apply",
-    "apply_to_input",
-    "assign",
-    "assign_by_key",
-    "on_inputs",
-    "signature",
-]
 
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]

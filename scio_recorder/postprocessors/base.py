@@ -15,15 +15,6 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import Rebuild, flatten
 
-__all__ = [
-    "FloatingMap",
-    "describe",
-    "index",
-    "integers",
-    "number",
-    "take_apart",
-]
-
 
 class FloatingMap(ABC):
     """Maps one function over the floating-point tensors of an activation."""

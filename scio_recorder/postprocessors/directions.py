@@ -18,8 +18,6 @@ from scio_recorder.postprocessors.base import (
     number,
 )
 
-__all__ = ["Ablate", "Add"]
-
 
 @dataclass(frozen=True, eq=False)
 class Ablate(FloatingMap):

@@ -12,8 +12,6 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.base import describe
 from scio_recorder.tensors.structures import flatten
 
-__all__ = ["OnInput", "change_input"]
-
 
 @dataclass(frozen=True)
 class OnInput:

@@ -11,8 +11,6 @@ from scio_recorder.errors import MutationError
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["explain_overwriting", "versions_on_graph"]
-
 # Views between a module's output and the operation that saved it.
 _MAX_VIEWS = 4
 

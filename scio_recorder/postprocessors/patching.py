@@ -11,8 +11,6 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.base import describe, take_apart
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["Replace"]
-
 
 @dataclass(frozen=True, eq=False)
 class Replace:

@@ -13,8 +13,6 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.base import FloatingMap, Jagged, describe, index, integers
 
-__all__ = ["At", "Heads"]
-
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 

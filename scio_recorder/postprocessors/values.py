@@ -10,8 +10,6 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.base import FloatingMap, describe, number
 
-__all__ = ["Clip", "GaussianNoise", "Scale"]
-
 
 @dataclass(frozen=True, eq=False)
 class Clip(FloatingMap):

@@ -18,18 +18,9 @@ from scio_recorder.tensors.digests import content_key
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.layer import Layer
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = [
-    "Batches",
-    "KeptBatch",
-    "KeptCall",
-    "KeptTensor",
-    "MemoryBatches",
-    "Pool",
-    "enclosing_layers",
-]
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
 MAX_EXTENT_BYTES = 1 << 32

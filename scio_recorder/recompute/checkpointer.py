@@ -14,8 +14,6 @@ from scio_recorder.nets.state.random import RandomState
 from scio_recorder.nets.state.restoring import preserved_rng
 from scio_recorder.tensors.structures import flatten, tensors
 
-__all__ = ["ActivationCheckpointer", "CheckpointConfig"]
-
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
 
 

@@ -20,9 +20,7 @@ from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import Rebuild, flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
-
-__all__ = ["Collected", "Recomputation"]
+    from scio_recorder.layer import DepthIdx
 
 
 class Collected(Protocol):

@@ -36,10 +36,9 @@ from scio_recorder.tensors.copies import StridedCopy, is_plain
 from scio_recorder.tensors.structures import flatten, map_tensors
 
 if TYPE_CHECKING:
-    from scio_recorder.layer import Layer
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Call", "copied", "rerun", "untouched"]
 
 _NOT_KEPT = (
     "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "

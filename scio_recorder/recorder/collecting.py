@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from scio_recorder.capture import Capture
     from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Collecting"]
-
 
 class Collecting:
     """What a recorder can do with a dataset."""

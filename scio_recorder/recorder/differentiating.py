@@ -19,9 +19,8 @@ from scio_recorder.tensors.structures import map_tensors, tensors
 if TYPE_CHECKING:
     from scio_recorder.capture import Capture
     from scio_recorder.capture.gradients import GradientHooks
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
-
-__all__ = ["Differentiating"]
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
 
 class Differentiating:

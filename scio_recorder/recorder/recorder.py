@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
     from torchinfo import ModelStatistics
 
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
-
-__all__ = ["Recorder"]
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
 
 class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):

@@ -6,8 +6,6 @@ from rich.filesize import decimal
 
 from scio_recorder.recording.readable import Readable
 
-__all__ = ["facts_of", "notes_of"]
-
 
 def facts_of(recording: Readable) -> list[tuple[str, str]]:
     """Return names and values for the head of a page."""

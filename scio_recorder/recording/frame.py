@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
     from scio_recorder.recording.readable import Readable
 
-__all__ = ["FRAME_COLUMNS", "layer_frame", "layer_rows", "to_array"]
 
 FRAME_COLUMNS = (
     *("label", "name", "type", "samples", "shape", "dtype", "bytes"),

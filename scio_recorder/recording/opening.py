@@ -9,14 +9,13 @@ from itertools import chain
 from typing import Any
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.nets.architecture import Architecture, DepthIdx
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.recipes import from_recipes
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores.disk import held_by
 from scio_recorder.stores.disk_format import RunReader
 from scio_recorder.stores.nodes import unpack
-
-__all__ = ["open_recording", "read_recording"]
 
 
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:

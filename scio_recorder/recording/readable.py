@@ -11,9 +11,8 @@ from scio_recorder.recompute.calls import Batches
 from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
-
-__all__ = ["Readable"]
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
 
 class Readable(Protocol):

@@ -9,8 +9,6 @@ from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Reduction
 
-__all__ = ["from_recipes", "recipes_of"]
-
 Reductions = Reduction | list[Reduction]
 
 

@@ -12,10 +12,8 @@ from scio_recorder.recompute.calls import Batches, enclosing_layers
 from scio_recorder.stores import labelled_bytes
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.postprocessors.assigning import Postprocessors
-
-__all__ = ["BatchInputs", "RecomputingRecording"]
 
 
 class BatchInputs(Sequence[Inputs]):

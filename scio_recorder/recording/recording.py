@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Recording"]
 
 # Bytes that are looked at together where all of a layer is read.
 _PART_BYTES = 1 << 26

@@ -14,7 +14,7 @@ from scio_recorder.stores.disk_format import TensorSpec
 from scio_recorder.stores.disk_format.ids import to_ids
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.recompute.calls import KeptCall
     from scio_recorder.recording.readable import Readable
 

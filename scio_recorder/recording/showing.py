@@ -23,9 +23,8 @@ from scio_recorder.tensors.arguments import whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
 
-__all__ = ["Showing"]
 
 _MOST_HISTOGRAMS = 400
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from scio_recorder.display.progress import Advance
 from scio_recorder.display.summary import Bars, LayerSummary, Values
 from scio_recorder.errors import RecorderError
-from scio_recorder.nets.architecture import DepthIdx
+from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.survey import (
     Survey,
@@ -23,8 +23,6 @@ from scio_recorder.recording.survey import (
 from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
-
-__all__ = ["summarise"]
 
 # So much of a layer is kept from its statistics to its bins, instead of being read again.
 _KEPT_BYTES = 1 << 28

@@ -24,16 +24,6 @@ from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import Histogram
 from scio_recorder.tensors.threads import one_thread
 
-__all__ = [
-    "Survey",
-    "bounds_of",
-    "count_bars",
-    "for_each_layer",
-    "read",
-    "unit_dimension",
-    "whole_bins",
-]
-
 T = TypeVar("T")
 
 # Values that are widened to float64 together: they stay in the cache.

@@ -8,8 +8,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-__all__ = ["Reduction"]
-
 
 class Reduction(abc.ABC):
     """A running summary of batches; derive from it to write your own.

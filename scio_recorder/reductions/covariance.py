@@ -13,8 +13,6 @@ from scio_recorder.reductions.numerics import float32_products_are_exact
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
 from scio_recorder.reductions.samples import SampleReduction
 
-__all__ = ["Covariance", "CovarianceResult", "PrincipalSpace"]
-
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.
 _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from scio_recorder.reductions.samples import SampleReduction
 
-__all__ = ["Max", "Min"]
-
 
 class _Extremum(SampleReduction):
     _state_names = ("_value",)

@@ -13,8 +13,6 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.labels import By, Label
 from scio_recorder.reductions.samples import SampleReduction, cannot_go_on
 
-__all__ = ["Fold", "Last"]
-
 
 class Last(SampleReduction):
     """The activation of the last batch that had samples.

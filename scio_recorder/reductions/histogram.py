@@ -13,8 +13,6 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.labels import By, Label
 from scio_recorder.reductions.samples import SampleReduction
 
-__all__ = ["Histogram", "HistogramResult"]
-
 # Values handled at once: their temporaries stay in the cache.
 _PORTION = 2**16
 

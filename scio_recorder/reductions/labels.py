@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 
 from scio_recorder.errors import CollectError
 
-__all__ = ["By", "Label", "checked_by", "group_by_label", "in_order", "labels_of"]
-
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
 

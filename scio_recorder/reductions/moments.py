@@ -11,8 +11,6 @@ from torch import Tensor
 from scio_recorder.reductions.numerics import portions
 from scio_recorder.reductions.samples import SampleReduction
 
-__all__ = ["Mean", "Moments", "MomentsResult"]
-
 
 class Mean(SampleReduction):
     """Mean at each position, over the samples; nan where one was nan.

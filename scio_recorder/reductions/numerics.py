@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["float32_products_are_exact", "portions", "undisturbed", "working_dtype"]
-
 # float32 represents every value of these types; of anything wider float64 does, or nearly.
 _FITS_FLOAT32 = {
     torch.float32,

@@ -14,8 +14,6 @@ from scio_recorder.reductions.labels import By
 from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
 from scio_recorder.reductions.samples import SampleReduction
 
-__all__ = ["Quantiles"]
-
 # Values read at once, so that reading needs little memory beside the summary itself.
 _PORTION = 2**22
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 
-__all__ = ["RowBuffer", "as_samples", "feature_shape"]
-
 
 def feature_shape(shape: torch.Size, feature_dim: int | None) -> tuple[int, ...]:
     """Return what must stay the same from batch to batch: the features of one row.

@@ -24,8 +24,6 @@ from scio_recorder.reductions.numerics import undisturbed, working_dtype
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.kinds import gathered, is_dense
 
-__all__ = ["SampleReduction", "cannot_go_on", "map_tensors"]
-
 
 class SampleReduction(Reduction):
     """A reduction over the samples of dimension 0, class by class with ``by``.

@@ -6,8 +6,6 @@ from typing import Any
 
 from scio_recorder.stores.disk_format.jsons import differences
 
-__all__ = ["disagreements"]
-
 
 def disagreements(stored: dict[str, Any], given: dict[str, Any]) -> list[str]:
     """Say in which settings two collections differ, one line for each.

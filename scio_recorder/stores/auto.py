@@ -15,9 +15,7 @@ from scio_recorder.stores.memory import MemoryWriter
 from scio_recorder.stores.room import Plan, choose, labelled_bytes, make_plan
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
-
-__all__ = ["Auto"]
+    from scio_recorder.layer import DepthIdx
 
 
 class Auto(Store):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from scio_recorder.stores.disk_format import KeptBatches, Packed, RunWriter
     from scio_recorder.stores.disk_format.ids import Ids
 
-__all__ = ["BackgroundWriter"]
-
 
 class BackgroundWriter:
     """Writes chunks in a thread, see the NOTE.

@@ -15,9 +15,9 @@ from scio_recorder.stores.disk_format import SampleIds, TensorSpec
 from scio_recorder.stores.disk_format.ids import Ids
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Held", "Job", "State", "Store", "StoreWriter"]
 
 State: TypeAlias = dict[str, Any]
 

@@ -26,7 +26,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format import TensorSpec
 
-__all__ = ["Buffer", "Column", "DeviceBuffer", "HostBuffer", "NoRoomError"]
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23

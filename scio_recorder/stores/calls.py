@@ -18,9 +18,9 @@ from scio_recorder.stores.nodes import Leaf, UnkeepableError, decode, encode
 from scio_recorder.tensors.digests import content_key
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["CallsOnDisk", "CallsToDisk"]
 
 # What a tensor costs besides its data: entries in two tables, and a checksum.
 _TENSOR_BYTES = 512

@@ -32,10 +32,10 @@ from scio_recorder.stores.nodes import pack, unpack
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recompute.calls import KeptCall
 
-__all__ = ["CHUNK_BYTES", "Disk", "header_of", "held_by"]
 
 CHUNK_BYTES = 64 << 20
 # A net that is slow, or whose layers are all reduced, loses no more than so much work.

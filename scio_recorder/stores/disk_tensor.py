@@ -12,8 +12,6 @@ from scio_recorder.stores.disk_format import RunReader
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
-__all__ = ["DiskTensor"]
-
 _PROPERTIES = (
     *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
     *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),

@@ -11,9 +11,7 @@ from scio_recorder.stores.buffers import HostBuffer
 from scio_recorder.stores.memory import MemoryWriter
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
-
-__all__ = ["Host"]
+    from scio_recorder.layer import DepthIdx
 
 
 class Host(Store):

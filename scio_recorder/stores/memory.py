@@ -14,9 +14,8 @@ from scio_recorder.stores.buffers import Buffer, Column
 from scio_recorder.stores.disk_format import TensorSpec
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
+    from scio_recorder.layer import DepthIdx
 
-__all__ = ["MemoryWriter", "wait_for"]
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8

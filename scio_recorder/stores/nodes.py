@@ -19,8 +19,6 @@ from scio_recorder.stores.disk_format import JSON, Packed
 from scio_recorder.stores.disk_format.jsons import expect
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
-__all__ = ["Leaf", "UnkeepableError", "decode", "encode", "pack", "unpack"]
-
 
 @dataclass(frozen=True)
 class Leaf:

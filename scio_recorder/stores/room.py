@@ -17,9 +17,9 @@ from scio_recorder.layer import TensorSpec
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Plan", "choose", "labelled_bytes", "make_plan"]
 
 # The net needs memory too, and so does whatever else runs.
 _USABLE = {"device": 0.5, "host": 0.9, "disk": 0.95}

@@ -7,8 +7,6 @@ from typing import SupportsIndex
 
 from scio_recorder.errors import CollectError, RecorderError
 
-__all__ = ["whole"]
-
 
 def whole(name: str, value: object, least: int, error: type[RecorderError] = CollectError) -> int:
     """Return a whole number, NumPy's among them, and refuse what is none or too small.

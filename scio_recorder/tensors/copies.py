@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["StridedCopy", "is_plain", "same_bits", "version_counter"]
-
 
 def version_counter(tensor: Tensor) -> Tensor:
     """Return a tensor without memory that shares another one's version counter.

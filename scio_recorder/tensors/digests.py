@@ -21,8 +21,6 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["Weights", "content_key", "digest_of", "weights_digest"]
-
 # A piece of host memory stays in the cache; one of another device pays for its way.
 _PIECE_BYTES = {"cpu": 1 << 20}
 _OTHER_PIECE_BYTES = 1 << 25

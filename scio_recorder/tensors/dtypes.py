@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES", "dtype_name"]
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype.

@@ -24,8 +24,6 @@ import torch
 
 from scio_recorder.errors import UnsupportedTorchError
 
-__all__ = ["checked", "unsupported"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

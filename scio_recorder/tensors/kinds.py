@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gathered", "is_dense"]
-
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor has a number at every place of a regular array.

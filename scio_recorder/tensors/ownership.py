@@ -29,8 +29,6 @@ from torch.nn import Parameter
 
 from scio_recorder.tensors import private
 
-__all__ = ["Held", "Hold", "holder", "own_copy", "version_of"]
-
 
 class Held:
     """A tensor as a record holds it: the only reference, and the version that it must show.

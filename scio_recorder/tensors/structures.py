@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Rebuild", "flatten", "map_tensors", "tensors"]
-
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # Objects that are never opened: they hold no activations of their own, or must keep their identity.
@@ -325,6 +323,7 @@ def _can_be_filled(value: Any) -> bool:
 
 
 def slot_names(value: Any) -> Iterator[str]:
+    """Name the slots that an object has filled."""
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from scio_recorder.tensors.structures import DICTS, OPAQUE, is_plain_kind, slot_names
 
-__all__ = ["replaceable", "substitute"]
-
 
 def substitute(value: Any, replacements: Mapping[int, Tensor]) -> Any:
     """Put other tensors in the place of some, in the containers themselves where these can change.

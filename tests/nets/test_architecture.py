@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import describe, shapes_of
-from scio_recorder.nets.architecture import Architecture, Label, Layer, TensorSpec
+from scio_recorder.layer import Label, Layer, TensorSpec, describe, shapes_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from tests.zoo import CASES
 from tests.zoo.base import Net, linear

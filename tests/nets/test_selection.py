@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
-from scio_recorder.nets.architecture import Architecture, Layer
+from scio_recorder.layer import Layer
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
 from tests.zoo.base import Net, linear

@@ -21,8 +21,6 @@ from scio_recorder.command_line.demo.scores import (
 from scio_recorder.postprocessors import Clip
 from scio_recorder.recorder.recorder import Recorder
 
-__all__ = ["FEATURE_LAYERS", "RECTIFIED_LAYER", "Result", "detect", "record_features"]
-
 FEATURE_LAYERS = ("body", "embed")
 RECTIFIED_LAYER = "relu"
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Digits", "Split", "load_digits"]
-
 
 class Split(NamedTuple):
     """Images ``[samples, 1, 8, 8]``, float32 between 0 and 1, and labels ``[samples]``, int64."""

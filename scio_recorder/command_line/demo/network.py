@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from scio_recorder.command_line.demo.digits import Digits, Split
 
-__all__ = ["DigitNet", "accuracy", "train"]
-
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 

@@ -21,8 +21,6 @@ from scio_recorder.command_line.demo.network import DigitNet, accuracy, train
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.tensors.threads import one_thread
 
-__all__ = ["run_demo"]
-
 KNOWN = 7
 
 

@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["auroc", "energy", "fpr_at_tpr", "mahalanobis", "max_softmax", "nearest_neighbours"]
-
 
 def max_softmax(logits: Tensor) -> Tensor:
     """Return the largest class probability.

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.nets.state.copying import copy_inputs
 
-__all__ = ["Call", "CallTrace"]
-
 
 @dataclass(eq=False)
 class Call:

@@ -33,8 +33,6 @@ from scio_recorder.nets.state.copying import (
 from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet
 from scio_recorder.tensors import private
 
-__all__ = ["check_static_flow"]
-
 # These report what fake tensors can't do.
 _TALKATIVE = (
     "torch.fx.experimental.recording",

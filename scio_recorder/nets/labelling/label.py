@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.errors import LabellingError, MissingInputError
-from scio_recorder.layer import describe, shapes_of
-from scio_recorder.nets.architecture import Architecture, DepthIdx, Label, Layer
+from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.calls import Call, CallTrace
 from scio_recorder.nets.labelling.data_flow import check_static_flow
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
-    LayerInfo,
     ModelStatistics,
     forgiving,
     point_to,
@@ -36,8 +36,6 @@ from scio_recorder.nets.state.copying import (
 )
 from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet, restored
 from scio_recorder.tensors import private
-
-__all__ = ["label_net"]
 
 _DEFAULTS: dict[str, Any] = {
     "col_names": ("input_size", "output_size", "num_params", "params_percent"),

@@ -12,8 +12,6 @@ from torch.nn.parameter import is_lazy
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.tensors import private
 
-__all__ = ["check_supported"]
-
 
 def check_supported(net: Any) -> None:
     """Refuse a net that can't be observed.

@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torchinfo import ModelStatistics, summary
+from torchinfo import ModelStatistics as ModelStatistics
+from torchinfo import summary as summary
 from torchinfo import torchinfo as engine
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.tensors.structures import map_tensors, tensors
-
-__all__ = ["LayerInfo", "ModelStatistics", "forgiving", "point_to", "summary"]
 
 _Function: TypeAlias = Callable[..., Any]
 _Replacement: TypeAlias = Callable[[_Function], _Function]

@@ -12,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from scio_recorder.tensors import private
 
-__all__ = ["Watch", "asks", "intercepted"]
-
 # Makes a call of a function or operation with its arguments.
 Caller: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from scio_recorder.nets.labelling.watching import asks, intercepted
 from scio_recorder.tensors import private
 
-__all__ = ["Place", "Question", "World"]
-
 # What stands between the net and the questions that it asks.
 _OWN = (os.path.dirname(__file__) + os.sep, private.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -15,16 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from scio_recorder.tensors import private
 
-__all__ = [
-    "CopyTensors",
-    "OriginalCalledError",
-    "are_large",
-    "clone",
-    "copy_inputs",
-    "copy_net",
-    "refusing_calls",
-]
-
 TensorCopier: TypeAlias = Callable[[Tensor], Tensor]
 
 # Up to this many bytes, parameters are cloned, so that a net that changes them in its forward

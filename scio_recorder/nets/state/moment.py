@@ -13,8 +13,6 @@ from scio_recorder.nets.state.random import RandomState
 from scio_recorder.tensors.copies import is_plain, same_bits
 from scio_recorder.tensors.structures import tensors as leaves_of
 
-__all__ = ["LiveMoment", "Moment"]
-
 _SMALL_BYTES = 1 << 18
 # Numbers of each parameter that are compared.
 _SAMPLED = 64

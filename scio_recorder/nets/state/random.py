@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState"]
-
 _MERSENNE_WORDS = 624
 
 

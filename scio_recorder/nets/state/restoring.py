@@ -17,8 +17,6 @@ from scio_recorder.nets.state.copying import are_large, clone
 from scio_recorder.nets.state.random import RandomState
 from scio_recorder.tensors import private
 
-__all__ = ["eager", "preserved_rng", "quiet", "restored"]
-
 # Streams and warning filters belong to the process: two threads would restore each other's.
 _QUIET = threading.RLock()
 

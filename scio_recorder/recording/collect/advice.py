@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import CollectWarning
 
-__all__ = ["advise_evaluation", "takes_second_element", "warn_of_second_element"]
-
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, those of other libraries too, by words in the names of their types.
 _DROPPING = ("Dropout", "DropPath", "StochasticDepth")

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from scio_recorder.capture import Capture
     from scio_recorder.recording.recording import Recording
 
-__all__ = ["Collection"]
-
 
 @dataclass
 class Collection:

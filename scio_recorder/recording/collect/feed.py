@@ -14,8 +14,6 @@ from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["Feed"]
-
 _WRITE = (
     "a batch must be a tensor, a tuple or list that begins with one, or a mapping of keywords: "
     "write to_inputs=lambda batch: ... to say what the net is given"

@@ -28,12 +28,11 @@ from scio_recorder.tensors.structures import flatten
 if TYPE_CHECKING:
     import torch
 
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recording.collect.options import Transform
     from scio_recorder.reductions import Reduction
     from scio_recorder.stores import State, StoreWriter
-
-__all__ = ["Harvest"]
 
 
 class Harvest:

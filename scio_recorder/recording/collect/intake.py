@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from scio_recorder.recording.collect.options import Transform
     from scio_recorder.stores import Column, StoreWriter
 
-__all__ = ["CurrentBatch", "LayerIntake", "ReducingIntake", "StoringIntake"]
-
 
 class CurrentBatch:
     """The batch that is under way."""

@@ -13,9 +13,9 @@ from scio_recorder.nets.selection import select
 from scio_recorder.reductions import Reduction
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import Architecture, DepthIdx
+    from scio_recorder.layer import DepthIdx
+    from scio_recorder.nets.architecture import Architecture
 
-__all__ = ["Reduce", "Transform", "Transforms", "reductions_of", "transforms_of", "valid_dtype"]
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
 Transforms: TypeAlias = Transform | Mapping[Any, Transform]

@@ -14,9 +14,7 @@ from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from scio_recorder.nets.architecture import DepthIdx
-
-__all__ = ["mode_of", "settings_of"]
+    from scio_recorder.layer import DepthIdx
 
 
 def settings_of(

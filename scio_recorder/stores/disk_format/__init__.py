@@ -4,12 +4,12 @@ This package knows tensors, sample ids and settings, and nothing of nets. ``docs
 specifies what it writes.
 """
 
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_format.jsons import JSON
 from scio_recorder.stores.disk_format.kept import KeptBatches, KeptReader
 from scio_recorder.stores.disk_format.reader import FileReport, RunReader
 from scio_recorder.stores.disk_format.run import Packed
-from scio_recorder.stores.disk_format.tables import TensorSpec
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 
 __all__ = [

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.jsons import JSON
     from scio_recorder.stores.disk_format.tables import Table
 
-__all__ = ["begin", "check_rank", "describe", "temporary_name"]
 
 # What writers that were killed while creating a recording leave, before there is one.
 _REMAINS = re.compile(r"lock-\d{5}|recording\.json\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)

@@ -11,8 +11,6 @@ from scio_recorder.errors import RecordingError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["accessing", "parsing"]
-
 
 @contextmanager
 def accessing(path: str) -> Iterator[None]:

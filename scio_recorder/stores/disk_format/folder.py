@@ -22,7 +22,6 @@ from scio_recorder.stores.disk_format import system
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["File", "Folder", "close_quietly", "make_folder", "write_at"]
 
 # A named pipe would otherwise keep the opening waiting for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

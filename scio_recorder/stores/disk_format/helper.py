@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-__all__ = ["helped_by"]
-
 
 @contextmanager
 def helped_by(work: Callable[[], None]) -> Iterator[None]:

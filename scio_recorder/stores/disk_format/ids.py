@@ -12,8 +12,6 @@ from typing import Any, TypeAlias, overload
 from scio_recorder.stores.disk_format.jsons import JSON, expect
 from scio_recorder.stores.disk_format.tables import MAX_SIZE
 
-__all__ = ["Ids", "SampleIds", "ids_from_json", "ids_to_json", "to_ids"]
-
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 
 

@@ -12,19 +12,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import xxhash
 
-__all__ = [
-    "DIGITS",
-    "JSON",
-    "MAX_FILE_BYTES",
-    "checksum",
-    "differences",
-    "dump",
-    "expect",
-    "parse",
-    "seal",
-    "unseal",
-]
-
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
 DIGITS = 16

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from scio_recorder.stores.disk_format.tensor_file import TensorFile
 
-__all__ = ["KeptBatches", "KeptReader", "kept_tensors"]
-
 
 class KeptBatches(NamedTuple):
     """What is kept of the batches of one chunk.

@@ -14,7 +14,6 @@ from scio_recorder.stores.disk_format.folder import close_quietly
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.folder import Folder
 
-__all__ = ["WriterLock"]
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -25,9 +25,9 @@ from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
 if TYPE_CHECKING:
     from typing import Self
 
-    from scio_recorder.stores.disk_format.tables import Table, TensorSpec
+    from scio_recorder.layer import TensorSpec
+    from scio_recorder.stores.disk_format.tables import Table
 
-__all__ = ["FileReport", "RunReader"]
 
 # Each open file costs a descriptor, of which a process may have a thousand.
 MAX_OPEN_CHUNKS = 128

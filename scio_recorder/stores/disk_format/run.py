@@ -10,36 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from scio_recorder.errors import RecordingError
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.faults import accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
 from scio_recorder.stores.disk_format.jsons import JSON, MAX_FILE_BYTES, differences, expect, unseal
-from scio_recorder.stores.disk_format.tables import Table, TensorSpec, from_json, to_json
+from scio_recorder.stores.disk_format.tables import Table, from_json, to_json
 from scio_recorder.stores.disk_format.tensor_file import TensorFile
 
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.folder import Folder
     from scio_recorder.stores.disk_format.ids import Ids
 
-__all__ = [
-    "DESCRIPTION_NAME",
-    "MAX_RANKS",
-    "Chunk",
-    "Description",
-    "Packed",
-    "Run",
-    "Shard",
-    "batch_name",
-    "chunk_name",
-    "manifest_name",
-    "place_of",
-    "read_description",
-    "read_state",
-    "rows_table",
-    "scan",
-    "state_name",
-    "state_place",
-    "tensor_name",
-]
 
 DESCRIPTION_NAME = "recording.json"
 FORMAT = "scio-recording"

@@ -14,16 +14,6 @@ from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.jsons import JSON, expect
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
-__all__ = [
-    "MAX_SIZE",
-    "Table",
-    "TensorSpec",
-    "format_entry",
-    "from_json",
-    "require_little_endian",
-    "to_json",
-]
-
 MAX_DIMENSIONS = 64
 # Products of sizes below this stay exact in every program that reads them as doubles.
 MAX_SIZE = 1 << 48

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from scio_recorder.errors import RecordingError
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.faults import accessing, parsing
 from scio_recorder.stores.disk_format.folder import write_at
@@ -32,13 +33,7 @@ from scio_recorder.stores.disk_format.jsons import (
     expect,
     parse,
 )
-from scio_recorder.stores.disk_format.tables import (
-    Table,
-    TensorSpec,
-    format_entry,
-    from_json,
-    to_json,
-)
+from scio_recorder.stores.disk_format.tables import Table, format_entry, from_json, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,16 +43,6 @@ if TYPE_CHECKING:
 
     from scio_recorder.stores.disk_format.folder import Folder
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Layout",
-    "TensorFile",
-    "check_dense",
-    "checksum_of",
-    "memory",
-    "spec_of",
-    "write_tensors",
-]
 
 BLOCK_BYTES = 1 << 20
 # Where the header fills whole pages the data begins aligned, and is read faster.

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.jsons import JSON
     from scio_recorder.stores.disk_format.tables import Table
 
-__all__ = ["RunWriter", "holds_recording"]
-
 
 def holds_recording(path: str | os.PathLike[str]) -> bool:
     """Whether there is something in this folder to open or to resume.
