@@ -179,6 +179,7 @@ def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a tensor of shape ``own`` broadcasts to ``shape`` without enlarging it."""
     if len(own) > len(shape):
         return False
-    pairs = zip(reversed(own), reversed(shape), strict=False)
+    # Lengths are equal here: torch 2.8 can't compile a zip that ends with its shorter part.
+    pairs = zip(own, shape[len(shape) - len(own) :], strict=True)
     # Written out: under torch.compile, `in` does not compare lengths that vary.
     return all(mine == 1 or mine == theirs for mine, theirs in pairs)
