@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.samples import SampleReduction
 
 Reductions = Reduction | list[Reduction]
 
@@ -43,10 +44,10 @@ def from_recipes(recipes: Any, states: Sequence[Any], where: str) -> Reductions:
 
 
 def _recipe(reduction: Reduction) -> dict[str, Any]:
-    recipe = reduction.recipe
-    if not _is_ours(type(reduction)) or recipe is None:
-        return {"kind": type(reduction).__name__, "custom": True}
-    return {key: _plain(value) for key, value in recipe.items()}
+    kind = type(reduction).__name__
+    if isinstance(reduction, SampleReduction) and _ours(kind) is type(reduction):
+        return reduction.recipe
+    return {"kind": kind, "custom": True}
 
 
 def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str) -> Reduction:
@@ -67,12 +68,13 @@ def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str
 def _restored(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:
     options = dict(recipe)
     kind = options.pop("kind")
-    if options.pop("custom", False) or kind not in reductions.__all__:
+    ours = _ours(kind)
+    if options.pop("custom", False) or ours is None:
         return _Unreadable(
             f"layer {where} was reduced by {kind}, which is no reduction of this library and can't "
             "be restored without it: collect with resume=True and the same reductions to get it"
         )
-    reduction: Reduction = getattr(reductions, kind).from_recipe(options)
+    reduction: Reduction = ours.from_recipe(**options)
     reduction.load_state_dict(state)
     return reduction
 
@@ -89,13 +91,6 @@ class _Unreadable(Reduction):
     update = merge = compute = reset = state_dict = load_state_dict = fresh = cast("Any", _refuse)
 
 
-def _is_ours(kind: type) -> bool:
-    return getattr(reductions, kind.__name__, None) is kind
-
-
-def _plain(value: Any) -> Any:
-    return (
-        [_plain(item) for item in value]
-        if isinstance(value, Sequence | set) and not isinstance(value, str)
-        else value
-    )
+def _ours(kind: str) -> Any:
+    """Return a class by its name from a fixed list."""
+    return getattr(reductions, kind) if kind in reductions.__all__ else None

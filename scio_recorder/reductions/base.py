@@ -91,27 +91,6 @@ class Reduction(abc.ABC):
         """Whether `update` looks at the loader's batch; one of your own may."""
         return True
 
-    @property
-    def recipe(self) -> dict[str, Any] | None:
-        """Kind and arguments from which one like it can be made, as JSON; None if unknown."""
-        return None
-
-    @classmethod
-    def from_recipe(cls, options: dict[str, Any]) -> Self:
-        """Return a reduction to read a state with, but for functions like the one of the recipe.
-
-        Parameters
-        ----------
-        options : dict
-            The recipe without the kind.
-
-        Returns
-        -------
-        Reduction
-            One that has seen nothing.
-        """
-        return cls(**options)
-
     def overall(self, result: Any) -> dict[str, float]:
         """Say what a result tells of all values together, for tables and pages.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.labels import By, Label, in_order
-from scio_recorder.reductions.numerics import float32_products_are_exact
-from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
-from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.reductions.numerics import float32_products_are_exact, join_means
+from scio_recorder.reductions.rows import RowReduction
 
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.
@@ -112,7 +111,7 @@ class CovarianceResult(NamedTuple):
         return torch.stack(weighted).sum(0).to(self.covariance.dtype), total - len(counts)
 
 
-class Covariance(SampleReduction):
+class Covariance(RowReduction):
     """Count, mean and unbiased covariance of features.
 
     Parameters
@@ -153,108 +152,74 @@ class Covariance(SampleReduction):
     _scatter: Tensor  # [D, D], complete on and above the diagonal only
 
     def __init__(self, feature_dim: int | None = None, *, by: By | None = None) -> None:
-        self._feature_dim = feature_dim
-        super().__init__(by=by)
-
-    def _options(self) -> dict[str, Any]:
-        return {"feature_dim": self._feature_dim}
-
-    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return feature_shape(samples.shape, self._feature_dim)
+        super().__init__(feature_dim, by=by)
 
     def reset(self) -> None:
         """Forget all that was seen."""
         super().reset()
-        self._rows: RowBuffer | None = None
-        self._codes: list[Tensor] = []
+        self._waiting: list[Tensor] = []
 
     def _add(self, samples: Tensor) -> None:
         # Without by=, all rows are of one class, whose label is never shown.
-        self._encode([""])
-        self._add_coded(samples, None)
+        self._add_rows(self._rows_of(samples), [""])
 
     def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
-        self._add_coded(samples, torch.tensor(self._encode(labels), device=samples.device))
+        self._add_rows(self._rows_of(samples), labels)
 
-    def _add_coded(self, samples: Tensor, codes: Tensor | None) -> None:
-        samples = as_samples(samples, self._feature_dim)
-        samples = samples.byte() if samples.dtype == torch.bool else samples
-        rows, shift = self._ready_buffer(samples)
-        for values, place, first in rows.fill(samples):
+    def _add_rows(self, rows: Tensor, labels: list[Label]) -> None:
+        rows = rows.byte() if rows.dtype == torch.bool else rows
+        positions, width = rows.shape[1:]
+        if self._scatter is None:
+            self._scatter = torch.zeros(width, width, dtype=torch.float64, device=rows.device)
+            self._means = self._scatter[:0]
+            self._counts = self._scatter[:0, 0].long()
+        codes = self._encode(labels).to(rows.device).repeat_interleave(positions)
+        strided = rows.stride(-1) != 1 and rows.stride(1) == 1
+        capacity = max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width))
+        buffer = self._buffer_for(rows, capacity, feature_major=strided)
+        if self._shift is None or self._shift.dtype != self._dtype:
+            self._shift = rows.to(self._dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
+        for values, place, which in buffer.fill(rows):
             # Near the first batch's mean, float32 is too coarse for the mean of the raw values;
             # differences from that mean are exact.
-            torch.sub(values, shift, out=place)
-            if codes is not None:
-                count, positions = values.shape[:2]
-                self._codes.append(codes[first : first + count].repeat_interleave(positions))
-            if rows.full:
+            torch.sub(values, self._shift, out=place)
+            if self._by is not None:
+                self._waiting.append(codes[which])
+            if buffer.full:
                 self._settle()
 
-    def _ready_buffer(self, samples: Tensor) -> tuple[RowBuffer, Tensor]:
-        width, dtype, device = samples.shape[-1], self._dtype, samples.device
-        assert dtype is not None
-        if self._rows is None or self._rows.rows.dtype != dtype:
-            self._settle()
-            strided = samples.stride(-1) != 1 and samples.stride(1) == 1
-            block = max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width))
-            self._rows = RowBuffer(block, width, dtype, device, feature_major=strided)
-        if self._shift is None or self._shift.dtype != dtype:
-            self._shift = samples.to(dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
-        return self._rows, self._shift
-
-    def _encode(self, labels: list[Label]) -> list[int]:
+    def _encode(self, labels: list[Label]) -> Tensor:
         """Return each label's row in the means, adding rows for new labels."""
         known = {label: code for code, label in enumerate(self._labels or [])}
         codes = [known.setdefault(label, len(known)) for label in labels]
         self._labels = list(known)
-        return codes
+        new = len(known) - len(self._counts)
+        self._counts = nn.functional.pad(self._counts, (0, new))
+        self._means = nn.functional.pad(self._means, (0, 0, 0, new))
+        return torch.tensor(codes)
 
     def _settle(self) -> None:
         """Bring the rows that wait in the buffer into the state."""
-        if self._rows is None or self._shift is None or not self._rows.used:
+        if self._buffer is None or not self._buffer.used or self._shift is None:
             return
-        rows, codes = self._rows.filled, torch.cat(self._codes) if self._codes else None
-        self._rows.used, self._codes = 0, []
+        rows, codes = self._buffer.filled, torch.cat(self._waiting) if self._waiting else None
+        self._buffer.used, self._waiting = 0, []
         present, counts, means = _centre_by_class(rows, codes)
-        self._grow(rows.shape[1], rows.device)
         _add_product(self._scatter, rows)
-        _add_product(self._scatter, self._advance(present, counts, self._shift.double() + means))
+        self._advance(present, counts, self._shift.double() + means)
 
-    def _grow(self, width: int, device: torch.device) -> None:
-        """Make room for the labels that are known by now."""
-        missing = len(self._labels or [])
-        if self._scatter is None:
-            self._scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
-            self._counts = torch.zeros(missing, dtype=torch.int64, device=device)
-            self._means = torch.zeros(missing, width, dtype=torch.float64, device=device)
-            return
-        missing -= len(self._counts)
-        if missing > 0:
-            self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
-            self._means = torch.cat([self._means, self._means.new_zeros(missing, width)])
-
-    def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> Tensor:
-        """Move the means of classes; return rows whose product completes the scatter."""
-        ours = self._counts[codes].double().unsqueeze(1)
-        share, weight = _chan_weights(ours, counts.double().unsqueeze(1))
-        delta = means - self._means[codes]
-        self._means[codes] += delta * share
+    def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> None:
+        """Join other means with those of classes, and complete the scatter."""
+        self._means[codes], apart = join_means(
+            self._counts[codes, None].double(), self._means[codes], counts[:, None].double(), means
+        )
         self._counts[codes] += counts
-        return delta * weight.sqrt()
+        _add_product(self._scatter, apart)
 
     def _join(self, other: Covariance) -> None:
-        codes = torch.tensor(self._encode(other._labels or []), device=other._means.device)
-        self._grow(other._means.shape[1], other._means.device)
         self._scatter += other._scatter
-        _add_product(self._scatter, self._advance(codes, other._counts, other._means))
-
-    def _device(self) -> torch.device | None:
-        return super()._device() if self._rows is None else self._rows.rows.device
-
-    def _place(self, device: torch.device) -> None:
-        self._settle()
-        super()._place(device)
-        self._rows = None
+        codes = self._encode(other._labels).to(other._means.device)
+        self._advance(codes, other._counts, other._means)
 
     def _result(self) -> CovarianceResult:
         count = int(self._counts[0])
@@ -323,14 +288,3 @@ def _symmetric(total: Tensor) -> Tensor:
     """Return the full matrix of one that is complete only from the diagonal up."""
     upper = total.triu()
     return upper + upper.triu(1).T
-
-
-def _chan_weights(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how two groups of sizes `ours` and `theirs` (float64) combine.
-
-    The first is the share of theirs in the joined mean; the second, times the squared difference of
-    the means, is what the joined sum of squares has in addition to the sum of both
-    (Chan, Golub and LeVeque, 1979).
-    """
-    share = theirs / (ours + theirs)
-    return share, ours * share

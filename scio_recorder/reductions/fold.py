@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.labels import By, Label
+from scio_recorder.reductions.labels import By
 from scio_recorder.reductions.samples import SampleReduction, cannot_go_on
+
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "dict": dict}
 
 
 class Last(SampleReduction):
@@ -48,7 +50,7 @@ class Last(SampleReduction):
         self._value = samples.clone()
 
     def _join(self, other: Last) -> None:
-        self._value = other._value.clone()
+        self._value = other._value
 
     def _result(self) -> Tensor:
         return self._value.clone()
@@ -97,12 +99,8 @@ class Fold(SampleReduction):
     ) -> None:
         self._fn = fn
         self._merge = merge
+        self._options = {"fn": fn, "merge": merge}
         super().__init__(by=by)
-
-    def __repr__(self) -> str:
-        name = getattr(self._fn, "__qualname__", repr(self._fn))
-        by = "" if self._by is None else f", by={self._by!r}"
-        return f"Fold({name}{by})"
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         return ()  # what fits together is for the function to say
@@ -116,28 +114,21 @@ class Fold(SampleReduction):
                 f"{self!r} can't be merged: construct it as Fold(fn, merge=function), where "
                 "function(accumulator, other_accumulator) returns the joined accumulator."
             )
-        # The function may work in place or return the other accumulator itself.
-        theirs = copy.deepcopy(other._accumulator)
-        self._accumulator = self._merge(self._accumulator, theirs)
-
-    def _adopt(self, other: Fold) -> None:
-        # Unlike other states an accumulator need not be storable, but it can be copied.
-        self._count, self._dtype, self._shape = other._count, other._dtype, other._shape
-        self._accumulator = copy.deepcopy(other._accumulator)
-        self._join_members(other)
+        self._accumulator = self._merge(self._accumulator, other._accumulator)
 
     def _result(self) -> Any:
         return copy.deepcopy(self._accumulator)
 
     @classmethod
-    def _functions(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {"fn": cannot_go_on, **super()._functions(options)}
+    def from_recipe(cls, **options: Any) -> Self:
+        """Return a fold to read a state with, which can't take in more."""
+        return super().from_recipe(fn=cannot_go_on, **options)
 
     def _state(self) -> dict[str, Any]:
         return {"_accumulator": _encode(self._accumulator)}
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        self._accumulator = _decode(state.get("_accumulator"))
+        self._accumulator = _decode(state["_accumulator"])
 
     def _place(self, device: torch.device) -> None:
         pass  # on which device an accumulator lies is for the function to say
@@ -150,36 +141,18 @@ def _encode(value: Any) -> Any:
     """Write an accumulator with tensors, numbers, strings, lists and str-keyed dicts only."""
     if isinstance(value, Tensor | bool | int | float | str):
         return value
-    if type(value) in (list, tuple):
-        return {"type": type(value).__name__, "items": [_encode(item) for item in value]}
-    if type(value) is dict:
-        keys = [_encode_key(key) for key in value]
-        return {"type": "dict", "keys": keys, "items": [_encode(item) for item in value.values()]}
-    if value is None:
-        return {"type": "none"}
+    kind = type(value).__name__
+    if value is None or type(value) in _CONTAINERS.values():
+        items = () if value is None else value.items() if isinstance(value, dict) else value
+        return {"type": kind, "items": [_encode(item) for item in items]}
     raise CollectError(
-        f"The accumulator of a Fold holds {type(value).__name__}, which can't be stored; build it "
-        "of tensors, numbers, strings, lists, tuples and dicts."
-    )
-
-
-def _encode_key(key: Any) -> Label:
-    if isinstance(key, bool | int | float | str):
-        return key
-    raise CollectError(
-        f"The accumulator of a Fold has the dict key {key!r}, which can't be stored; use numbers "
-        "or strings as keys."
+        f"The accumulator of a Fold holds {kind}, which can't be stored; build it of tensors, "
+        "numbers, strings, None, lists, tuples and dicts."
     )
 
 
 def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    items = [_decode(item) for item in value.get("items", [])]
-    kinds: dict[str, Callable[[], Any]] = {
-        "list": lambda: items,
-        "tuple": lambda: tuple(items),
-        "dict": lambda: dict(zip(value["keys"], items, strict=True)),
-        "none": lambda: None,
-    }
-    return kinds[value["type"]]()
+    items = [_decode(item) for item in value["items"]]
+    return None if value["type"] == "NoneType" else _CONTAINERS[value["type"]](items)

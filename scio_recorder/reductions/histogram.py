@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.labels import By, Label
 from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.
 _PORTION = 2**16
@@ -80,50 +81,21 @@ class Histogram(SampleReduction):
         *,
         by: By | None = None,
     ) -> None:
-        if not isinstance(bins, int) or bins < 1:
-            raise CollectError(f"Histogram(bins={bins!r}): give the number of bins, at least 1.")
         if range is not None and not -math.inf < range[0] < range[1] < math.inf:
             raise CollectError(
                 f"Histogram(range={range}): give two finite numbers (low, high), low < high."
             )
-        self._bins = bins
-        self._range = None if range is None else (float(range[0]), float(range[1]))
+        self._bins = whole("bins", bins, 1)
+        self._range = None if range is None else [float(edge) for edge in range]
+        self._options = {"bins": self._bins, "range": self._range}
         super().__init__(by=by)
-
-    def _options(self) -> dict[str, Any]:
-        return {"bins": self._bins}
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """Kind and arguments from which one like it can be made."""
-        # No part of what must agree on merging, where only the ranges themselves count.
-        given = {} if self._range is None else {"range": list(self._range)}
-        return {**self._identity(), **given}
-
-    def __repr__(self) -> str:
-        given = "" if self._range is None else f", range={self._range}"
-        return super().__repr__().replace(f"bins={self._bins}", f"bins={self._bins}{given}", 1)
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        super()._set_state(state)
-        found = self._low, self._high
-        if self._range is not None and None not in found and found != self._range:
-            self.reset()
-            raise CollectError(
-                f"A histogram over {found} can't be loaded into {self!r}; give the range of then."
-            )
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         return ()  # values of any shape are counted alike
 
     def _accept(self, samples: Tensor) -> None:
         super()._accept(samples)
-        missing = int(samples.isnan().sum())
-        if missing:
-            raise CollectError(
-                f"{self!r} was given {missing} nan among {samples.numel()} values, which fall into "
-                "no bin; replace or drop them with transform=, for example torch.nan_to_num."
-            )
+        self._refuse_nan(samples, "fall into no bin")
         if self._low is None:
             self._low, self._high = self._range or _finite_range(samples)
 
@@ -132,15 +104,24 @@ class Histogram(SampleReduction):
         member._low, member._high = self._low, self._high
         return member
 
-    def _edges(self) -> Tensor:
-        return torch.from_numpy(np.linspace(self._low, self._high, self._bins + 1))
-
     def _add(self, samples: Tensor) -> None:
         if self._tally is None:
             self._tally = torch.zeros(self._bins + 2, dtype=torch.int64, device=samples.device)
         for values in torch.split(samples.reshape(-1), _PORTION):
-            places = _places_of(values.double(), self._low, self._high, self._bins)
-            self._tally += torch.bincount(places.int(), minlength=self._bins + 2)
+            self._tally += self._tally_of(values.double())
+
+    def _tally_of(self, values: Tensor) -> Tensor:
+        """Count values [n] of float64: below, bin by bin, above."""
+        edges = self._edges()
+        if values.device.type == "cpu" and (edges.diff() > 0).all():
+            counts, _ = np.histogram(values.numpy(), self._bins, (self._low, self._high))
+            below, above = int((values < self._low).sum()), int((values > self._high).sum())
+            return torch.tensor([below, *counts, above])
+        # Several times slower than NumPy on a CPU, but nothing waits for an accelerator, and bins
+        # may be narrower than float64 can tell apart.
+        edges = edges.to(values.device)
+        places = torch.bucketize(values, edges, right=True) - (values == edges[-1]).long()
+        return torch.bincount(places, minlength=self._bins + 2)
 
     def _join_members(self, other: Histogram) -> None:
         self._check_range(other)
@@ -158,6 +139,9 @@ class Histogram(SampleReduction):
                 "the same range=(low, high)."
             )
 
+    def _edges(self) -> Tensor:
+        return torch.from_numpy(np.linspace(self._low, self._high, self._bins + 1))
+
     def _result(self) -> HistogramResult:
         below, *_, above = self._tally.tolist()
         counts = self._tally[1:-1].clone()
@@ -171,38 +155,13 @@ def _finite_range(samples: Tensor) -> tuple[float, float]:
             "Histogram(range=None) takes the range from the first batch, which has no finite "
             "value; give range=(low, high)."
         )
-    low, high = float(finite.min()), float(finite.max())
-    if low == high:
-        # Half on each side as NumPy has it, more where float64 would not resolve that.
-        half = max(0.5, abs(low) * 2**-20)
-        return low - half, high + half
-    return low, high
+    return widened(float(finite.min()), float(finite.max()))
 
 
-def _places_of(values: Tensor, low: float, high: float, bins: int) -> Tensor:
-    """Return for each value [n] of float64 its place: 0 below, 1 to bins inside, bins + 1 above."""
-    if values.device.type != "cpu":
-        return _exact_places_of(values, low, high, bins)  # nothing waits for an accelerator
-    step = (high - low) / bins
-    guess = values.clamp(low - step / 2, high + step / 2).sub_(low).mul_(bins / (high - low))
-    places = guess.floor()
-    # The guess can only be wrong as close to an edge as arithmetic is wrong, and is right on the
-    # lowest edge, where all zeros of a ReLU lie.
-    error = 2.0**-48 * bins * (1 + max(abs(low), abs(high)) / (high - low))
-    is_doubtful = guess.sub_(places).sub_(0.5).abs_() > 0.5 - error
-    places.add_(1)
-    if is_doubtful.any():
-        is_doubtful &= values != low
-        places[is_doubtful] = _exact_places_of(values[is_doubtful], low, high, bins)
-    return places
-
-
-def _exact_places_of(values: Tensor, low: float, high: float, bins: int) -> Tensor:
-    """Compare each value with the edges of its bin, made as NumPy makes them."""
-    step = (high - low) / bins
-    # Misses by one bin at most.
-    index = (
-        values.clamp(low, high).sub_(low).mul_(bins / (high - low)).floor_().clamp_(max=bins - 1)
-    )
-    is_next = (values >= (index + 1) * step + low) & (index < bins - 1)
-    return index + (values >= index * step + low) + is_next + (values > high)
+def widened(low: float, high: float) -> tuple[float, float]:
+    """Return a range that is not empty: half more on each side as NumPy has it, if need be."""
+    if low < high:
+        return low, high
+    # More where float64 would not resolve a half.
+    half = max(0.5, abs(low) * 2**-20)
+    return low - half, high + half

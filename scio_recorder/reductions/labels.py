@@ -11,16 +11,6 @@ Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
 
 
-def checked_by(by: By | None) -> By | None:
-    """Return what was given for ``by=``, if it can be called."""
-    if by is not None and not callable(by):
-        raise CollectError(
-            f"by= is a {type(by).__name__}: give a function of the batch that returns one label "
-            "for each sample, such as by=lambda batch: batch[1]."
-        )
-    return by
-
-
 def labels_of(by: By, batch: object, count: int) -> list[Label]:
     """Return the labels of a batch of `count` samples, converted to Python values."""
     if batch is None:
@@ -55,14 +45,6 @@ def _plain(value: Any) -> Label:
         f"by= returned the label {value!r}; labels must be numbers (not nan) or strings, "
         "one for each sample."
     )
-
-
-def group_by_label(labels: list[Label]) -> dict[Label, list[int]]:
-    """Map each label to the positions where it occurs."""
-    groups: dict[Label, list[int]] = {}
-    for position, label in enumerate(labels):
-        groups.setdefault(label, []).append(position)
-    return groups
 
 
 def in_order(labels: Iterable[Label]) -> list[Label]:

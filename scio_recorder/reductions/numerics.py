@@ -1,9 +1,10 @@
-"""In which modes and precision reductions compute, and how much of a batch at once."""
+"""In which modes and precision reductions compute, and how what two of them saw is joined."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,33 @@ def portions(samples: Tensor) -> Iterator[Tensor]:
     """Cut samples [batch, ...] so that temporaries stay small beside a large batch."""
     per_sample = max(1, samples[0].numel())
     return iter(torch.split(samples, max(64, 2**20 // per_sample)))
+
+
+def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tuple[Any, Any]:
+    """Return the mean of two groups together, and by how much they lie apart.
+
+    The square of the latter, and the squares about the mean of each group, add up to the squares
+    about the common mean (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979). Nothing waits for a device.
+
+    Parameters
+    ----------
+    count, other_count : number or Tensor
+        Sizes of the groups, tensors as floats. Both may be 0, where the means are finite.
+    mean, other_mean : number or Tensor
+        Their means.
+
+    Examples
+    --------
+    >>> join_means(1, 0.0, 1, 2.0)
+    (1.0, 1.4142135623730951)
+    """
+    total = count + other_count
+    total = total + (total == 0)
+    share = other_count / total
+    # A weighted mean and not "mean + delta * share": an infinite mean stays infinite.
+    joined = mean * (count / total) + other_mean * share
+    return joined, (other_mean - mean) * (count * share) ** 0.5
 
 
 def float32_products_are_exact(device: torch.device) -> bool:

@@ -7,18 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.labels import By
-from scio_recorder.reductions.rows import RowBuffer, as_samples, feature_shape
-from scio_recorder.reductions.samples import SampleReduction
-
-# Values read at once, so that reading needs little memory beside the summary itself.
-_PORTION = 2**22
+from scio_recorder.reductions.rows import RowBuffer, RowReduction
 
 
-class Quantiles(SampleReduction):
+class Quantiles(RowReduction):
     """Approximate quantiles, over all values of a layer or for each feature.
 
     Parameters
@@ -78,70 +75,32 @@ class Quantiles(SampleReduction):
         self._q = [float(q)] if isinstance(q, int | float) else [float(value) for value in q]
         if not self._q or not all(0 <= value <= 1 for value in self._q):
             raise CollectError(f"Quantiles(q={q!r}): give one or more numbers from 0 to 1.")
-        self._feature_dim = feature_dim
         self._size, self._block = (4096, 2**16) if feature_dim is None else (2048, 4096)
-        super().__init__(by=by)
-
-    def _options(self) -> dict[str, Any]:
-        return {"feature_dim": self._feature_dim}
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """Kind and arguments from which one like it can be made."""
-        # No part of the state: quantiles of any kind can be had from that.
-        return {**self._identity(), "q": self._q}
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace("(", f"(q={self._q}, ", 1)
+        super().__init__(feature_dim, by=by, q=self._q)
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         # All values together are alike, whatever the shape that they come in.
-        if self._feature_dim is None:
-            return ()
-        return feature_shape(samples.shape, self._feature_dim)
-
-    def reset(self) -> None:
-        """Forget all that was seen."""
-        super().reset()
-        self._buffer: RowBuffer | None = None
+        return () if self._feature_dim is None else super()._sample_shape(samples)
 
     def _accept(self, samples: Tensor) -> None:
         super()._accept(samples)
-        missing = int(samples.isnan().sum())
-        if missing:
-            raise CollectError(
-                f"{self!r} was given {missing} nan among {samples.numel()} values, which have no "
-                "rank; replace or drop them with transform=, for example torch.nan_to_num."
-            )
+        self._refuse_nan(samples, "have no rank")
 
     def _add(self, samples: Tensor) -> None:
-        if self._feature_dim is None:
-            self._add_rows(samples.reshape(-1, 1, 1))
-        else:
-            self._add_rows(as_samples(samples, self._feature_dim))
+        alone = self._feature_dim is None
+        self._add_rows(samples.reshape(-1, 1, 1) if alone else self._rows_of(samples))
 
     def _add_rows(self, rows: Tensor) -> None:
-        buffer = self._ready_buffer(rows)
-        for values, place, _ in buffer.fill(rows):
-            place.copy_(values)
-            if buffer.full:
-                self._summarise(buffer)
-
-    def _ready_buffer(self, rows: Tensor) -> RowBuffer:
-        width, dtype = rows.shape[-1], self._dtype
-        assert dtype is not None
-        if self._buffer is None or self._buffer.rows.dtype != dtype:
-            self._settle()
-            self._buffer = RowBuffer(self._block, width, dtype, rows.device, feature_major=True)
-        if self._waiting is not None:
-            # Less than a block, so nothing needs to be summarised here.
-            for values, place, _ in self._buffer.fill(self._waiting.unsqueeze(1)):
+        buffer = self._buffer_for(rows, self._block, feature_major=True)
+        waiting, self._waiting = self._waiting, None
+        for more in (rows,) if waiting is None else (waiting.unsqueeze(1), rows):
+            for values, place, _ in buffer.fill(more):
                 place.copy_(values)
-            self._waiting = None
-        return self._buffer
+                if buffer.full:
+                    self._summarise(buffer)
 
     def _summarise(self, buffer: RowBuffer) -> None:
-        ordered = _sort_rows(buffer.columns)
+        ordered = _sort_rows(buffer.rows.T)
         buffer.used = 0
         self._widen(ordered[:, 0], ordered[:, -1])
         self._carry(0, _thin(ordered, self._block // self._size, self._next_odd()))
@@ -166,7 +125,7 @@ class Quantiles(SampleReduction):
 
     def _join(self, other: Quantiles) -> None:
         for level, summary in zip(other._levels or [], other._summaries or [], strict=True):
-            self._carry(level, summary.clone())
+            self._carry(level, summary)
         if other._low is not None:
             self._widen(other._low, other._high)
         if other._waiting is not None:
@@ -178,35 +137,24 @@ class Quantiles(SampleReduction):
             self._waiting = self._buffer.filled.clone()
             self._buffer.used = 0
 
-    def _device(self) -> torch.device | None:
-        return super()._device() if self._buffer is None else self._buffer.rows.device
-
-    def _place(self, device: torch.device) -> None:
-        self._settle()
-        super()._place(device)
-        self._buffer = None
-
     def _result(self) -> Tensor:
-        self._settle()
         raw = [] if self._waiting is None else [self._waiting.T]
-        summaries = self._summaries or []
-        values = torch.cat([*raw, *summaries], dim=1)
-        low, high = values.amin(1), values.amax(1)
+        kept = torch.cat([*raw, *(self._summaries or [])], dim=1)
+        low, high = kept.amin(1), kept.amax(1)
         if self._low is not None:
             low, high = torch.minimum(low, self._low), torch.maximum(high, self._high)
-        q = torch.tensor(self._q, dtype=torch.float64, device=values.device)
-        result = _read_quantiles(values, self._weights(values.device), low, high, q)
-        result = result.to(self._dtype)
+        values = torch.cat([low[:, None], kept, high[:, None]], dim=1).cpu().numpy()
+        weights, q = self._weights(), np.array(self._q)
+        found = np.array([_read(feature, weights, q) for feature in values])
+        result = torch.from_numpy(found.T.copy()).to(kept.device, self._dtype)
         return result.squeeze(1) if self._feature_dim is None else result
 
-    def _weights(self, device: torch.device) -> Tensor:
+    def _weights(self) -> NDArray[Any]:
         """Return for how many values each one stands: the raw ones, then level by level."""
+        levels = np.array(self._levels or [], dtype=np.float64)
+        summarised = np.repeat(2**levels * (self._block // self._size), self._size)
         rows = 0 if self._waiting is None else len(self._waiting)
-        counts = [rows] + [self._size] * len(self._levels or [])
-        step = self._block // self._size
-        weights = [1.0] + [float(step * 2**level) for level in self._levels or []]
-        each = torch.tensor(weights, dtype=torch.float64, device=device)
-        return each.repeat_interleave(torch.tensor(counts, device=device))
+        return np.concatenate([np.ones(rows), summarised])
 
 
 def _sort_rows(values: Tensor) -> Tensor:
@@ -218,13 +166,6 @@ def _sort_rows(values: Tensor) -> Tensor:
     return values.sort(dim=1).values
 
 
-def _order_rows(values: Tensor) -> Tensor:
-    """Return the indices that sort each row of `values` [features, n]."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.argsort(values.numpy(), axis=1))
-    return values.argsort(dim=1)
-
-
 def _thin(ordered: Tensor, step: int, odd: int) -> Tensor:
     """Keep every `step`-th of the sorted values [features, n], from the middle of each group.
 
@@ -234,38 +175,19 @@ def _thin(ordered: Tensor, step: int, odd: int) -> Tensor:
     return ordered[:, step // 2 - 1 + odd :: step].contiguous()
 
 
-def _read_quantiles(
-    values: Tensor, weights: Tensor, low: Tensor, high: Tensor, q: Tensor
-) -> Tensor:
-    """Interpolate quantiles `q` [k] of weighted `values` [features, n] as [k, features].
+def _read(values: NDArray[Any], weights: NDArray[Any], q: NDArray[Any]) -> NDArray[Any]:
+    """Interpolate quantiles `q` [k] of weighted values.
 
-    A value of `weights` [n] stands for that many neighbours in rank and sits in their middle;
-    `low` and `high` [features] are the exact ends. With weights of one this is the linear
+    A value of `weights` [n] stands for that many neighbours in rank and sits in their middle.
+    `values` [n + 2] has the exact ends around these. With weights of one this is the linear
     interpolation of ``torch.quantile``.
     """
-    width = max(1, _PORTION // (values.shape[1] + 2))
-    parts = zip(*(torch.split(each, width) for each in (values, low, high)), strict=True)
-    return torch.cat([_read(v, weights, low, high, q) for v, low, high in parts], dim=1)
-
-
-def _read(values: Tensor, weights: Tensor, low: Tensor, high: Tensor, q: Tensor) -> Tensor:
-    order = _order_rows(values)
-    ordered, weight = values.gather(1, order), weights[order]
-    last = weights.sum() - 1
-    middle = weight.cumsum(1) - weight / 2 - 0.5
-    ends = torch.zeros_like(middle[:, :1])
-    position = torch.cat([ends, middle, ends + last], dim=1)
-    known = torch.cat([low.unsqueeze(1), ordered, high.unsqueeze(1)], dim=1).double()
-    target = (q * last).expand(len(values), -1).contiguous()
-    upper = torch.searchsorted(position, target, right=True).clamp_(1, position.shape[1] - 1)
-    left, right = position.gather(1, upper - 1), position.gather(1, upper)
-    share = torch.where(right > left, (target - left) / (right - left), 1.0)
-    found = _between(known.gather(1, upper - 1), known.gather(1, upper), share)
+    order = np.argsort(values[1:-1])
+    weight = weights[order]
+    last = weight.sum() - 1
+    ranks = np.concatenate([[0.0], weight.cumsum() - weight / 2 - 0.5, [last]])
+    known = np.concatenate([values[:1], values[1:-1][order], values[-1:]]).astype(np.float64)
+    found: NDArray[Any] = np.interp(q * last, ranks, known)
     # Where single values are kept beside thinned ones, the first of them has rank 0 as well.
-    return torch.where(q == 0, known[:, :1], torch.where(q == 1, known[:, -1:], found)).T
-
-
-def _between(low: Tensor, high: Tensor, share: Tensor) -> Tensor:
-    """Interpolate; where an end is infinite, without the nan of 0 * inf and inf - inf."""
-    inner = low + share * (high - low)
-    return torch.where((share == 0) | (low == high), low, torch.where(share == 1, high, inner))
+    found[q == 0], found[q == 1] = known[0], known[-1]
+    return found

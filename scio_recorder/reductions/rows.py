@@ -4,67 +4,85 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.reductions.labels import By
+from scio_recorder.reductions.samples import SampleReduction
 
 
-def feature_shape(shape: torch.Size, feature_dim: int | None) -> tuple[int, ...]:
-    """Return what must stay the same from batch to batch: the features of one row.
+class RowReduction(SampleReduction):
+    """A reduction over rows of features, which gathers them into blocks.
 
-    Raises
-    ------
-    CollectError
-        If `feature_dim` is no dimension of `shape` or the one of the samples.
+    Parameters
+    ----------
+    feature_dim : int or None
+        The dimension that holds the features; every other position is a row. None flattens all but
+        dimension 0.
+    by : callable, optional
+        ``batch -> labels [batch]``.
+    **options
+        The other arguments.
     """
-    if feature_dim is None:
-        return tuple(shape[1:])
-    if not (0 < feature_dim < len(shape) or -len(shape) < feature_dim < 0):
-        raise CollectError(
-            f"feature_dim={feature_dim} is no dimension of features of an activation of shape "
-            f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "
-            f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
-        )
-    return (shape[feature_dim],)
 
+    def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
+        self._feature_dim = feature_dim
+        self._options = {"feature_dim": feature_dim, **options}
+        super().__init__(by=by)
 
-def as_samples(activation: Tensor, feature_dim: int | None) -> Tensor:
-    """View an activation as [samples, positions, features]; copies only where it must."""
-    count = len(activation)
-    if feature_dim is None:
-        return activation.reshape(count, 1, activation[0].numel())
-    moved = activation.movedim(feature_dim, -1)
-    return moved.reshape(count, math.prod(moved.shape[1:-1]), moved.shape[-1])
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._buffer: RowBuffer | None = None
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        shape, dim = samples.shape, self._feature_dim
+        if dim is None:
+            return tuple(shape[1:])
+        if not (0 < dim < len(shape) or -len(shape) < dim < 0):
+            raise CollectError(
+                f"feature_dim={dim} is no dimension of features of an activation of shape "
+                f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "
+                f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
+            )
+        return (shape[dim],)
+
+    def _rows_of(self, samples: Tensor) -> Tensor:
+        """View samples as [samples, positions, features]; copies only where it must."""
+        if self._feature_dim is None:
+            return samples.reshape(len(samples), 1, samples[0].numel())
+        moved = samples.movedim(self._feature_dim, -1)
+        return moved.reshape(len(samples), math.prod(moved.shape[1:-1]), moved.shape[-1])
+
+    def _buffer_for(self, rows: Tensor, capacity: int, *, feature_major: bool) -> RowBuffer:
+        """Return the buffer; what waits in one of another dtype or device is settled first."""
+        assert self._dtype is not None
+        wanted = self._dtype, rows.device
+        if self._buffer is None or (self._buffer.rows.dtype, self._buffer.rows.device) != wanted:
+            self._settle()
+            shape = (rows.shape[-1], capacity) if feature_major else (capacity, rows.shape[-1])
+            memory = torch.empty(shape, dtype=self._dtype, device=rows.device)
+            self._buffer = RowBuffer(memory.T if feature_major else memory)
+        return self._buffer
 
 
 class RowBuffer:
-    """A block of `capacity` rows of `width` features, filled piece by piece.
+    """A block of rows of features, filled piece by piece.
 
-    `feature_major` lays the values of one feature side by side in memory. Writing is then fast for
-    convolution maps, whose features are strided, and a row of `columns` can be sorted in place.
+    Parameters
+    ----------
+    rows : Tensor
+        Memory, [rows, features]. Where the values of one feature lie side by side in it, writing is
+        fast for convolution maps, whose features are strided, and each feature can be sorted in
+        place.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        feature_major: bool = False,
-    ) -> None:
-        shape = (width, capacity) if feature_major else (capacity, width)
-        memory = torch.empty(shape, dtype=dtype, device=device)
-        self.rows = memory.T if feature_major else memory
-        self.capacity = capacity
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
         self.used = 0
-
-    @property
-    def columns(self) -> Tensor:
-        """The buffer as [features, rows]."""
-        return self.rows.T
 
     @property
     def filled(self) -> Tensor:
@@ -74,12 +92,12 @@ class RowBuffer:
     @property
     def full(self) -> bool:
         """Whether no row is left; the user of the buffer then sets `used` back to 0."""
-        return self.used == self.capacity
+        return self.used == len(self.rows)
 
-    def fill(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def fill(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """Yield pieces of `samples` [n, positions, features], and where to write them.
 
-        Each comes as ``(piece, place, first)``, `first` being the index of its first sample.
+        Each comes as ``(piece, place, rows)``, the last saying which of n * positions rows it is.
         Blocks are filled exactly, also through the middle of a sample. Empty the buffer between
         two pieces when it is full.
         """
@@ -87,7 +105,7 @@ class RowBuffer:
         row, total = 0, samples.shape[0] * positions
         while row < total:
             sample, position = divmod(row, positions)
-            free = self.capacity - self.used
+            free = len(self.rows) - self.used
             if position == 0 and free >= positions:
                 source = samples[sample : sample + free // positions]
             else:
@@ -96,4 +114,4 @@ class RowBuffer:
             target = self.rows[self.used : self.used + size].view(source.shape)
             self.used += size
             row += size
-            yield source, target, sample
+            yield source, target, slice(row - size, row)

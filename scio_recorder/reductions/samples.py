@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,27 +13,25 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import Reduction
-from scio_recorder.reductions.labels import (
-    By,
-    Label,
-    checked_by,
-    group_by_label,
-    in_order,
-    labels_of,
-)
+from scio_recorder.reductions.labels import By, Label, in_order, labels_of
 from scio_recorder.reductions.numerics import undisturbed, working_dtype
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.kinds import gathered, is_dense
+from scio_recorder.tensors.structures import map_tensors
 
 
 class SampleReduction(Reduction):
     """A reduction over the samples of dimension 0, class by class with ``by``.
 
-    Subclasses name the attributes that make up their state and write `_add`, `_join` and `_result`;
-    everything else is here. Such an attribute is None until the first samples, and with ``by``
-    (where each class has a member of its own). Its annotation leaves that out, since `_result` is
-    only asked for after samples.
+    Subclasses set `_options`, name the attributes that make up their state, and write `_add`,
+    `_join` and `_result`; everything else is here. Such an attribute is None until the first
+    samples, and with ``by`` (where each class has a member of its own). Its annotation leaves that
+    out, since `_result` is only asked for after samples.
     """
+
+    # Arguments of the constructor besides ``by``: functions, and plain values that can be stored,
+    # on which reductions that are merged have to agree.
+    _options: Mapping[str, Any] = MappingProxyType({})
 
     _state_names: ClassVar[tuple[str, ...]]
     _takes_complex: ClassVar[bool] = False
@@ -42,7 +41,12 @@ class SampleReduction(Reduction):
     _members: dict[Label, Self]
 
     def __init__(self, *, by: By | None = None) -> None:
-        self._by = checked_by(by)
+        if by is not None and not callable(by):
+            raise CollectError(
+                f"by= is a {type(by).__name__}: give a function of the batch that returns one "
+                "label for each sample, such as by=lambda batch: batch[1]."
+            )
+        self._by = by
         self.reset()
 
     # What a subclass writes.
@@ -53,22 +57,14 @@ class SampleReduction(Reduction):
 
     @abc.abstractmethod
     def _join(self, other: Self) -> None:
-        """Take in another reduction; both have seen samples, and neither has members."""
+        """Take in a copy of another reduction; both have seen samples, neither has members."""
 
     @abc.abstractmethod
     def _result(self) -> Any:
         """Return the result, which must not alias the state."""
 
-    def _overall(self, result: Any) -> dict[str, float]:
-        """Say what a result tells of all values together."""
-        return {}
-
     def _settle(self) -> None:
         """Bring what is still buffered into the state; called before the state is read."""
-
-    def _options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the state depends on."""
-        return {}
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         """Return the part of the shape that must be the same in every batch."""
@@ -93,26 +89,28 @@ class SampleReduction(Reduction):
 
     def merge(self, other: Self) -> None:
         """Take in, in place, what another reduction of the same construction has seen."""
-        if type(other) is not type(self) or other._identity() != self._identity():
+        if type(other) is not type(self) or other.recipe != self.recipe:
             raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
         if other._count == 0:
             return
+        self._settle()
+        other._settle()
         device = self._device() or other._device()
         with undisturbed("cpu" if device is None else device.type):
-            if other._device() != device:
-                other = other._clone_on(device)
             if self._count == 0:
                 self._adopt(other)
                 return
             self._agree(other._shape)
-            self._settle()
-            other._settle()
-            if other._members:
-                self._join_members(other)
+            theirs = self.fresh()
+            theirs._adopt(other)
+            if device is not None:
+                theirs._place(device)
+            if theirs._members:
+                self._join_members(theirs)
             else:
-                self._join(other)
+                self._join(theirs)
             self._dtype = _promote(self._dtype, other._dtype)
-            self._count += other._count
+            self._count += theirs._count
 
     def compute(self) -> Any:
         """Return the result for all that was seen, at least a sample; with ``by``, by label."""
@@ -136,7 +134,7 @@ class SampleReduction(Reduction):
         """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
         with undisturbed("cpu"):
             self._settle()
-        state: dict[str, Any] = {"construction": self._identity(), "count": self._count}
+        state: dict[str, Any] = {"construction": self.recipe, "count": self._count}
         if self._shape is not None:
             state["shape"] = list(self._shape)
         if self._dtype is not None:
@@ -153,10 +151,10 @@ class SampleReduction(Reduction):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that a reduction of the same construction returned."""
-        if state.get("construction") != self._identity():
+        if state.get("construction") != self.recipe:
             raise CollectError(
                 f"A state of {state.get('construction')} can't be loaded into {self!r}, which "
-                f"is {self._identity()}; construct the reduction as when the state was written."
+                f"is {self.recipe}; construct the reduction as when the state was written."
             )
         with undisturbed("cpu"):
             self.reset()
@@ -174,25 +172,16 @@ class SampleReduction(Reduction):
         return self._by is not None
 
     @property
-    def recipe(self) -> dict[str, Any] | None:
+    def recipe(self) -> dict[str, Any]:
         """Kind and arguments from which one like it can be made, but for functions."""
-        return self._identity()
+        given = self._options.items()
+        plain = {name: value for name, value in given if not (value is None or callable(value))}
+        return {"kind": type(self).__name__, "by_class": self._by is not None, **plain}
 
     @classmethod
-    def from_recipe(cls, options: dict[str, Any]) -> Self:
+    def from_recipe(cls, *, by_class: bool, **options: Any) -> Self:
         """Return a reduction to read a state with, but for functions like the one of the recipe."""
-        return cls(
-            **{k: v for k, v in options.items() if k != "by_class"}, **cls._functions(options)
-        )
-
-    @classmethod
-    def _functions(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Return what stands for functions of the constructor that no recipe has."""
-        return {"by": cannot_go_on} if options["by_class"] else {}
-
-    def overall(self, result: Any) -> dict[str, float]:
-        """Say what a result tells of all values together, where it was computed without ``by``."""
-        return {} if self._by is not None else self._overall(result)
+        return cls(by=cannot_go_on if by_class else None, **options)
 
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
@@ -203,22 +192,17 @@ class SampleReduction(Reduction):
         return twin
 
     def __repr__(self) -> str:
-        given = [f"{key}={value!r}" for key, value in self._options().items()]
-        by = [] if self._by is None else [f"by={self._by!r}"]
-        return f"{type(self).__name__}({', '.join(given + by)})"
+        given = {**self._options, "by": self._by}.items()
+        said = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        return f"{type(self).__name__}({said})"
 
     # What is common underneath.
-
-    def _identity(self) -> dict[str, Any]:
-        options = {key: value for key, value in self._options().items() if value is not None}
-        return {"kind": type(self).__name__, "by_class": self._by is not None, **options}
 
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._state_names}
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
@@ -244,12 +228,17 @@ class SampleReduction(Reduction):
 
     def _accept(self, samples: Tensor) -> None:
         self._agree(self._sample_shape(samples))
-        self._dtype = _promote(self._dtype, self._kept_dtype(samples))
+        self._dtype = _promote(self._dtype, working_dtype(samples.dtype))
         if self._device() not in (None, samples.device):
             self._place(samples.device)
 
-    def _kept_dtype(self, samples: Tensor) -> torch.dtype:
-        return working_dtype(samples.dtype)
+    def _refuse_nan(self, samples: Tensor, fault: str) -> None:
+        missing = int(samples.isnan().sum())
+        if missing:
+            raise CollectError(
+                f"{self!r} was given {missing} nan among {samples.numel()} values, which {fault}; "
+                "replace or drop them with transform=, for example torch.nan_to_num."
+            )
 
     def _agree(self, shape: tuple[int, ...] | None) -> None:
         if self._shape is not None and shape != self._shape:
@@ -267,10 +256,11 @@ class SampleReduction(Reduction):
         return self._members[label]
 
     def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
-        groups = group_by_label(labels)
-        for label, positions in groups.items():
-            index = torch.tensor(positions, device=samples.device)
-            part = samples if len(groups) == 1 else samples.index_select(0, index)
+        positions: dict[Label, list[int]] = {}
+        for position, label in enumerate(labels):
+            positions.setdefault(label, []).append(position)
+        for label, chosen in positions.items():
+            part = samples[torch.tensor(chosen, device=samples.device)]
             member = self._member(label)
             member._accept(part)
             member._add(part)
@@ -281,41 +271,28 @@ class SampleReduction(Reduction):
             self._member(label).merge(member)
 
     def _labelled_result(self) -> Any:
-        return {label: self._members[label]._result() for label in in_order(self._members)}
+        return {label: self._members[label].compute() for label in in_order(self._members)}
 
     def _adopt(self, other: Self) -> None:
-        self.load_state_dict(other.state_dict())
-
-    def _clone_on(self, device: torch.device | None) -> Self:
-        twin = self.fresh()
-        twin._adopt(self)
-        if device is not None:
-            twin._place(device)
-        return twin
+        """Take over a copy of the state of another, on whatever device that is."""
+        other._settle()
+        for name in ("_count", "_shape", "_dtype", *self._state_names):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+        for label, member in other._members.items():
+            self._member(label)._adopt(member)
 
     def _device(self) -> torch.device | None:
-        found: list[torch.device] = []
-        map_tensors(lambda tensor: found.append(tensor.device), list(self._state().values()))
-        return found[0] if found else None
+        found = (value.device for value in self._state().values() if isinstance(value, Tensor))
+        return next(found, None)
 
     def _place(self, device: torch.device) -> None:
+        self._settle()
         self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
 
 
 def cannot_go_on(*arguments: Any) -> Any:
     """Refuse to take in batches without the user's own functions."""
     raise CollectError("a reduction that was read from disk can't take in more batches")
-
-
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply `function` to the tensors in nested lists and dicts; anything else stays."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [map_tensors(function, item) for item in value]
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    return value
 
 
 def _snapshot(tensor: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_a_wider_dtype_halfway() -> None:
 
 
 def test_buffer_is_filled_exactly() -> None:
-    buffer = RowBuffer(5, 2, torch.float32, torch.device("cpu"), feature_major=True)
+    buffer = RowBuffer(torch.empty(2, 5).T)
     samples = torch.arange(24.0).reshape(4, 3, 2)
     rows = []
     for values, place, _ in buffer.fill(samples):

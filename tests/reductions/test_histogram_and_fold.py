@@ -94,7 +94,7 @@ def test_impossible_ranges(range_: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("bins", [0, -1, 2.5])
 def test_impossible_bins(bins: int) -> None:
-    with pytest.raises(CollectError, match="at least 1"):
+    with pytest.raises(CollectError, match=r"bins=.*from 1 on"):
         Histogram(bins)
 
 
@@ -141,7 +141,7 @@ def test_fold_whose_merge_returns_what_it_was_given() -> None:
 
 @pytest.mark.parametrize(
     ("accumulator", "part"),
-    [(object(), "object"), ({(1, 2): 3}, "(1, 2)"), ([{1}], "set")],
+    [(object(), "object"), ({b"key": 3}, "bytes"), ([{1}], "set")],
     ids=["object", "key", "set"],
 )
 def test_fold_whose_accumulator_cannot_be_stored(accumulator: Any, part: str) -> None:
@@ -180,8 +180,5 @@ def test_a_state_over_another_range_is_not_loaded() -> None:
     state = Histogram(2, range=(0.0, 1.0))
     state.update(torch.tensor([0.1, 0.9]))
     other = Histogram(2, range=(0.0, 2.0))
-    with pytest.raises(CollectError, match=r"bins=2, range=\(0.0, 2.0\)\); give the range of then"):
+    with pytest.raises(CollectError, match=r"bins=2, range=\[0.0, 2.0\]\), .* as when the state"):
         other.load_state_dict(state.state_dict())
-    open_range = Histogram(2)
-    open_range.load_state_dict(state.state_dict())
-    assert open_range.compute().edges.tolist() == [0.0, 0.5, 1.0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Quantiles
-from scio_recorder.reductions.quantiles import _read_quantiles, _thin
+from scio_recorder.reductions.quantiles import _read, _thin
 from tests.reductions.parts import Plan, plans, reduce_in_parts
 
 Q = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]
@@ -109,10 +109,10 @@ def test_thinning_takes_the_middle_of_each_group_from_both_sides() -> None:
 
 def test_a_heavy_value_sits_in_the_middle_of_its_ranks() -> None:
     # Of ranks 0 to 5, 20 stands for 3 to 5 and 10 for 0 to 2.
-    values, weights = torch.tensor([[20.0, 10.0]]), torch.tensor([3.0, 3.0]).double()
-    q = torch.tensor([0.0, 0.1, 0.2, 0.5, 0.8, 1.0]).double()
-    result = _read_quantiles(values, weights, torch.tensor([4.0]), torch.tensor([26.0]), q)
-    torch.testing.assert_close(result.squeeze(1).tolist(), [4.0, 7.0, 10.0, 15.0, 20.0, 26.0])
+    # The ends are 4 and 26.
+    values, weights = np.array([4.0, 20.0, 10.0, 26.0]), np.array([3.0, 3.0])
+    result = _read(values, weights, np.array([0.0, 0.1, 0.2, 0.5, 0.8, 1.0]))
+    np.testing.assert_allclose(result, [4.0, 7.0, 10.0, 15.0, 20.0, 26.0])
 
 
 def test_memory_grows_with_the_logarithm() -> None:
