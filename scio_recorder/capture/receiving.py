@@ -105,5 +105,5 @@ class ReceivedInputs:
             kinds = {self._keeping.input_kinds[at] for at in self._program.positions[index]}
             kept = keep_inputs(value, min(kinds - {REFERENCE}, default=REFERENCE))
         if self._sink is None:
-            moment = LiveMoment(module, value)
+            moment = LiveMoment.of(module, value)
         self._pending.setdefault(index, []).append((args, kept, moment))

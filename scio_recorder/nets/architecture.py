@@ -207,6 +207,37 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         return self._calls.get(id(module), ())
 
+    def enclosing(self, label: DepthIdx) -> list[DepthIdx]:
+        """Return the calls inside which a layer ran, the nearest first, without the layer itself.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The layer.
+
+        Returns
+        -------
+        list of (int, int)
+            Layers that started before it and returned after it.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> net = nn.Sequential(nn.Sequential(nn.ReLU()))
+        >>> label_net(net, input_size=(1, 2))[1].enclosing((2, 1))
+        [(1, 1), (0, 1)]
+        """
+        # Rows stand in the order in which calls start.
+        ended = self._rows[label].completion
+        found: list[DepthIdx] = []
+        for row in self._rows.values():
+            if row.label == label or ended is None:
+                break
+            if row.completion is not None and row.completion > ended:
+                found.append(row.label)
+        return found[::-1]
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the modules as plain values that JSON can hold.
 

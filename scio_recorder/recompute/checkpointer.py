@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, RecomputeError
-from scio_recorder.nets.state.random import RandomState
-from scio_recorder.nets.state.restoring import preserved_rng
+from scio_recorder.nets.state.restoring import preserved_rng, random_state, restore_random
 from scio_recorder.tensors.structures import flatten, tensors
 
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
@@ -263,7 +262,7 @@ class ActivationCheckpointer:
         checkpoint = self._kept[order[start]]
         x = checkpoint.restored()
         with preserved_rng():
-            checkpoint.random_state.restore()
+            restore_random(checkpoint.random_state)
             for layer in order[start + 1 : until]:
                 x = forward_fn(x, layer)
         return x
@@ -282,7 +281,7 @@ class _Checkpoint:
     """A copy of one activation, which later in-place operations don't reach."""
 
     def __init__(self, activation: Any, shrinks: bool) -> None:
-        self.random_state = RandomState()
+        self.random_state = random_state()
         leaves, self._rebuild = flatten(activation)
         self._dtypes = [leaf.dtype for leaf in leaves]
         self.value = [_copy(leaf, shrinks) for leaf in leaves]

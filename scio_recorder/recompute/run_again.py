@@ -12,9 +12,10 @@ their version counters and some numbers of each, in a collected recording a dige
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,16 +106,27 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
         The call returns something else now.
     """
     layer = architecture[call.label]
-    module = layer.module
-    if module is None:
-        raise RecomputeError(f"layer {layer} has no module: this architecture was read from disk")
-    change = call.explain_change(module)
-    if change is not None:
-        raise RecomputeError(f"layer {layer} can't be run again: {change}")
-    again = _Rerun(architecture, call, targets)
-    with again.watching(module):
-        _run(call, module, layer)
-    again.check()
+    again, module = _Rerun(architecture, call, targets), layer.module
+    assert module is not None, "the architecture of a recorder has modules"
+    try:
+        change = call.explain_change(module)
+        if change is not None:
+            raise RecomputeError(f"layer {layer} can't be run again: {change}")
+        with again.watching(module), call.moment.entered(module):
+            args, kwargs = _inputs_again(call)
+            module(*args, **kwargs)
+    except RecomputeError:
+        raise
+    except Exception as error:
+        raise RecomputeError(
+            f"layer {layer} failed when it was run again: {type(error).__name__}: {error}"
+        ) from error
+    if again.differs:
+        raise RecomputeError(
+            f"layer {layer} returns something else than was recorded when it is run again. "
+            f"Either it depends on what is not kept: {_NOT_KEPT}. Or its kernels are others: "
+            f"{_OTHER_KERNELS}. Recompute with the net and the settings of then"
+        )
     return again.found
 
 
@@ -141,63 +153,39 @@ def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterato
         yield
 
 
-def _run(call: Call, module: nn.Module, layer: Layer) -> None:
-    with call.moment.entered(module):
-        args, kwargs = _inputs_again(call)
-        try:
-            module(*args, **kwargs)
-        except RecomputeError:
-            raise
-        except Exception as error:
-            raise RecomputeError(
-                f"layer {layer} failed when it was run again: {type(error).__name__}: {error}"
-            ) from error
-
-
 class _Rerun:
     """One re-run: what layers inside return, and whether the call itself returns what it did."""
 
     def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
-        self._architecture = architecture
         self._call = call
         self._targets = targets
-        self._counts: Counter[nn.Module] = Counter()
         self._on_inputs = on_inputs(call.posts)
-        self._started: Counter[nn.Module] = Counter()
-        self._is_same = False
+        self._is_other = False
         self.found: dict[DepthIdx, Any] = {}
-        wanted = targets | set(call.posts) | {call.label}
-        modules = {architecture[label].module for label in wanted}
-        numbered = enumerate(architecture.items())
-        rows = {label: (at, row.completion or 0) for at, (label, row) in numbered}
-        start, end = rows[call.label]
-        # The calls of these modules inside the call, in the order in which they return.
-        self._order = {
-            module: [
-                label
-                for label in architecture.calls(module)
-                if rows[label][0] >= start and rows[label][1] <= end
-            ]
-            for module in modules
-            if module is not None
-        }
+        modules = {architecture[label].module for label in targets | {*call.posts, call.label}}
+        # Rows stand in the order in which calls start, and a call inside returns before this one.
+        rows, own = list(architecture.values()), architecture[call.label]
+        inside = [
+            (row.completion, row)
+            for row in rows[rows.index(own) :]
+            if row.module in modules and row.completion is not None
+        ]
+        inside = [(ended, row) for ended, row in inside if ended <= (own.completion or 0)]
+        # The calls of each module that are still to come.
+        self._starts = _by_module(row for _, row in inside)
+        self._returns = _by_module(row for _, row in sorted(inside, key=itemgetter(0)))
 
-        # Rows stand in the order in which calls start.
-        self._starts = {
-            module: sorted(calls, key=lambda label: rows[label][0])
-            for module, calls in self._order.items()
-        }
+    @property
+    def differs(self) -> bool:
+        """Whether calls are missing or too many, or the call itself returned something else."""
+        return self._is_other or any(self._returns.values())
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Take what modules return, for the length of the block."""
-        handles = [
-            follow(watched, self._receive) for watched, calls in self._order.items() if calls
-        ]
-        on_inputs = {self._architecture[label].module for label in self._on_inputs}
-        handles += [
-            precede(inner, self._receive_inputs) for inner in on_inputs if inner is not None
-        ]
+        handles = [follow(watched, self._receive) for watched in self._returns]
+        if self._on_inputs:
+            handles += [precede(watched, self._receive_inputs) for watched in self._starts]
         # The recorded inputs are what forward received: these hooks have acted on them already.
         before = private.replace_pre_hooks(module, OrderedDict())
         try:
@@ -208,39 +196,33 @@ class _Rerun:
                 handle.remove()
 
     def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        starts, count = self._starts[module], self._started[module]
-        self._started[module] += 1
-        label = starts[count] if count < len(starts) else None
-        if label is None or label == self._call.label or label not in self._on_inputs:
+        layer = self._starts[module].popleft() if self._starts[module] else None
+        if layer is None or layer.label == self._call.label or layer.label not in self._on_inputs:
             # What the call itself received is recorded as the post-processor has left it.
             return None
-        return apply_to_input(self._on_inputs[label], args, kwargs, self._architecture[label])
+        return apply_to_input(self._on_inputs[layer.label], args, kwargs, layer)
 
     def _receive(self, module: nn.Module, args: Any, output: Any) -> Any:
-        calls, count = self._order[module], self._counts[module]
-        self._counts[module] += 1
-        if count >= len(calls):
+        if not self._returns[module]:
+            self._is_other = True
             return None
-        label = calls[count]
-        handed = output
+        layer, handed = self._returns[module].popleft(), output
+        label = layer.label
         if label in self._call.posts and label not in self._on_inputs:
-            handed = apply(self._call.posts[label], output, self._architecture[label])
+            handed = apply(self._call.posts[label], output, layer)
         if label in self._targets:
             self.found[label] = map_tensors(copied, output)
         if label == self._call.label:
-            self._is_same = self._call.is_output(output)
+            self._is_other |= not self._call.is_output(output)
         return None if handed is output else handed
 
-    def check(self) -> None:
-        """Raise where the re-run was another one than the recorded call."""
-        layer = self._architecture[self._call.label]
-        runs = [self._counts[module] == len(calls) for module, calls in self._order.items()]
-        if not self._is_same or not all(runs):
-            raise RecomputeError(
-                f"layer {layer} returns something else than was recorded when it is run again. "
-                f"Either it depends on what is not kept: {_NOT_KEPT}. Or its kernels are others: "
-                f"{_OTHER_KERNELS}. Recompute with the net and the settings of then"
-            )
+
+def _by_module(rows: Iterable[Layer]) -> dict[nn.Module, deque[Layer]]:
+    found: dict[nn.Module, deque[Layer]] = {}
+    for row in rows:
+        assert row.module is not None
+        found.setdefault(row.module, deque()).append(row)
+    return found
 
 
 def _inputs_again(call: Call) -> Inputs:

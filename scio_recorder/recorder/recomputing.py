@@ -11,7 +11,6 @@ from torch import Tensor
 from scio_recorder.errors import RecomputeError, SelectorTypeError
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.selection import select
-from scio_recorder.recompute.calls import enclosing_layers
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
 from scio_recorder.stores import labelled_bytes
 from scio_recorder.tensors.copies import is_plain, same_bits
@@ -115,7 +114,7 @@ class Recomputing:
         architecture, activations, inputs = self.architecture, self.activations, self.inputs
         total = 0
         for label, layer in architecture.items():
-            around = enclosing_layers(architecture, label) if layer.executed else []
+            around = architecture.enclosing(label) if layer.executed else []
             nearest = next((one for one in around if one in inputs), None)
             if nearest is not None and label not in activations:
                 rows = next((t.shape[0] for t in tensors(inputs.peek(nearest)) if t.ndim), 1)
@@ -123,7 +122,7 @@ class Recomputing:
         return total
 
     def _enclosing(self, target: DepthIdx) -> DepthIdx:
-        around = enclosing_layers(self.architecture, target)
+        around = self.architecture.enclosing(target)
         recorded = self._capture.program.recording
         nearest = next((label for label in around if label in recorded), None)
         if not self._capture.program.counts_calls:

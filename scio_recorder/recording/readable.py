@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from scio_recorder.recompute.calls import Batches
+from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Readable(Protocol):
         """The labelled net."""
 
     @property
-    def calls(self) -> Batches:
+    def calls(self) -> Calls:
         """The calls that can be run again."""
 
     @property

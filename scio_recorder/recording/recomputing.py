@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 
+from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
+from scio_recorder.layer import text_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.recompute.calls import Batches, enclosing_layers
+from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.assigning import Postprocessor, assign
 from scio_recorder.stores import labelled_bytes
+from scio_recorder.stores.calls import Calls, KeptCall
+from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
@@ -21,13 +31,13 @@ class BatchInputs(Sequence[Inputs]):
 
     Parameters
     ----------
-    calls : Batches
+    calls : Calls
         The calls that are kept.
     label : (int, int)
         The layer.
     """
 
-    def __init__(self, calls: Batches, label: DepthIdx) -> None:
+    def __init__(self, calls: Calls, label: DepthIdx) -> None:
         self._calls = calls
         self._label = label
 
@@ -57,7 +67,7 @@ class RecomputingRecording(LayerMapping[Any]):
         def stored(self) -> tuple[DepthIdx, ...]:  # noqa: D102  # the recording's own
             ...
 
-    calls: Batches
+    calls: Calls
     settings: dict[str, Any]
 
     def recompute(
@@ -110,10 +120,7 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
         True
         """
-        # Opening and reading a recording does not wait for what runs nets.
-        from scio_recorder.recompute.collected import Recomputation
-
-        return Recomputation(self, rnet, selectors, activation_postproc).whole()
+        return _Recomputation(self, rnet, selectors, activation_postproc).whole()
 
     def recompute_batches(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
@@ -154,9 +161,7 @@ class RecomputingRecording(LayerMapping[Any]):
         >>> [len(found["0.0"]) for found in recording.recompute_batches(rnet, "0.0")]
         [4, 2]
         """
-        from scio_recorder.recompute.collected import Recomputation
-
-        return Recomputation(self, rnet, selectors, activation_postproc).batches()
+        return _Recomputation(self, rnet, selectors, activation_postproc).batches()
 
     @property
     def memory_stored_bytes(self) -> int:
@@ -176,6 +181,149 @@ class RecomputingRecording(LayerMapping[Any]):
             for label, layer in architecture.items()
             if layer.executed
             and label not in self.stored
-            and not kept.isdisjoint([label, *enclosing_layers(architecture, label)])
+            and not kept.isdisjoint([label, *architecture.enclosing(label)])
         ]
         return sum(labelled_bytes(architecture, missing).values()) * sum(self.calls.rows)
+
+
+class _Recomputation:
+    """What runs again, for which layers, with which post-processors."""
+
+    def __init__(
+        self,
+        recording: RecomputingRecording,
+        rnet: nn.Module,
+        selectors: Sequence[Any],
+        given: Postprocessors | None,
+    ) -> None:
+        self._recording = recording
+        self._architecture = _same_architecture(recording.architecture, rnet)
+        if not selectors:
+            raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
+        # The layers that run again, and those inside them whose activations are asked for.
+        self._wanted: dict[DepthIdx, set[DepthIdx]] = {}
+        for target in select(self._architecture, selectors):
+            self._wanted.setdefault(self._nearest(target), set()).add(target)
+        self._posts = self._assigned(given)
+        self._weights = Weights()
+
+    def whole(self) -> LayerMapping[Any]:
+        """Return the activations of all batches together."""
+        rows, start = self._recording.calls.rows, 0
+        found: dict[DepthIdx, Any] = {}
+        with self._untouched():
+            for number, count in enumerate(rows):
+                for target, value in self._batch(number).items():
+                    if target not in found:
+                        found[target] = map_tensors(partial(_room, sum(rows)), value)
+                    place = slice(start, start + count)
+                    _put(str(self._architecture[target]), value, found[target], place)
+                start += count
+        return self._mapping(found)
+
+    def batches(self) -> Iterator[LayerMapping[Any]]:
+        """Yield the activations of one batch after the other."""
+        for number in range(len(self._recording.calls.rows)):
+            with self._untouched():
+                found = self._batch(number)
+            yield self._mapping(found)
+
+    def _mapping(self, found: dict[DepthIdx, Any]) -> LayerMapping[Any]:
+        return LayerMapping(self._recording.architecture, dict(sorted(found.items())), "activation")
+
+    def _untouched(self) -> AbstractContextManager[None]:
+        # Opening and reading a recording does not wait for what runs nets.
+        from scio_recorder.recompute.run_again import untouched
+
+        return untouched(self._architecture, self._wanted)
+
+    def _batch(self, number: int) -> dict[DepthIdx, Any]:
+        from scio_recorder.recompute.run_again import Call, rerun
+
+        found: dict[DepthIdx, Any] = {}
+        for label, targets in self._wanted.items():
+            kept = self._recording.calls.call(number, label)
+            explain_change = partial(_explain_change, kept, self._weights)
+            is_output = partial(_has_digest, kept.output)
+            call = Call(label, kept.inputs, is_output, kept.moment, explain_change, self._posts)
+            found.update(rerun(self._architecture, call, targets))
+        return found
+
+    def _assigned(self, given: Postprocessors | None) -> dict[DepthIdx, Postprocessor]:
+        architecture = self._architecture
+        order = sorted(self._recording, key=lambda label: architecture[label].completion or 0)
+        posts = {} if given is None else assign(architecture, order, given)
+        then = self._recording.settings.get("postprocessors") or []
+        now = [text_of(label) for label in sorted(posts)]
+        if now != then:
+            raise RecomputeError(
+                f"the layers that were post-processed in collect(...) are {', '.join(then) or None}"
+                f", and activation_postproc= is for {', '.join(now) or None}: give what collect "
+                "was given"
+            )
+        return posts
+
+    def _nearest(self, target: DepthIdx) -> DepthIdx:
+        architecture, kept = self._architecture, self._recording.calls.labels
+        around = architecture.enclosing(target)
+        nearest = next((label for label in (target, *around) if label in kept), None)
+        if nearest is None:
+            best = architecture[around[0] if around else target].name
+            raise RecomputeError(
+                f"the recording has no inputs of layer {architecture[target]} nor of a module "
+                f'around it: write record("{best}", inputs=True) before collect(...), or any '
+                "module that contains that one"
+            )
+        return nearest
+
+
+def _room(rows: int, like: Tensor) -> Tensor:
+    # Tensors made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        return like.new_empty((rows, *like.shape[1:]), device="cpu")
+
+
+def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
+    """Copy what a layer returned for a batch to where it belongs."""
+    found, places = tensors(value), [array[place] for array in tensors(arrays)]
+    if len(found) != len(places):
+        raise RecomputeError(
+            f"layer {name} returned {len(places)} tensors for one batch and {len(found)} for "
+            "another: take it batch by batch from recompute_batches(...)"
+        )
+    for tensor, array in zip(found, places, strict=True):
+        if tensor.shape != array.shape or tensor.dtype != array.dtype:
+            raise RecomputeError(
+                f"layer {name} returned {tensor.dtype} {tuple(tensor.shape)} for a batch of "
+                f"{len(array)} samples, which does not fit with {array.dtype} "
+                f"{tuple(array.shape)} into one array: take it batch by batch from "
+                "recompute_batches(...)"
+            )
+        array.copy_(tensor)
+
+
+def _has_digest(digest: str, output: Any) -> bool:
+    return digest_of(output) == digest
+
+
+def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str | None:
+    change = kept.moment.explain_change(module)
+    # What returns the same may have done something else inside.
+    if change is None and weights.digest(module) != kept.weights:
+        return "its weights have changed since they were collected with: load those of then"
+    return change
+
+
+def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
+    theirs = getattr(rnet, "architecture", None)
+    if not (isinstance(rnet, nn.Module) and isinstance(theirs, Architecture)):
+        raise ArgumentError(
+            f"the first argument is {rnet!r}: give a recorder of the net, and layers behind it, as "
+            'in recompute(rnet, "layer3.*")'
+        )
+    if theirs.fingerprint != ours.fingerprint:
+        raise RecomputeError(
+            f"the recording was made from another architecture: its fingerprint is "
+            f"{ours.fingerprint} and this net's is {theirs.fingerprint}"
+        )
+    return theirs

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from scio_recorder.layer import text_of
 from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recompute.calls import Batches
 from scio_recorder.recording.frame import layer_frame, to_array
 from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
 from scio_recorder.recording.saving import save
 from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
+from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Recording(RecomputingRecording, Showing):
     inputs : LayerMapping
         After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
         every batch, as copies in host memory.
-    calls : Batches
+    calls : Calls
         What :meth:`recompute` runs again: inputs, and the states in which modules ran.
     relative_errors : LayerMapping
         Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
@@ -98,7 +98,7 @@ class Recording(RecomputingRecording, Showing):
         self.complete = held.complete
         self.path = held.path
         self._store = held.store
-        self.calls: Batches = held.calls
+        self.calls: Calls = held.calls
         inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
         self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")

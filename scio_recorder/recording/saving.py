@@ -15,8 +15,8 @@ from scio_recorder.stores.disk_format.ids import to_ids
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.recompute.calls import KeptCall
     from scio_recorder.recording.readable import Readable
+    from scio_recorder.stores.calls import KeptCall
 
 __whole_ = ["save"]
 
@@ -50,7 +50,11 @@ def save(recording: Readable, path: str | os.PathLike[str]) -> None:
             is_last = rows.stop == recording.num_samples
             # States may be large, and only the last one counts.
             state = partial(_state, recording) if is_last else dict
-            writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, calls)
+            kept = {
+                _name(recording, label): writer.calls.keep(recording.architecture[label], call)
+                for label, call in calls.items()
+            }
+            writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, kept)
         writer.finish(partial(_state, recording), is_complete=recording.complete)
     except BaseException:
         writer.abandon(None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.recompute.calls import Batches, KeptBatch, KeptCall, MemoryBatches
 from scio_recorder.stores.buffers import Column
+from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format import SampleIds, TensorSpec
 from scio_recorder.stores.disk_format.ids import Ids
 
@@ -57,6 +57,8 @@ class Held:
         The samples of each layer, [samples, ...], by label.
     sample_ids : SampleIds
         One for each sample.
+    calls : Calls
+        The calls that can be run again, where inputs were recorded.
     complete : bool, default True
         False for what an interrupted run left.
     path : str, optional
@@ -65,19 +67,16 @@ class Held:
         The name of such a store.
     owner : object, optional
         What must live as long as the samples do.
-    calls : Batches, optional
-        The calls that can be run again, where inputs were recorded.
     """
 
     values: Mapping[DepthIdx, Tensor]
     sample_ids: SampleIds
+    calls: Calls
     complete: bool = True
     path: str | None = None
     store: str | None = None
     # Kept alive for as long as the recording is.
     owner: object = None
-    # The calls that can be run again, where inputs are recorded.
-    calls: Batches = field(default_factory=MemoryBatches)
 
 
 class StoreWriter(abc.ABC):
@@ -87,7 +86,7 @@ class StoreWriter(abc.ABC):
         # The row at which the batch that is under way begins.
         self.start = 0
         self.sample_ids = SampleIds()
-        self._calls: list[KeptBatch] = []
+        self.calls = KeptCalls()
 
     @property
     def is_complete(self) -> bool:
@@ -122,7 +121,7 @@ class StoreWriter(abc.ABC):
         self,
         ids: Ids,
         state: Callable[[], State],
-        calls: Mapping[DepthIdx, KeptCall] | None = None,
+        calls: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the rows of the batch that was put count, and with them its calls.
 
@@ -133,12 +132,12 @@ class StoreWriter(abc.ABC):
         state : callable
             Returns what has to be known to go on after this batch.
         calls : mapping, optional
-            The recorded call of each layer whose inputs are kept.
+            What `KeptCalls.keep` returned for each layer whose inputs are kept, by its name.
         """
         self.sample_ids.add(ids)
         self.start += len(ids)
         if calls:
-            self._calls.append(KeptBatch(len(ids), calls))
+            self.calls.commit(len(ids), calls)
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State]) -> Held:

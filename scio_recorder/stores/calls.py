@@ -1,149 +1,254 @@
-"""Calls that can be run again, on their way to disk and back."""
+"""Recorded calls that can be run again: kept in memory or for a commit, and read one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.recompute.calls import KeptCall, KeptTensor
-from scio_recorder.stores.disk_format import JSON, KeptBatches, RunReader
+from scio_recorder.stores.disk_format import KeptBatches, KeptReader, RunReader
 from scio_recorder.stores.disk_format.faults import parsing
-from scio_recorder.stores.disk_format.jsons import dump, expect
-from scio_recorder.stores.nodes import Leaf, UnkeepableError, decode, encode
+from scio_recorder.stores.disk_format.jsons import expect
+from scio_recorder.stores.nodes import UnkeepableError, decode, encode
+from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import content_key
+from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
+    from collections.abc import Callable, Iterable
+
+    from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
 
 
-# What a tensor costs besides its data: entries in two tables, and a checksum.
-_TENSOR_BYTES = 512
-# States of generators come again and again; what is larger is known by being the same object.
-_COMPARED_BYTES = 1 << 16
+# Beyond this, what lies between the elements of a view is not allocated to get its strides back.
+_MAX_EXTENT_BYTES = 1 << 32
 
 
-class CallsToDisk:
-    """Collects the calls of the batches of one chunk.
+@dataclass
+class KeptCall:
+    """One call of a recorded module.
 
     Parameters
     ----------
-    architecture : Architecture
-        Names the layers, in messages too.
+    inputs : Inputs
+        What forward received.
+    moment : Moment
+        The state in which the module ran.
+    weights, output : str
+        Digests of the module's parameters and of what it returned, see `digest_of`.
     """
 
-    def __init__(self, architecture: Architecture) -> None:
-        self._architecture = architecture
-        self._rows: list[int] = []
-        self._values: list[JSON] = []
+    inputs: Inputs
+    moment: Moment
+    weights: str
+    output: str = ""
+
+
+class KeptCalls:
+    """Takes calls as values and tensors, which values refer to by number: in memory, or for a file.
+
+    Inputs come again and again: masks, position embeddings, what two modules both receive, states
+    of generators. Tensors of the same content are kept once.
+
+    Parameters
+    ----------
+    for_file : bool, default False
+        Whether values are JSON. In memory any object can be among inputs.
+    """
+
+    path = "memory"
+
+    def __init__(self, *, for_file: bool = False) -> None:
+        self._for_file = for_file
+        self._start()
+
+    def _start(self) -> None:
+        self.rows: list[int] = []
+        self._values: list[Any] = []
         self._tensors: list[Tensor] = []
         self._numbers: dict[Hashable, int] = {}
+        # Of calls that were committed: a batch that fails leaves none.
+        self._count = 0
         self.num_bytes = 0
 
-    def add(self, rows: int, calls: Mapping[DepthIdx, KeptCall]) -> None:
-        """Take the calls of a batch.
+    def keep(self, layer: Layer, call: KeptCall) -> dict[str, Any]:
+        """Copy the tensors of a call, and return what stands for the call in `commit`.
 
         Raises
         ------
         CollectError
-            A module received something that can't be kept on disk.
+            The module received something that can't be kept on disk.
         """
-        value: dict[str, JSON] = {}
-        for label, call in calls.items():
-            layer = self._architecture[label]
-            try:
-                value[str(layer.label)] = self._encoded(call)
-            except UnkeepableError as error:
-                raise CollectError(
-                    f"layer {layer} received a {error}, which can't be kept on disk: only tensors, "
-                    "numbers, strings, None, dtypes and devices can be, in tuples, lists and "
-                    f"dicts. {_way_out(str(error))}, record another layer, or write "
-                    'store="host"'
-                ) from None
-        self.num_bytes += len(dump(value))
-        self._rows.append(rows)
-        self._values.append(value)
+        inputs, moment = call.inputs, vars(call.moment)
+        tree = {"args": inputs.args, "kwargs": inputs.kwargs, "moment": moment}
+        leaves, rebuild = flatten(tree)
+        try:
+            if self._for_file:
+                numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+                node: Any = encode(tree, lambda leaf: numbers[id(leaf)])
+            else:
+                node = _Structure(rebuild([torch.empty(0) for _ in leaves]))
+            kept = [self._kept(leaf.detach()) for leaf in leaves]
+        except UnkeepableError as error:
+            raise CollectError(
+                f"layer {layer} received a {error}, which can't be kept on disk: only tensors, "
+                "numbers, strings, None, dtypes and devices can be, in tuples, lists and "
+                f"dicts. {_way_out(str(error))}, record another layer, or write "
+                'store="host"'
+            ) from None
+        return {"leaves": kept, "call": node, "weights": call.weights, "output": call.output}
+
+    def commit(self, rows: int, values: Mapping[str, Any]) -> None:
+        """Count a batch of so many samples, with what `keep` returned by layer."""
+        self.rows.append(rows)
+        self._values.append(values)
+        self._count = len(self._tensors)
 
     def take(self) -> KeptBatches | None:
-        """Return all that was added since the last time; None for nothing."""
-        if not self._rows:
+        """Return all that was committed since the last time; None for nothing."""
+        if not self.rows:
             return None
-        taken = KeptBatches(self._rows, self._values, self._tensors)
-        self._rows, self._values, self._tensors, self._numbers = [], [], [], {}
-        self.num_bytes = 0
+        taken = KeptBatches(self.rows, self._values, self._tensors[: self._count])
+        self._start()
         return taken
 
-    def _encoded(self, call: KeptCall) -> JSON:
-        leaves: list[JSON] = []
-        for leaf in call.leaves:
-            if not isinstance(leaf, KeptTensor):
-                raise UnkeepableError(f"{type(leaf).__name__} that is no plain array in memory")
-            leaves.append([self._number(leaf.dense), list(leaf.shape), list(leaf.strides)])
-        structure = call.rebuild([Leaf(number) for number in range(len(leaves))])
-        return {
-            "leaves": leaves,
-            "inputs": encode(structure, self._number),
-            "moment": encode(call.moment.to_tree(), self._number),
-            "weights": call.weights,
-            "output": call.output,
-        }
+    def read(self, number: int) -> tuple[Any, Callable[[int], Tensor]]:
+        """Return the values of a batch, and what gives the tensors that they refer to."""
+        return self._values[number], self._tensors.__getitem__
+
+    def _kept(self, tensor: Tensor) -> Any:
+        """Return the number, shape and strides of a tensor; one that is not plain is copied whole.
+
+        Strides decide which kernel runs, and so the last bits of what it returns. Of dimensions
+        that are expanded one element is kept.
+        """
+        if not is_plain(tensor):
+            if self._for_file:
+                raise UnkeepableError(f"{type(tensor).__name__} that is no plain array in memory")
+            return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
+        small = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+        if not _is_regular(small.shape, small.stride(), small.itemsize):
+            tensor = small = tensor.contiguous()
+        return [self._number(small), list(tensor.shape), list(tensor.stride())]
 
     def _number(self, tensor: Tensor) -> int:
-        is_small = tensor.nbytes <= _COMPARED_BYTES
-        key = content_key(tensor) if is_small else id(tensor)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._tensors)
-            self._tensors.append(tensor)
-            self.num_bytes += tensor.nbytes + _TENSOR_BYTES
+        # Tensors made in inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            there = tensor.cpu().contiguous()
+            key = content_key(there)
+            if key not in self._numbers:
+                is_own = there.data_ptr() != tensor.data_ptr() and not there.is_inference()
+                self._numbers[key] = len(self._tensors)
+                self._tensors.append(there if is_own else there.clone())
+                self.num_bytes += there.nbytes
         return self._numbers[key]
 
 
-class CallsOnDisk:
-    """The calls of a recording on disk, read one at a time.
+class Calls:
+    """The calls of a recording.
 
     Parameters
     ----------
-    reader : RunReader
-        The open recording.
-    names : mapping of (int, int) to str
-        The layers whose calls are kept, as they are called there.
+    source : KeptCalls or RunReader
+        Where they are: in memory or on disk.
+    architecture : Architecture
+        The layers.
+    names : iterable of str
+        Those whose calls are kept, as they are called there.
     """
 
-    def __init__(self, reader: RunReader, names: Mapping[DepthIdx, str]) -> None:
-        self._reader = reader
-        self._names = names
+    def __init__(
+        self,
+        source: KeptCalls | RunReader,
+        architecture: Architecture,
+        names: Iterable[Any],
+    ) -> None:
+        self._source = source
+        self._names = {architecture.resolve(name): str(name) for name in names}
+
+    @property
+    def _kept(self) -> KeptCalls | KeptReader:
+        # A reader of a recording can be pickled, and a reader of its calls can't.
+        return self._source if isinstance(self._source, KeptCalls) else self._source.kept
 
     @property
     def labels(self) -> Sequence[DepthIdx]:
         """The layers whose calls are kept."""
-        return tuple(self._names) if self._reader.kept.rows else ()
+        return tuple(self._names) if self._kept.rows else ()
 
     @property
     def rows(self) -> Sequence[int]:
         """How many samples each batch has."""
-        return self._reader.kept.rows
+        return self._kept.rows
 
     @property
     def num_bytes(self) -> int:
         """What all calls take together."""
-        return self._reader.kept.num_bytes
+        return self._kept.num_bytes
 
     def call(self, number: int, label: DepthIdx) -> KeptCall:
-        """Return the call of a layer in a batch.
+        """Return the call of a layer in a batch, in memory of its own on the CPU.
 
         Raises
         ------
         RecordingError
             It is damaged.
         """
-        value, tensor = self._reader.kept.read(number)
-        with parsing(f"{self._reader.path}, batch {number}, layer {self._names[label]}"):
-            return _decoded(value, self._names[label], tensor)
+        read: tuple[Any, Callable[[int], Tensor]] = self._kept.read(number)
+        value, tensor = read
+        with parsing(f"{self._source.path}, batch {number}, layer {self._names[label]}"):
+            return _call(value[self._names[label]], tensor)
+
+
+@dataclass
+class _Structure:
+    """What holds tensors, with empty ones in their places: unlike functions it can be pickled."""
+
+    value: Any
+
+
+def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
+    try:
+        leaves = [_restored(leaf, tensor) for leaf in expect(kept["leaves"], list)]
+        node = kept["call"]
+        if isinstance(node, _Structure):
+            tree = flatten(node.value)[1](leaves)
+        else:
+            tree = decode(node, lambda number: leaves[range(len(leaves))[number]])
+        inputs, moment = Inputs(tree.pop("args"), tree.pop("kwargs")), Moment(**tree.pop("moment"))
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(inputs.args, tuple) or not isinstance(inputs.kwargs, dict) or tree:
+        raise ValueError("inputs are no tuple and dict")
+    return KeptCall(inputs, moment, expect(kept["weights"], str), expect(kept["output"], str))
+
+
+def _restored(leaf: Any, tensor: Callable[[int], Tensor]) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    number, shape, strides = leaf
+    dense = tensor(expect(number, int))
+    if not _is_regular(dense.shape, strides, dense.itemsize):
+        raise ValueError(f"strides {strides} for a tensor {list(dense.shape)}")
+    memory = torch.empty_strided(dense.shape, strides, dtype=dense.dtype, device=dense.device)
+    return memory.copy_(dense).expand(shape)
+
+
+def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether no two elements share memory, and they don't lie too far apart."""
+    extent = 1
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and step < extent:
+            return False
+        extent += max(0, size - 1) * step
+    return extent * itemsize <= _MAX_EXTENT_BYTES
 
 
 def _way_out(name: str) -> str:
@@ -153,30 +258,3 @@ def _way_out(name: str) -> str:
         "Call the net without it, by use_cache=False in net.config or in what to_inputs= returns "
         'as keywords, such as {"input_ids": batch, "use_cache": False}'
     )
-
-
-def _decoded(value: Any, name: str, tensor: Callable[[int], Tensor]) -> KeptCall:
-    call = value[name]
-    # However often a file refers to a tensor, it is read once.
-    read = cache(tensor)
-    try:
-        leaves = [
-            KeptTensor.checked(read(expect(number, int)), shape, strides)
-            for number, shape, strides in expect(call["leaves"], list)
-        ]
-        moment = Moment.from_tree(decode(call["moment"], lambda number: read(expect(number, int))))
-
-        def rebuild(given: Sequence[Any]) -> Any:
-            return decode(call["inputs"], _no_tensor, given)
-
-        args, kwargs = rebuild(leaves)
-        if not (isinstance(args, tuple) and isinstance(kwargs, dict)):
-            raise ValueError("inputs are no tuple and dict")
-    except (AttributeError, RuntimeError) as error:
-        raise ValueError(str(error)) from error
-    digests = expect(call["weights"], str), expect(call["output"], str)
-    return KeptCall(leaves, rebuild, moment, *digests)
-
-
-def _no_tensor(number: int) -> Tensor:
-    raise ValueError(f"tensor {number} among inputs is no leaf")

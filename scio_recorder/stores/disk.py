@@ -17,7 +17,7 @@ from scio_recorder.stores.agreement import disagreements
 from scio_recorder.stores.background import BackgroundWriter
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
-from scio_recorder.stores.calls import CallsOnDisk, CallsToDisk
+from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format import (
     RunReader,
     RunWriter,
@@ -34,7 +34,6 @@ from scio_recorder.tensors.arguments import whole
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
-    from scio_recorder.recompute.calls import KeptCall
 
 
 CHUNK_BYTES = 64 << 20
@@ -155,7 +154,7 @@ class DiskWriter(StoreWriter):
         self._columns: dict[DepthIdx, _TurningColumn] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
-        self._kept = CallsToDisk(job.architecture)
+        self.calls = KeptCalls(for_file=True)
         self._committed_at = time.monotonic()
         self._writer: BackgroundWriter | None = None
         self._found: State | None = None
@@ -194,17 +193,15 @@ class DiskWriter(StoreWriter):
         self,
         ids: Ids,
         state: Callable[[], State],
-        calls: Mapping[DepthIdx, KeptCall] | None = None,
+        calls: Mapping[str, Any] | None = None,
     ) -> None:
         """Count a batch, and make what is buffered durable once there is enough of it."""
         if self._writer is not None:
             self._writer.check()
-        if calls:
-            self._kept.add(len(ids), calls)
-        super().commit(ids, state)
+        super().commit(ids, state, calls)
         self._staged.append(ids)
         sample_bytes = sum(column.spec.nbytes for column in self._columns.values())
-        num_bytes = self.start * sample_bytes + self._kept.num_bytes
+        num_bytes = self.start * sample_bytes + self.calls.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
         if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)
@@ -247,7 +244,7 @@ class DiskWriter(StoreWriter):
             self._name(label): column.turn(self.start) for label, column in self._columns.items()
         }
         # Returns when what the columns have turned to is not being written any more.
-        writer.append(chunk, _joined(self._staged), packed, self._kept.take())
+        writer.append(chunk, _joined(self._staged), packed, self.calls.take())
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
@@ -324,16 +321,11 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     # Tensors made in inference mode could not be used outside it.
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
-    calls = CallsOnDisk(reader, _names_of_calls(reader, architecture))
+    layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
+    names = layers if isinstance(layers, list) else []
+    calls = Calls(reader, architecture, names)
     where = reader.path, "disk"
-    return Held(values, reader.sample_ids, reader.complete, *where, owner=reader, calls=calls)
-
-
-def _names_of_calls(reader: RunReader, architecture: Architecture) -> dict[DepthIdx, str]:
-    layers = reader.header.get("layers")
-    if reader.header.get("inputs") is not True or not isinstance(layers, list):
-        return {}
-    return {architecture.resolve(name): str(name) for name in layers}
+    return Held(values, reader.sample_ids, calls, reader.complete, *where, owner=reader)
 
 
 def _joined(parts: Sequence[Ids]) -> Ids:

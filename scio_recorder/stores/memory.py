@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from scio_recorder.recompute.calls import MemoryBatches
 from scio_recorder.stores.base import Held, Job, State, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column
+from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format import TensorSpec
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class MemoryWriter(StoreWriter):
 
     def __init__(self, job: Job, make_buffer: MakeBuffer) -> None:
         super().__init__()
+        self._architecture = job.architecture
         self._num_batches = job.num_batches
         self._make_buffer = make_buffer
         self._columns: dict[DepthIdx, Column] = {}
@@ -45,7 +46,8 @@ class MemoryWriter(StoreWriter):
         """Return the arrays, narrowed to what was committed."""
         wait_for(self._devices)
         values = {label: column.close(self.start) for label, column in self._columns.items()}
-        return Held(values, self.sample_ids, calls=MemoryBatches(self._calls))
+        names = self.calls.read(0)[0] if self.calls.rows else ()
+        return Held(values, self.sample_ids, Calls(self.calls, self._architecture, names))
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +17,6 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format import JSON, Packed
 from scio_recorder.stores.disk_format.jsons import expect
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The place of a tensor in a structure, by its number."""
-
-    number: int
 
 
 class UnkeepableError(TypeError):
@@ -37,7 +29,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     Parameters
     ----------
     value : Any
-        Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors, leaves.
+        Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors.
     tensor : callable
         Gives the number by which a tensor is referred to.
 
@@ -48,13 +40,11 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
 
     Examples
     --------
-    >>> encode((1, [None, math.inf], {"x": torch.float32}, Leaf(0)), id)
-    {'tuple': [1, [None, {'float': 'inf'}], {'dict': [['x', {'dtype': 'float32'}]]}, {'leaf': 0}]}
+    >>> encode((1, [None, math.inf], {"x": torch.float32}, torch.ones(2)), len)
+    {'tuple': [1, [None, {'float': 'inf'}], {'dict': [['x', {'dtype': 'float32'}]]}, {'tensor': 2}]}
     """
     if isinstance(value, Tensor):
         return {"tensor": tensor(value)}
-    if isinstance(value, Leaf):
-        return {"leaf": value.number}
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]
@@ -72,7 +62,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def decode(node: Any, tensor: Callable[[int], Tensor], leaves: Any = ()) -> Any:
+def decode(node: Any, tensor: Callable[[int], Tensor]) -> Any:
     """Return what `encode` was given.
 
     Parameters
@@ -81,8 +71,6 @@ def decode(node: Any, tensor: Callable[[int], Tensor], leaves: Any = ()) -> Any:
         What it returned.
     tensor : callable
         Gives the tensor of a number.
-    leaves : sequence
-        What takes the places of leaves.
 
     Raises
     ------
@@ -90,19 +78,17 @@ def decode(node: Any, tensor: Callable[[int], Tensor], leaves: Any = ()) -> Any:
         If it is no node.
     """
     if isinstance(node, list):
-        return [decode(item, tensor, leaves) for item in node]
+        return [decode(item, tensor) for item in node]
     if not isinstance(node, dict):
         return node
     ((kind, value),) = node.items()
     if kind == "dict":
-        pairs = [(decode(k, tensor, leaves), decode(v, tensor, leaves)) for k, v in value]
+        pairs = [(decode(k, tensor), decode(v, tensor)) for k, v in value]
         return dict(pairs)
     if kind == "tuple":
-        return tuple([decode(item, tensor, leaves) for item in expect(value, list)])
-    if kind == "leaf":
-        return leaves[range(len(leaves))[expect(value, int)]]
+        return tuple([decode(item, tensor) for item in expect(value, list)])
     if kind == "tensor":
-        return tensor(value)
+        return tensor(expect(value, int))
     return _PLAIN[kind](value)
 
 
@@ -136,7 +122,7 @@ def unpack(packed: Packed) -> Any:
     """Return what `pack` was given."""
     numbers = range(len(packed.tensors))
     try:
-        return decode(packed.value, lambda number: packed.tensors[numbers[expect(number, int)]])
+        return decode(packed.value, lambda number: packed.tensors[numbers[number]])
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise RecordingError(f"a recording's state can't be read: {error!r}") from error
 

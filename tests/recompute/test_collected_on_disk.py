@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from scio_recorder import CollectError, Recorder, RecordingError, open_recording
+from scio_recorder import (
+    CollectError,
+    RecomputeError,
+    Recorder,
+    RecordingError,
+    open_recording,
+)
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk import header_of
@@ -181,27 +189,24 @@ def test_one_batch_is_read_at_a_time(tmp_path: Path) -> None:
         open_recording(tmp_path / "run", verify=True)
 
 
-def by_the_book(node: Any, leaves: list[Tensor], tensors: list[Tensor]) -> Any:
+def by_the_book(node: Any, tensors: list[Tensor]) -> Any:
     """Read a node as `docs/disk-format.md` says."""
     if isinstance(node, list):
-        return [by_the_book(item, leaves, tensors) for item in node]
+        return [by_the_book(item, tensors) for item in node]
     if not isinstance(node, dict):
         return node
     ((kind, value),) = node.items()
     if kind == "tuple":
-        return tuple(by_the_book(value, leaves, tensors))
+        return tuple(by_the_book(value, tensors))
     if kind == "dict":
-        return {
-            by_the_book(key, leaves, tensors): by_the_book(item, leaves, tensors)
-            for key, item in value
-        }
-    plain = {"leaf": leaves.__getitem__, "tensor": tensors.__getitem__, "float": float}
+        return {by_the_book(key, tensors): by_the_book(item, tensors) for key, item in value}
+    plain = {"tensor": tensors.__getitem__, "float": float}
     plain |= {"dtype": lambda name: getattr(torch, name), "device": torch.device}
     return {**plain, "size": torch.Size}[kind](value)
 
 
 def strided(tensor: Tensor, shape: list[int], strides: list[int]) -> Tensor:
-    memory = torch.empty(100, dtype=tensor.dtype)
+    memory = torch.empty(10_000, dtype=tensor.dtype)
     narrow = [size if step else 1 for size, step in zip(shape, strides, strict=True)]
     memory.as_strided(narrow, strides).copy_(tensor)
     return memory.as_strided(shape, strides)
@@ -233,16 +238,16 @@ def test_another_program_reads_the_inputs(tmp_path: Path) -> None:
         assert rows == len(data[number])
         call = value["1-1"]
         leaves = [strided(tensors[at], *form) for at, *form in call["leaves"]]
-        args, kwargs = by_the_book(call["inputs"], leaves, tensors)
-        assert kwargs == extra
+        found = by_the_book(call["call"], leaves)
+        args, moment = found["args"], found["moment"]
+        assert found["kwargs"] == extra
         x = data[number]
-        for found, wanted in zip(args, (x.t(), x[:, :1].expand(-1, 5)), strict=True):
-            assert torch.equal(found, wanted)
-            assert found.stride() == wanted.stride()
-        assert tuple(map(len, call["leaves"])) == (3, 3)
+        for given, wanted in zip(args, (x.t(), x[:, :1].expand(-1, 5)), strict=True):
+            assert torch.equal(given, wanted)
+            assert given.stride() == wanted.stride()
+        assert set(map(len, call["leaves"])) == {3}
         assert call["output"] == digest(recording["inner"][4 * number : 4 * number + rows])
         assert call["weights"] == digest(inner.norm.weight, inner.norm.bias)
-        moment = by_the_book(call["moment"], leaves, tensors)
         assert (moment["grad"], moment["inference"], moment["training"]) == (
             False,
             False,
@@ -264,6 +269,9 @@ def changed(call: Any, *path: Any, to: Any) -> Any:
     return call
 
 
+# Of the dict that is a call: args, kwargs and moment, as pairs.
+ENTRIES = ("call", "dict")
+
 HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "no leaves": (("leaves",), None),
     "a tensor that is not there": (("leaves", 0, 0), 99),
@@ -277,42 +285,47 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "negative strides": (("leaves", 0, 2), [-6, 1]),
     "strides of text": (("leaves", 0, 2), ["6", "1"]),
     "too few strides": (("leaves", 0, 2), [6]),
-    "inputs that are no pair": (("inputs",), 3),
-    "inputs of a class": (("inputs",), {"os.system": ["true"]}),
-    "two kinds at once": (("inputs",), {"tuple": [], "list": []}),
-    "a leaf that is not there": (("inputs",), {"tuple": [{"tuple": [{"leaf": 7}]}, {"dict": []}]}),
-    "keys that can't be": (("inputs",), {"tuple": [{"tuple": []}, {"dict": [[[], 1]]}]}),
-    "an unknown dtype": (("inputs",), {"tuple": [{"tuple": [{"dtype": "load"}]}, {"dict": []}]}),
-    "an unknown device": (("inputs",), {"tuple": [{"tuple": [{"device": "x"}]}, {"dict": []}]}),
-    "a number that is none": (("inputs",), {"tuple": [{"tuple": [{"float": "1"}]}, {"dict": []}]}),
-    "a tensor that is no leaf": (
-        ("inputs",),
-        {"tuple": [{"tuple": [{"tensor": 0}]}, {"dict": []}]},
-    ),
-    "no moment": (("moment",), None),
-    "an empty moment": (("moment",), {"dict": []}),
+    "a call of a class": (("call",), {"os.system": ["true"]}),
+    "two kinds at once": (("call",), {"tuple": [], "list": []}),
+    "no call": (("call",), 3),
+    "something else in a call": ((*ENTRIES, 0, 0), "more"),
+    "args that are no tuple": ((*ENTRIES, 0, 1), [1]),
+    "kwargs that are no dict": ((*ENTRIES, 1, 1), []),
+    "a leaf that is not there": ((*ENTRIES, 0, 1), {"tuple": [{"tensor": 99}]}),
+    "a leaf by name": ((*ENTRIES, 0, 1), {"tuple": [{"tensor": "batch-0"}]}),
+    "keys that can't be": ((*ENTRIES, 1, 1), {"dict": [[[], 1]]}),
+    "an unknown dtype": ((*ENTRIES, 0, 1), {"tuple": [{"dtype": "load"}]}),
+    "an unknown device": ((*ENTRIES, 0, 1), {"tuple": [{"device": "x"}]}),
+    "a number that is none": ((*ENTRIES, 0, 1), {"tuple": [{"float": "1"}]}),
+    "no moment": ((*ENTRIES, 2, 1), None),
+    "an empty moment": ((*ENTRIES, 2, 1), {"dict": []}),
     "no weights": (("weights",), None),
     "no digest": (("output",), 5),
 }
 
 
-def hostile(path: Path, call: Any, random: Any = None) -> None:
+def hostile(path: Path, call: Any, spoil: Any = None) -> Recorder:
     """Write a recording of one batch whose value is of somebody's making, all checksums right."""
     rnet, data = recorder("2", inputs=True), batches(3)
     recording = rnet.collect(data, store=f"disk:{path}-plain")
     with RunReader(f"{path}-plain") as reader:
         value, tensor = reader.kept.read(0)
         tensors = [tensor(number) for number in range(4)]
-        if random is not None:
-            tree = decode(value["1-3"]["moment"], tensor)
-            random(tree["random"])
-            moment = encode(tree, lambda found: tensors.append(found) or len(tensors) - 1)
-            value["1-3"]["moment"] = moment
+        if spoil is not None:
+            leaves = value["1-3"]["leaves"]
+            tree = decode(value["1-3"]["call"], lambda at: tensors[leaves[at][0]])
+            spoil(tree["moment"]["random"])
+            found: list[Tensor] = []
+            node = encode(tree, lambda leaf: found.append(leaf) or len(found) - 1)
+            tensors += found
+            leaves[:] = [[4 + at, list(t.shape), list(t.stride())] for at, t in enumerate(found)]
+            value["1-3"]["call"] = node
         header = header_of(recording.architecture, {"layers": ["1-3"], "inputs": True})
         kept = KeptBatches([3], [call(value)], tensors)
         with RunWriter.create(path, layers=reader.layers, header=header) as writer:
             writer.append({"1-3": reader.read("1-3", 0, 3)}, range(3), kept=kept)
             writer.finish()
+    return rnet
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -334,20 +347,30 @@ def test_hostile_batches_are_refused(tmp_path: Path, value: Any) -> None:
 def test_states_of_generators_out_of_bounds_are_refused(tmp_path: Path) -> None:
     # NumPy would read past the end of its words.
     def far(state: Any) -> None:
-        state["numpy"][1] = 10**6
+        state["numpy"]["state"]["pos"] = 10**6
+
+    def before(state: Any) -> None:
+        state["numpy"]["state"]["pos"] = -1
 
     def short(state: Any) -> None:
-        state["numpy"][0] = state["numpy"][0][:10]
+        state["numpy"]["state"]["key"] = state["numpy"]["state"]["key"][:10]
 
     def none(state: Any) -> None:
         state["cpu"] = 3
 
-    for number, spoil in enumerate((far, short, none)):
-        hostile(tmp_path / str(number), lambda value: value, random=spoil)
-        with pytest.raises(RecordingError, match="random number generator"):
-            open_recording(tmp_path / str(number)).inputs["2"][0]
-    hostile(tmp_path / "right", lambda value: value, random=lambda state: None)
-    assert open_recording(tmp_path / "right").inputs["2"][0]
+    def short_words(state: Any) -> None:
+        state["python"][1] = state["python"][1][:10]
+
+    for number, spoil in enumerate((far, before, short, none, short_words)):
+        rnet = hostile(tmp_path / str(number), lambda value: value, spoil=spoil)
+        states = torch.get_rng_state(), np.random.get_state()[1:3], random.getstate()
+        with pytest.raises(RecomputeError, match="failed when it was run again"):
+            open_recording(tmp_path / str(number)).recompute(rnet, "2.first")
+        assert torch.equal(torch.get_rng_state(), states[0])
+        np.testing.assert_equal(np.random.get_state()[1:3], states[1])
+        assert random.getstate() == states[2]
+    rnet = hostile(tmp_path / "right", lambda value: value, spoil=lambda state: None)
+    assert open_recording(tmp_path / "right").recompute(rnet, "2.first")
 
 
 def test_after_any_fault_samples_and_inputs_agree_and_can_be_resumed(tmp_path: Path) -> None:

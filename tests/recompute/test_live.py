@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, RecomputeError, Recorder, SelectorTypeError
 from scio_recorder.postprocessors import GaussianNoise
-from scio_recorder.recompute.calls import enclosing_layers
 from tests.harness import MODES, Mode, executed, make_recorder, run_pass, trace
 from tests.oracle import Watch, differences, freeze, leaves, same_bits
 from tests.zoo import CASES, Case
@@ -442,7 +441,7 @@ def test_a_failure_in_the_second_run_changes_nothing() -> None:
 def test_enclosing_layers_go_by_the_order_of_calls() -> None:
     rnet = recorder()
     label = rnet.architecture.resolve("1.1.drop")
-    around = enclosing_layers(rnet.architecture, label)
+    around = rnet.architecture.enclosing(label)
     assert [rnet.architecture[one].name for one in around] == ["1.1", "1", ""]
 
 

@@ -3,22 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 import warnings
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.nets.state.copying import are_large, clone
-from scio_recorder.nets.state.random import RandomState
 from scio_recorder.tensors import private
 
 # Streams and warning filters belong to the process: two threads would restore each other's.
 _QUIET = threading.RLock()
+# NumPy reads past the end of its words where the position says so.
+_MERSENNE_WORDS = 624
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every global random number generator, as plain values and tensors.
+
+    Returns
+    -------
+    dict
+        What :func:`restore_random` takes: the generators of torch, NumPy and Python.
+
+    Examples
+    --------
+    >>> state = random_state()
+    >>> first = torch.rand(2), np.random.rand(), random.random()
+    >>> restore_random(state)
+    >>> torch.equal(torch.rand(2), first[0]), np.random.rand() == first[1]
+    (True, True)
+    >>> random.random() == first[2]
+    True
+    """
+    numpy: Any = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] == "MT19937":
+        numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].view(np.int32))
+    version, words, gauss = random.getstate()
+    # Words are signed: tensors of unsigned ones can't be pickled.
+    # Asking a device that is not in use would initialise it.
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    return {
+        "cpu": torch.get_rng_state(),
+        "numpy": numpy,
+        "python": [version, torch.frombuffer(array("I", words), dtype=torch.int32), gauss],
+        "cuda": torch.cuda.get_rng_state_all() if uses_cuda else None,
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+    }
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Put the generators back; a state that is none raises before its generator is touched."""
+    numpy, (version, words, gauss) = state["numpy"], state["python"]
+    if numpy["bit_generator"] == "MT19937":
+        if not 0 <= numpy["state"]["pos"] <= _MERSENNE_WORDS:
+            raise ValueError("the state of a random number generator is out of bounds")
+        key = numpy["state"]["key"].numpy().view(np.uint32)
+        numpy = {**numpy, "state": {**numpy["state"], "key": key}}
+    torch.set_rng_state(state["cpu"])
+    np.random.set_state(numpy)
+    random.setstate((version, tuple(words.numpy().view(np.uint32).tolist()), gauss))
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["mps"] is not None:
+        torch.mps.set_rng_state(state["mps"])
 
 
 @contextlib.contextmanager
@@ -83,11 +138,11 @@ def preserved_rng() -> Iterator[None]:
     >>> torch.equal(torch.get_rng_state(), before)
     True
     """
-    before = RandomState()
+    before = random_state()
     try:
         yield
     finally:
-        before.restore()
+        restore_random(before)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,6 @@ from torch import nn
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.nets.state.random import RandomState
-from scio_recorder.recompute.calls import KeptCall, Pool
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
     LayerIntake,
@@ -21,9 +19,9 @@ from scio_recorder.recording.collect.intake import (
 )
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Held
+from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.tensors.digests import Weights, digest_of
-from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
     import torch
@@ -86,25 +84,19 @@ class Harvest:
         }
         # Whether a batch that failed may have left something in reductions.
         self._is_tainted = False
-        self._pool = Pool()
-        self._calls: dict[DepthIdx, KeptCall] = {}
-        self._random: RandomState | None = None
+        self._calls: dict[DepthIdx, dict[str, Any]] = {}
         self._weights = Weights()
         self._restore(writer.state)
 
     # What a pass hands over.
 
-    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> KeptCall:
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
         """Copy what a module's forward is about to receive, and the state in which it will run."""
-        leaves, rebuild = flatten(tuple(inputs))
-        moment = Moment(module, leaves, self._pool.copy)
-        if self._random is not None:
-            moment.random.share(self._random)
-        self._random = moment.random
-        kept = [self._pool.keep(leaf) for leaf in leaves]
-        return KeptCall(kept, rebuild, moment, self._weights.digest(module))
+        layer = self._architecture[self._architecture.calls(module)[0]]
+        call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
+        return self._writer.calls.keep(layer, call)
 
-    def receive_inputs(self, label: DepthIdx, kept: KeptCall) -> None:
+    def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
         """Take what `keep_inputs` returned for a layer."""
         self._calls[label] = kept
 
@@ -113,7 +105,7 @@ class Harvest:
     ) -> None:
         call = self._calls.get(label)
         if call is not None:
-            call.output = digest_of(activation)
+            call["output"] = digest_of(activation)
         receive(activation)
 
     # What a batch becomes.
@@ -143,7 +135,7 @@ class Harvest:
         if self._rounds:
             for intake in self._storing.values():
                 intake.settle()
-        calls, self._calls = dict(sorted(self._calls.items())), {}
+        calls = {self._name(label): call for label, call in sorted(self._calls.items())}
         self._is_tainted = True
         try:
             self._writer.commit(ids[skip:], self._state, calls)
