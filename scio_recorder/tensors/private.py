@@ -311,39 +311,6 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
 
 
-class FakeTensors:
-    """A world in which tensors have shapes and no numbers. Importing what it takes is slow."""
-
-    def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-        # Without a GPU, torch 2.10 crashes where two threads have guarded against its use.
-        kind: Any = type("Mode", (FakeTensorMode,), {"avoid_device_init": False})
-        self.mode = kind(allow_non_fake_inputs=True, shape_env=shapes)
-        # Its cache is global.
-        self.mode.cache_enabled = False
-
-    def without_numbers(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this world with the shape of another."""
-        fake: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
-        return fake
-
-    def with_number(self, tensor: Tensor) -> Tensor:
-        """Return the same for a tensor of one number, which stays known."""
-        fake: Any = self.without_numbers(tensor)
-        fake.constant = tensor.detach().clone()
-        self.mode.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake  # type: ignore[no-any-return]  # its type has attributes that Tensor has not
-
-
-@checked("torch._subclasses.fake_tensor", "force_static_flow", examples.knows_no_numbers)
-def fake_tensors() -> FakeTensors:
-    """Return a world without numbers, in which data can't decide what a network does next."""
-    return FakeTensors()
-
-
 @checked(
     "torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow", examples.sees_operations
 )
@@ -357,3 +324,14 @@ def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextMa
     # A mode that defined its method itself would be wrapped in what imports the compiler.
     bases = type("Calling", (), {"__torch_dispatch__": dispatch}), TorchDispatchMode
     return type("Mode", bases, {})()  # type: ignore[no-any-return]  # a context manager
+
+
+class _Traced(Tensor):
+    __torch_function__ = nn.Parameter.__torch_function__
+    __class__ = property(lambda self: torch._subclasses.FakeTensor)
+
+
+@checked("torch._subclasses.FakeTensor", "force_static_flow", examples.says_it_is_fake)
+def pass_for_traced(tensor: Tensor) -> None:
+    """Make a tensor say that it is traced: libraries ask so before they look at its values."""
+    object.__setattr__(tensor, "__class__", _Traced)

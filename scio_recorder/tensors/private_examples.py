@@ -5,6 +5,7 @@ Examples use what torch has made public, so that they are no victims of what the
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -245,20 +246,6 @@ def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
     return run(Tensor.dim, (tensor,), {}) == 1 and not calls
 
 
-def knows_no_numbers(make: Callable[[], Any]) -> bool:
-    world = make()
-    unknown = world.without_numbers(torch.ones(2, device="cpu"))
-    known = world.with_number(torch.ones((), device="cpu"))
-    with world.mode:
-        product = unknown * 2
-        length = product[product > 1].shape[0]
-        try:
-            bool(product.sum() > 1)
-        except Exception:
-            return product.shape == (2,) and bool(known) and not isinstance(length, int)
-    return False
-
-
 def sees_operations(made_by: Callable[[Any], Any]) -> bool:
     asking = []
 
@@ -269,3 +256,10 @@ def sees_operations(made_by: Callable[[Any], Any]) -> bool:
     with made_by(call):
         is_positive = bool(torch.ones(1, device="cpu") > 0)
     return is_positive and asking[-1] and not any(asking[:-1])
+
+
+def says_it_is_fake(change: Callable[[Tensor], None]) -> bool:
+    tensor = torch.ones(2, device="cpu")
+    change(tensor)
+    kind = importlib.import_module("torch._subclasses.fake_tensor").FakeTensor
+    return isinstance(tensor, kind) and type(tensor + 1) is Tensor and tensor.tolist() == [1, 1]

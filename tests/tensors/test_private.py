@@ -163,7 +163,7 @@ FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "peek_interpreter_stack": (torch._C._functorch, run),
     "_is_any_autocast_enabled": (torch._C, run),
     "_CheckpointFrame": (torch.utils.checkpoint, run_checkpointed),
-    "FakeTensorMode": (torch._subclasses.fake_tensor, label),
+    "TorchDispatchMode": (torch.utils._python_dispatch, label),
 }
 
 

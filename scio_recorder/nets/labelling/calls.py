@@ -53,7 +53,7 @@ class CallTrace:
         self.calls: list[Call] = []
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._net = net
-        self._grad = grad
+        self.grad = grad
         self._open: dict[int, list[Call]] = {}
         self._counts: dict[int, int] = {}
         self._completed = 0
@@ -77,8 +77,8 @@ class CallTrace:
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is self._net and self.inputs is None:
             # As they were before the pass, which may resize them or fill a cache among them.
-            self.inputs = copy_inputs((args, kwargs), share_memory=True)
-            if self._grad:
+            self.inputs = copy_inputs((args, kwargs))
+            if self.grad:
                 # The caller's `no_grad` puts this back.
                 torch.set_grad_enabled(True)
         number = self._counts.get(id(module), 0)

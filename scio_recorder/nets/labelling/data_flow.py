@@ -2,46 +2,265 @@
 
 NOTE [Other answers]
 
-A copy of the net runs on fake tensors, which have shapes and no values. Wherever it asks for a
-value, or for a size that depends on values, it is told one of a few made-up answers. Then it runs
-again for every other answer. If the net calls other functions of torch then, or the same on other
-tensors, the answer has decided what runs: that is a branch on data. If it calls the same, the
-answer was only computed with. If it raises, the question was a check of the data. Neither source
-nor byte code is looked at: these differ from one Python to the next, or can't be had.
+A network that asks for no value that its data decide goes the same way on all data of the same
+shapes: most networks, which need no closer look. Where one asks, copies of it run again, and each
+is told something else than the truth at one of these questions: another number, or another number
+of hits of a mask. If such a copy calls other functions of torch, or the same on other tensors, the
+answer has decided what runs: that is a branch on data. If it calls the same, the answer was only
+computed with. If it raises, the question was a check of the data, unless other modules ran before.
+Neither source nor byte code is looked at: these differ from one Python to the next, or can't be
+had.
+
+Libraries look at masks to leave out those that hide nothing, unless they are traced. That is no
+branch of the net, so copies pass for traced: their flags and integers are tensors that say so.
+
+Copies run on the CPU: a made-up index that is too large would break a GPU for the whole process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
-from scio_recorder.nets.labelling.worlds import Question, World
 from scio_recorder.nets.state.copying import (
-    CopyTensors,
     OriginalCalledError,
+    copy_inputs,
     copy_net,
     refusing_calls,
 )
 from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet
 from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import map_tensors
 
-# These report what fake tensors can't do.
-_TALKATIVE = (
-    "torch.fx.experimental.recording",
-    "torch.fx.experimental.sym_node",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._subclasses.fake_tensor",
-)
-# Other answers that are tried to get past an exception.
-_ATTEMPTS = 16
+# What stands between the net and the questions that it asks.
+_OWN = (__file__, private.__file__, contextlib.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Modules of torch belong to nets; the rest of torch works on behalf of its caller.
+_TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+
+# These hand values out without any operation.
+_HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
+_REALS = (0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 1e6, -1e6)
+_HITS = (0, 1, 2, 3, 4096)
+_MAX_QUESTIONS = 1000
+
+# A line of code: the name of its file, and its number.
+_Place: TypeAlias = tuple[str, int]
+
+
+class Question(NamedTuple):
+    """A value that the data decide, or a size, for which the net asked.
+
+    ``choices`` are the answers, the true one first. ``stack`` is where it was asked, the innermost
+    place first, and ``step`` the number of steps until then.
+    """
+
+    choices: Sequence[Any]
+    stack: tuple[_Place, ...]
+    step: int
+    is_size: bool
+
+
+class _Step(NamedTuple):
+    """A call of a function of torch, or of a module, which is a number here."""
+
+    called: Any
+    # The number and the result of the step that made each tensor that it was given.
+    tensors: tuple[tuple[int, int], ...]
+    # What else it was given.
+    others: tuple[str, ...]
+    place: _Place
+
+
+class Flow(TorchFunctionMode):
+    """The way that a pass of a net takes.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net, or a copy of it.
+    at, choice : int
+        Which question gets which of its answers; all others get the true one.
+    max_steps : int
+        How many calls of torch there can be.
+
+    Attributes
+    ----------
+    questions : list of Question
+        What the net asked of what its inputs decide, or random numbers.
+
+    Examples
+    --------
+    >>> flow = Flow(net := nn.Identity())
+    >>> with flow.followed():
+    ...     is_positive = bool(net(torch.ones(3)).sum() > 0)
+    >>> [question.choices for question in flow.questions]
+    [[True, False]]
+    """
+
+    def __init__(
+        self, net: nn.Module, at: int = -1, choice: int = 0, max_steps: int = 100_000
+    ) -> None:
+        super().__init__()
+        self.questions: list[Question] = []
+        self.steps: list[_Step] = []
+        self.failed = False
+        self._net, self._at, self._choice, self._max_steps = net, at, choice, max_steps
+        # By tensor: what made it, and whether the data decide it.
+        self._origins = WeakTensorKeyDictionary()
+        self._data = WeakTensorKeyDictionary()
+        self._foreign = 0
+        self._is_on_data = self._is_replay = False
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what this thread does in the block."""
+        with contextlib.ExitStack() as stack:
+            for number, module in enumerate(self._net.modules()):
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hook = self._hook(number)
+                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                    stack.callback(handle.remove)
+            stack.enter_context(private.operations_made_by(self._call_operation))
+            stack.enter_context(self)
+            yield
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the net once more, and note whether it fails."""
+        self._is_replay = True
+        try:
+            with self.followed():
+                output = self._net(*args, **kwargs)
+            self._note("return", output)
+        except UnsupportedTorchError:
+            raise
+        except (Exception, _TooLongError):
+            self.failed = True
+
+    def differs(self, other: Flow, question: Question | None) -> bool:
+        """Whether another pass, with another answer to a question, took another way."""
+        if other.failed:
+            # A check of the data raises before any module runs that would not run otherwise.
+            calls = other._calls()
+            return calls != self._calls()[: len(calls)]
+        # A number may have been computed with, so that functions are given another one.
+        is_flag = question is None or isinstance(question.choices[0], bool)
+        compared = 3 if is_flag else 2
+        return [step[:compared] for step in self.steps] != [step[:compared] for step in other.steps]
+
+    def place_of(self, question: Question) -> _Place:
+        """Return where a question was asked, or where what has the size in question is used."""
+        users = (
+            step.place
+            for step in self.steps[question.step :]
+            if question.is_size and question.step in dict(step.tensors)
+        )
+        return next(users, question.stack[0])
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = self._note(func, args, kwargs)
+        step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
+        result = func(*args, **kwargs)
+        if self._is_on_data and func in _HANDING_OUT:
+            result = self._answer([result, *(_filled(result, number) for number in _REALS)])
+        made = [part for part in _parts(result) if isinstance(part, Tensor)]
+        for position, tensor in enumerate(made):
+            if tensor not in self._origins:
+                self._origins[tensor] = (step, position)
+        if self._is_on_data:
+            # What returns nothing has written to its first argument.
+            self._mark(given[:1] if result is None else made)
+        return result
+
+    def _hook(self, number: int) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = self._note(number, args, kwargs)
+            if module is self._net:
+                self._mark(given)
+
+        return note
+
+    def _mark(self, tensors: list[Tensor]) -> None:
+        """Note that the data decide these tensors."""
+        for tensor in tensors:
+            self._data[tensor] = True
+            if self._is_replay and type(tensor) is Tensor and not tensor.dtype.is_floating_point:
+                private.pass_for_traced(tensor)
+
+    def _note(self, called: Any, *given: Any) -> list[Tensor]:
+        """Add a step, and return the tensors that were given."""
+        if len(self.steps) >= self._max_steps:
+            raise _TooLongError
+        parts = list(_parts(given))
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        for tensor in tensors:
+            if tensor not in self._origins:
+                # Tensors that no function has made, in the order in which they are met.
+                self._foreign += 1
+                self._origins[tensor] = (0, self._foreign)
+        origins = tuple(self._origins[tensor] for tensor in tensors)
+        others = tuple(_shown(part) for part in parts if not isinstance(part, Tensor))
+        self.steps.append(_Step(called, origins, others, next(_places())))
+        return tensors
+
+    def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
+        if self._is_on_data and torch.Tag.dynamic_output_shape in operation.tags:
+            args = self._with_hits(operation, args)
+        result = operation(*args, **kwargs)
+        if self._is_on_data and torch.Tag.data_dependent_output in operation.tags:
+            return self._answer([result, *_other_values(result)])
+        return result
+
+    def _with_hits(self, operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what makes an operation find some number of hits: the true one or another."""
+        place = 0
+        if operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
+            # A mask has some number of hits; numbers give a size that is known.
+            place = 1
+            if not any(map(_is_mask, _parts(args[1]))):
+                return args
+        hits = self._answer([None, *_HITS], is_size=True)
+        if hits is None:
+            return args
+
+        def altered(tensor: Any) -> Any:
+            if place == 1 and not _is_mask(tensor):
+                return tensor
+            falling = hits - torch.arange(tensor.numel(), device=tensor.device)
+            return falling.clamp(min=0).reshape(tensor.shape).to(tensor.dtype)
+
+        return (*args[:place], map_tensors(altered, args[place]), *args[place + 1 :])
+
+    def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
+        """Return what the net is told."""
+        index = len(self.questions)
+        if index >= _MAX_QUESTIONS:
+            raise _TooLongError
+        self.questions.append(Question(choices, tuple(_places()), len(self.steps), is_size))
+        return choices[self._choice if index == self._at else 0]
+
+    def _calls(self) -> list[int]:
+        return [step.called for step in self.steps if isinstance(step.called, int)]
+
+
+class _TooLongError(BaseException):
+    """A loop that an untrue answer does not end. No ``except Exception`` of a net may catch it."""
 
 
 def check_static_flow(
@@ -54,8 +273,7 @@ def check_static_flow(
 ) -> None:
     """Refuse a net whose control flow depends on the data.
 
-    A failure is no answer and no reason to refuse: some operations can't be followed without
-    values.
+    A failure is no answer and no reason to refuse: not every network runs on the CPU.
 
     Parameters
     ----------
@@ -77,103 +295,91 @@ def check_static_flow(
     --------
     >>> check_static_flow(nn.ReLU(), (torch.ones(2),), {})
     """
+
+    def run(at: int = -1, choice: int = 0, max_steps: int = 100_000) -> Flow:
+        with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
+            twin = copy_net(net, share_uncopyable=False).cpu().train(mode == "train")
+            flow = Flow(twin, at, choice, max_steps)
+            flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
+        return flow
+
     try:
-        with quiet(), eager(), _silent_loggers():
-            question = _deciding_question(_Pass(net, args, kwargs, mode == "train", grad))
+        with quiet(), eager():
+            place = _deciding_place(run)
     except UnsupportedTorchError:
         raise
     except (OriginalCalledError, Exception):
         return
-    if question is not None:
+    if place is not None:
+        line = linecache.getline(*place).strip()
         raise FlowError(
-            f"the control flow of {type(net).__name__} depends on the data at {question.place}: on "
-            "other data other layers may run, and labels would change their meaning. If the layers "
-            "that you record run whatever the data, write force_static_flow=False; every pass is "
-            "then still checked against the labelling"
+            f"the control flow of {type(net).__name__} depends on the data at {place[0]}:{place[1]}"
+            + (f" ({line})" if line else "")
+            + ": on other data other layers may run, and labels would change their meaning. If the "
+            "layers that you record run whatever the data, write force_static_flow=False; every "
+            "pass is then still checked against the labelling"
         )
 
 
-def _deciding_question(run: Callable[[list[int]], World]) -> Question | None:
-    """Return a question whose answer decides what runs, None if there is none."""
-    base = _settled(run, [], 0, {None})
-    seen = set()
-    for index, question in enumerate(base.questions):
-        # A line that asks in a loop does the same each time.
-        if question.stack in seen:
-            continue
-        seen.add(question.stack)
-        for choice in set(range(len(question.choices))) - {question.chosen}:
-            answers = base.answers
-            answers[index] = choice
-            other = _settled(run, answers, index + 1, {None, base.failure})
+def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
+    """Return where an answer decides what runs, None if none does."""
+    base = run()
+    # A line that asks in a loop does the same each time.
+    first = {question.stack: index for index, question in reversed([*enumerate(base.questions)])}
+    for index in () if base.failed else sorted(first.values()):
+        question = base.questions[index]
+        for choice in range(1, len(question.choices)):
+            other = run(index, choice, 10 * len(base.steps) + 1000)
             if base.differs(other, question):
                 # A net that does something else each time gives no answer.
-                is_repeatable = not base.differs(run(base.answers), question)
-                return question if is_repeatable else None
+                is_repeatable = not base.differs(run(), None)
+                return base.place_of(question) if is_repeatable else None
     return None
 
 
-def _settled(
-    run: Callable[[list[int]], World], answers: list[int], fixed: int, ends: set[Any]
-) -> World:
-    """Change answers but the first until the pass ends well; return the first pass if none does."""
-    first = world = run(answers)
-    for _ in range(_ATTEMPTS):
-        following = _following(world, fixed)
-        if world.failure in ends or following is None:
-            break
-        world = run(following)
-    return world if world.failure in ends else first
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _parts(item)
+    elif isinstance(value, dict):
+        yield from _parts(list(value.values()))
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
 
 
-def _following(world: World, fixed: int) -> list[int] | None:
-    """Return the next answers to try: the latest question gets its next choice."""
-    answers = world.answers
-    while len(answers) > fixed:
-        answers[-1] += 1
-        if answers[-1] < len(world.questions[len(answers) - 1].choices):
-            return answers
-        answers.pop()
-    return None
+def _shown(part: Any) -> str:
+    # A flag may be computed with: as a factor, it is one or zero.
+    if isinstance(part, bool | int | float) and part in (0, 1):
+        return "flag"
+    return repr(part) if isinstance(part, int | float | complex | str) else type(part).__name__
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Runs a net without values, each time from the same state."""
-
-    net: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    training: bool
-    grad: bool
-
-    def __call__(self, answers: list[int]) -> World:
-        world = World(answers)
-        fakes = private.fake_tensors()
-
-        def state_without_values(tensor: Tensor) -> Tensor:
-            # A flag in a buffer belongs to the net, not to the data: a branch on it is static.
-            make = fakes.with_number if tensor.numel() == 1 else fakes.without_numbers
-            return make(tensor)
-
-        with preserved_rng():
-            twin = copy_net(self.net, copier=state_without_values, share_uncopyable=False)
-            with CopyTensors(fakes.without_numbers):
-                args, kwargs = copy.deepcopy((self.args, self.kwargs))
-            twin.train(self.training)
-            with refusing_calls(self.net), fakes.mode, torch.set_grad_enabled(self.grad):
-                world.run(twin, args, kwargs)
-        return world
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-@contextlib.contextmanager
-def _silent_loggers() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+def _other_values(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    numbers = _INTEGERS if isinstance(value, int) else _REALS
+    return [type(value)(number) for number in numbers if number != value]
+
+
+def _filled(value: Any, number: float) -> Any:
+    """Return an array, or a nested list, in which every number is another."""
+    if isinstance(value, list):
+        return [_filled(item, number) for item in value]
+    if isinstance(value, np.ndarray):
+        return np.full_like(value, number)
+    return type(value)(number)
+
+
+def _places() -> Iterator[_Place]:
+    """Yield where the net is, the innermost place first, without what torch does in between."""
+    for frame, line in traceback.walk_stack(None):
+        name = frame.f_code.co_filename
+        is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)
+        if not is_internal and name not in _OWN:
+            yield name, line

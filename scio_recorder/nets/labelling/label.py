@@ -7,7 +7,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torchinfo.layer_info import LayerInfo
 
-from scio_recorder.errors import LabellingError, MissingInputError
+from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.calls import Call, CallTrace
-from scio_recorder.nets.labelling.data_flow import check_static_flow
+from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
@@ -27,7 +27,6 @@ from scio_recorder.nets.labelling.torchinfo import (
     point_to,
     summary,
 )
-from scio_recorder.nets.labelling.watching import Watch
 from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
@@ -92,10 +91,10 @@ def label_net(
     check_supported(net)
     keywords = _keywords(net, summary_kwargs)
     with preserved_rng():
-        (statistics, architecture, inputs), manner = _label(net, keywords)
-        if force_static_flow and manner.watch.asked and inputs is not None:
+        statistics, architecture, trace, flow = _label(net, keywords)
+        if force_static_flow and flow.questions and trace.inputs is not None:
             mode = keywords["mode"] or "eval"
-            check_static_flow(net, *inputs, mode=mode, grad=manner.grad)
+            check_static_flow(net, *trace.inputs, mode=mode, grad=trace.grad)
     verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
     statistics.formatting.verbose = verbose
     if verbose:
@@ -131,34 +130,19 @@ def _understood_by_torchinfo(input_data: Any) -> Any:
     return input_data if known else [input_data]
 
 
-_Labelled = tuple[ModelStatistics, Architecture, Any]
+_Labelled = tuple[ModelStatistics, Architecture, CallTrace, Flow]
 
 
-@dataclass(frozen=True)
-class _Manner:
-    """How the net is run to be labelled."""
-
-    # Hooks may have side effects, so they are left out, unless the net can't run without them.
-    keep_hooks: bool = False
-    # Gradients cost memory, so there are none, unless the net differentiates something itself.
-    grad: bool = False
-    watch: Watch = field(default_factory=Watch)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        with quiet(), eager(), forgiving(), self.watch.watching():
-            yield
-
-
-def _label(net: nn.Module, keywords: dict[str, Any]) -> tuple[_Labelled, _Manner]:
+def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
+    # Hooks may have side effects, so they are left out, unless the net can't run without them.
+    # Gradients cost memory, so there are none, unless the net differentiates something itself.
     has_hooks = any(private.forward_hooks(m) or private.forward_pre_hooks(m) for m in net.modules())
     for keep_hooks, grad in itertools.product(
         (False, True) if has_hooks else (False,), (False, True)
     ):
-        manner = _Manner(keep_hooks, grad)
         try:
-            return _label_once(net, keywords, manner), manner
+            return _label_once(net, keywords, keep_hooks, grad)
         except _DryRunError as error:
             # What went wrong with gradients may be due to these.
             failure = failure if grad else error
@@ -166,14 +150,16 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> tuple[_Labelled, _Manner
     raise LabellingError(_explain(net, keywords, failure.cause)) from failure.cause
 
 
-def _label_once(net: nn.Module, keywords: dict[str, Any], manner: _Manner) -> _Labelled:
-    twin = _faithful_copy(net, manner.keep_hooks)
+def _label_once(
+    net: nn.Module, keywords: dict[str, Any], keep_hooks: bool, grad: bool
+) -> _Labelled:
+    twin = _faithful_copy(net, keep_hooks)
     if twin is not None:
         with contextlib.suppress(OriginalCalledError), refusing_calls(net):
-            return _dry_run(twin, keywords, net, manner)
+            return _dry_run(twin, keywords, net, grad)
     # Something in the net, a closure for one, leads from the copy back to the net.
-    with restored(net, keep_hooks=manner.keep_hooks):
-        return _dry_run(net, keywords, net, manner)
+    with restored(net, keep_hooks=keep_hooks):
+        return _dry_run(net, keywords, net, grad)
 
 
 def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
@@ -193,17 +179,17 @@ class _DryRunError(Exception):
     cause: BaseException
 
 
-def _dry_run(
-    twin: nn.Module, keywords: dict[str, Any], net: nn.Module, manner: _Manner
-) -> _Labelled:
+def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool) -> _Labelled:
     names = dict(net.named_modules(remove_duplicate=False))
     originals = {
         id(module): names[name] for name, module in twin.named_modules(remove_duplicate=False)
     }
-    trace = CallTrace(twin, grad=manner.grad)
+    trace, flow = CallTrace(twin, grad=grad), Flow(twin)
     try:
-        with manner.entered():
+        with quiet(), eager(), forgiving(), flow.followed():
             statistics = summary(twin, **_dry_run_keywords(keywords))
+    except UnsupportedTorchError:
+        raise
     except Exception as error:
         # torchinfo wraps what the net raised.
         wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
@@ -215,7 +201,7 @@ def _dry_run(
     # Of a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]
-    return statistics, Architecture(layers, _names(net, layers)), trace.inputs
+    return statistics, Architecture(layers, _names(net, layers)), trace, flow
 
 
 def _dry_run_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,10 +49,12 @@ def copy_net(
     net: nn.Module,
     *,
     keep_hooks: bool = False,
-    copier: TensorCopier | None = None,
     share_uncopyable: bool = True,
 ) -> nn.Module:
     """Return a copy of a net that can be run without changing the net.
+
+    Tensors are cloned, except for parameters that together are larger than 1 GiB, which share their
+    memory.
 
     Parameters
     ----------
@@ -60,9 +62,6 @@ def copy_net(
         The net, which may hold what ``copy.deepcopy`` refuses: tensors inside a graph, locks.
     keep_hooks : bool
         Whether the copy has copies of the user's hooks, or none.
-    copier : callable, optional
-        Copies each tensor, parameters included. By default tensors are cloned, except for
-        parameters that together are larger than 1 GiB, which share their memory.
     share_uncopyable : bool
         Whether attributes that can't be copied are shared, or the copy fails with the exception
         that they raise.
@@ -79,26 +78,23 @@ def copy_net(
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
-    with torch.no_grad(), CopyTensors(copier):
-        memo = _first_memo(net, keep_hooks, copier)
+    with torch.no_grad(), CopyTensors():
+        memo = _first_memo(net, keep_hooks)
         try:
             return copy.deepcopy(net, memo)
         except Exception:
             if not share_uncopyable:
                 raise
-            return _copy_by_module(net, _first_memo(net, keep_hooks, copier))
+            return _copy_by_module(net, _first_memo(net, keep_hooks))
 
 
-def copy_inputs(inputs: Any, *, share_memory: bool = False) -> Any:
+def copy_inputs(inputs: Any) -> Any:
     """Return a copy of a net's inputs, or these themselves where they can't be copied.
 
     Parameters
     ----------
     inputs : Any
-        Any structure.
-    share_memory : bool
-        Whether tensors are aliases, for those who need shapes and not values. Otherwise only what a
-        tensor shows is copied: it may be a slice of a whole dataset.
+        Any structure. Only what a tensor shows is copied: it may be a slice of a whole dataset.
 
     Returns
     -------
@@ -111,7 +107,7 @@ def copy_inputs(inputs: Any, *, share_memory: bool = False) -> Any:
     >>> copy_inputs({"x": x})["x"] is x
     False
     """
-    with torch.no_grad(), CopyTensors(torch.detach if share_memory else clone):
+    with torch.no_grad(), CopyTensors(clone):
         try:
             return copy.deepcopy(inputs)
         except Exception:
@@ -173,9 +169,9 @@ def _share(parameter: Tensor) -> Tensor:
     return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
 
-def _first_memo(net: nn.Module, keep_hooks: bool, copier: TensorCopier | None) -> dict[int, Any]:
+def _first_memo(net: nn.Module, keep_hooks: bool) -> dict[int, Any]:
     memo: dict[int, Any] = {}
-    copy_parameter = copier or (_share if are_large(net) else None)
+    shares = are_large(net)
     for module in net.modules():
         if not keep_hooks:
             memo |= {
@@ -183,9 +179,9 @@ def _first_memo(net: nn.Module, keep_hooks: bool, copier: TensorCopier | None) -
                 for name in private.HOOK_DICTIONARIES
                 if name in vars(module)
             }
-        if copy_parameter is not None:
+        if shares:
             for parameter in module.parameters(recurse=False):
-                memo.setdefault(id(parameter), copy_parameter(parameter))
+                memo.setdefault(id(parameter), _share(parameter))
     return memo
 
 
