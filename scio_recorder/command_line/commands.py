@@ -7,7 +7,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import getdoc
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from scio_recorder.command_line.arguments import (
@@ -25,10 +26,9 @@ from scio_recorder.command_line.arguments import (
     dtype_of,
     kind_of,
     load,
-    positive,
     said,
     size,
-    whole,
+    whole_from,
 )
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.progress import lines_every
@@ -91,32 +91,36 @@ def _parser() -> argparse.ArgumentParser:
         description="Record and change what happens inside a PyTorch network.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_summary(commands)
-    _add_collect(commands)
-    _add_on_disk(commands, "inspect", "show what a recording on disk holds", _inspect)
-    _add_on_disk(commands, "verify", "read all of a recording and compare its checksums", _verify)
-    _add_report(commands)
-    _add_demo(commands)
-    for command in commands.choices.values():
-        command.add_argument(
-            "--traceback", action="store_true", help="show where an error comes from"
-        )
+    _add_net(_command(commands, summary))
+    _add_collect(_command(commands, collect))
+    for run in (inspect, verify, report):
+        command = _command(commands, run)
+        command.add_argument("path", metavar="PATH", help="the folder of the recording")
+    command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
+    command.add_argument("--title", help="its heading; by default the type of the net")
+    command = _command(commands, demo)
+    command.add_argument(
+        "--seed", type=whole_from(0), default=0, help="decides everything random (0)"
+    )
+    command.add_argument(
+        "--epochs", type=whole_from(1), default=15, help="length of the training (15)"
+    )
     return parser
 
 
-def _add_summary(commands: Any) -> None:
-    summary = commands.add_parser(
-        "summary",
-        help="print the labelled architecture of a net",
-        description="Print the labelled architecture of a net. MODULE is imported, from the "
-        "current folder if it is there; NAME is a net, or a class or function that makes one when "
-        "called without arguments.",
+def _command(commands: Any, run: Callable[..., None]) -> argparse.ArgumentParser:
+    """Add a command of a function's name, which its docstring describes."""
+    text = getdoc(run) or ""
+    short = text.partition("\n")[0].rstrip(".")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        run.__name__, help=f"{short[0].lower()}{short[1:]}", description=text
     )
-    _add_net(summary)
-    summary.set_defaults(run=_summary)
+    parser.set_defaults(run=run)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return parser
 
 
-def _add_net(command: Any) -> None:
+def _add_net(command: argparse.ArgumentParser) -> None:
     command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
     given = command.add_mutually_exclusive_group(required=True)
     given.add_argument(
@@ -144,68 +148,36 @@ def _add_net(command: Any) -> None:
     )
 
 
-def _add_collect(commands: Any) -> None:
-    collect = commands.add_parser(
-        "collect",
-        help="record layers of a net over a dataset into a folder",
-        description="Record what layers of a net return over a dataset, in a folder. --resume "
-        "goes on with a recording that is there already.",
-    )
-    _add_net(collect)
-    collect.add_argument(
+def _add_collect(command: argparse.ArgumentParser) -> None:
+    _add_net(command)
+    add, number = command.add_argument, whole_from(1)
+    add(
         "--data",
         metavar="MODULE:NAME",
         required=True,
         help="the batches: an iterable such as a DataLoader, or a function that makes one",
     )
-    collect.add_argument(
+    add(
         "--layers",
         nargs="+",
         required=True,
         metavar="LAYER",
         help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
     )
-    collect.add_argument("--out", required=True, metavar="PATH", help="the folder to write")
-    collect.add_argument("--every", type=positive, default=1, help="take every n-th batch (1)")
-    collect.add_argument("--max-batches", type=positive, help="stop after so many batches taken")
-    collect.add_argument("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
-    collect.add_argument("--resume", action="store_true", help="go on with what is there")
-    collect.add_argument("--train", action="store_true", help="leave the net in training mode")
-    collect.set_defaults(run=_collect)
+    add("--out", required=True, metavar="PATH", help="the folder to write")
+    add("--every", type=number, default=1, help="take every n-th batch (1)")
+    add("--max-batches", type=number, help="stop after so many batches taken")
+    add("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
+    add("--resume", action="store_true", help="go on with what is there")
+    add("--train", action="store_true", help="leave the net in training mode")
 
 
-def _add_on_disk(commands: Any, name: str, text: str, run: Any) -> None:
-    command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    command.add_argument("path", metavar="PATH", help="the folder of the recording")
-    command.set_defaults(run=run)
+def summary(parsed: argparse.Namespace, console: Console) -> None:
+    """Print the labelled architecture of a net.
 
-
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="write a page of HTML that shows a recording",
-        description="Write a page of HTML, complete in itself: statistics, histograms, dead and "
-        "saturated units, the architecture.",
-    )
-    report.add_argument("path", metavar="PATH", help="the folder of the recording")
-    report.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
-    report.add_argument("--title", help="its heading; by default the type of the net")
-    report.set_defaults(run=_report)
-
-
-def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="train a small net on handwritten digits and detect unknown ones",
-        description="Train a small net on the digits 0 to 6, record what happens inside it, and "
-        "compare scores that should notice the digits 7 to 9. Needs scikit-learn and no network.",
-    )
-    demo.add_argument("--seed", type=whole, default=0, help="decides everything random (0)")
-    demo.add_argument("--epochs", type=positive, default=15, help="length of the training (15)")
-    demo.set_defaults(run=_demo)
-
-
-def _summary(parsed: argparse.Namespace, console: Console) -> None:
+    MODULE is imported, from the current folder if it is there; NAME is a net, or a class or
+    function that makes one when called without arguments.
+    """
     console.print(str(_recorder(parsed)), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -224,7 +196,11 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
     return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
 
 
-def _collect(parsed: argparse.Namespace, console: Console) -> None:
+def collect(parsed: argparse.Namespace, console: Console) -> None:
+    """Record layers of a net over a dataset into a folder.
+
+    --resume goes on with a recording that is there already.
+    """
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
     data = load(parsed.data)
@@ -250,16 +226,18 @@ def _collect(parsed: argparse.Namespace, console: Console) -> None:
     console.print(recording)
 
 
-def _inspect(parsed: argparse.Namespace, console: Console) -> None:
+def inspect(parsed: argparse.Namespace, console: Console) -> None:
+    """Show what a recording on disk holds."""
     from scio_recorder.recording import layer_rows, open_recording
 
     recording = open_recording(_there(parsed.path))
-    table = Table(title=_title(recording), box=None)
-    for heading in ("label", "name", "type", "shape", "dtype"):
-        table.add_column(heading, no_wrap=True)
     numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table(
+        *(Column(name, no_wrap=True) for name in ("label", "name", "type", "shape", "dtype")),
+        *(Column(name, no_wrap=True, justify="right") for name in numbers),
+        title=_title(recording),
+        box=None,
+    )
     for row in layer_rows(recording):
         # Reduced layers have no samples to describe.
         shape = list(row["shape"]) if "shape" in row else "reduced"
@@ -275,21 +253,27 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _verify(parsed: argparse.Namespace, console: Console) -> None:
+def verify(parsed: argparse.Namespace, console: Console) -> None:
+    """Read all of a recording and compare its checksums."""
     from scio_recorder.stores.disk_format import RunReader
 
     with RunReader(_there(parsed.path)) as reader:
         reports = reader.verify()
-        damaged = [report.problem for report in reports if report.problem is not None]
+        damaged = [one.problem for one in reports if one.problem is not None]
         if damaged:
             raise FailureError("; ".join(damaged))
-        num_bytes = sum(report.num_bytes for report in reports)
+        num_bytes = sum(one.num_bytes for one in reports)
         state = "complete" if reader.complete else "interrupted: collect with resume to go on"
         text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _report(parsed: argparse.Namespace, console: Console) -> None:
+def report(parsed: argparse.Namespace, console: Console) -> None:
+    """Write a page of HTML that shows a recording.
+
+    The page is complete in itself: statistics, histograms, dead and saturated units, the
+    architecture.
+    """
     from scio_recorder.recording import open_recording
 
     # Beside the folder, which holds nothing but the recording.
@@ -309,7 +293,12 @@ def _title(recording: Any) -> str:
     return escape(f"{recording.path}: {recording.num_samples} samples, {state}")
 
 
-def _demo(parsed: argparse.Namespace, console: Console) -> None:
+def demo(parsed: argparse.Namespace, console: Console) -> None:
+    """Train a small net on handwritten digits and detect unknown ones.
+
+    It is trained on the digits 0 to 6; scores that look inside it should notice the digits 7 to 9.
+    Needs scikit-learn and no network.
+    """
     from scio_recorder.command_line.demo import run_demo
 
     try:

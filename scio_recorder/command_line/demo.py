@@ -94,9 +94,8 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     seen = recorded(rnet, digits.test)
     right = (seen[LOGITS_LAYER].argmax(dim=1) == digits.test.labels).double().mean().item()
     negative = (seen["embed"] < 0).double().mean().item()
-    labels = ", ".join(
-        f"{layer.name} ({layer.label})" for layer in map(rnet.architecture.get, seen)
-    )
+    layers = [rnet.architecture[label] for label in seen]
+    labels = ", ".join(f"{layer.name} ({layer.label})" for layer in layers)
     console.print(
         f"Trained on {len(digits.train.labels)} images of the digits 0 to {KNOWN - 1}. "
         f"Accuracy: {right:.1%} of the test images.\n"
