@@ -228,7 +228,7 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
 
 def inspect(parsed: argparse.Namespace, console: Console) -> None:
     """Show what a recording on disk holds."""
-    from scio_recorder.recording import layer_rows, open_recording
+    from scio_recorder.recording import open_recording
 
     recording = open_recording(_there(parsed.path))
     numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
@@ -238,7 +238,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
         title=_title(recording),
         box=None,
     )
-    for row in layer_rows(recording):
+    for row in recording.layer_rows():
         # Reduced layers have no samples to describe.
         shape = list(row["shape"]) if "shape" in row else "reduced"
         texts = [row["label"], row["name"], row["type"], str(shape), row.get("dtype", "")]

@@ -94,7 +94,11 @@ def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
 
 def _kept(summary: LayerSummary) -> str:
     size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
-    parts = (" ".join((summary.dtype, summary.shape)).strip(), size, summary.kept)
+    parts = (
+        " ".join((summary.dtype, "" if summary.shape is None else str(summary.shape))).strip(),
+        size,
+        summary.kept,
+    )
     notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
     key = "" if summary.num_bytes is None else summary.num_bytes
     return f'<td class="kept" data-value="{key}">{text(", ".join(filter(None, parts)))}{notes}</td>'

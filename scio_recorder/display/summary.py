@@ -77,7 +77,7 @@ class LayerSummary:
 
     layer: Layer
     kept: str
-    shape: str = ""
+    shape: tuple[int, ...] | None = None
     dtype: str = ""
     num_bytes: int | None = None
     values: Values = Values()

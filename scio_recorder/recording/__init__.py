@@ -1,6 +1,5 @@
 """What ``collect`` returns, and what ``open_recording`` reads."""
 
-from scio_recorder.recording.frame import layer_rows
 from scio_recorder.recording.opening import open_recording, read_recording
 from scio_recorder.recording.recipes import from_recipes, recipes_of
 from scio_recorder.recording.recording import Recording
@@ -8,7 +7,6 @@ from scio_recorder.recording.recording import Recording
 __all__ = [
     "Recording",
     "from_recipes",
-    "layer_rows",
     "open_recording",
     "read_recording",
     "recipes_of",

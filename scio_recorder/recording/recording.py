@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from scio_recorder.layer import text_of
 from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording.frame import layer_frame, to_array
 from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
 from scio_recorder.recording.saving import save
 from scio_recorder.recording.showing import Showing
@@ -20,7 +20,6 @@ from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format import SampleIds
 
 if TYPE_CHECKING:
-    import pandas as pd
     from numpy.typing import NDArray
 
     from scio_recorder.layer import DepthIdx
@@ -154,28 +153,6 @@ class Recording(RecomputingRecording, Showing):
         """
         return {label: to_array(self[label]) for label in self.stored}
 
-    def to_frame(self) -> pd.DataFrame:
-        """Return one row a layer: what it is, how much is stored, and statistics of all values.
-
-        Returns
-        -------
-        pandas.DataFrame
-            Indexed by label, ``"1-3"``. Columns: name, type, samples, shape and dtype of a sample,
-            bytes; mean, std, min and max in float64, without NaNs; zeros, the share of values that
-            are 0; nan and inf, how many are that. All but the first three are missing for layers
-            that were reduced.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
-        >>> rnet.record("0-1")
-        >>> rnet.collect([torch.tensor([[1.0, 2.0]])]).to_frame().loc["0-1", "mean"].item()
-        1.5
-        """
-        return layer_frame(self)
-
     def num_nans(self, key: DepthIdx | str) -> int:
         """Count the NaNs among the values of a layer.
 
@@ -271,3 +248,13 @@ class Recording(RecomputingRecording, Showing):
         layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
         return f"<Recording of {self.num_samples} samples: {layers}{state}>"
+
+
+def to_array(samples: Tensor) -> NDArray[Any]:
+    """Return samples as an array; dtypes that NumPy lacks are widened."""
+    tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        return tensor.to(wide).numpy()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rich.filesize import decimal
+
 from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.display.figure import draw
 from scio_recorder.display.page import Page, page_html
@@ -14,19 +16,22 @@ from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError
 from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording.facts import facts_of, notes_of
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
-from scio_recorder.recording.survey import for_each_layer
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
     from scio_recorder.layer import DepthIdx
 
 
 _MOST_HISTOGRAMS = 400
+FRAME_COLUMNS = (
+    *("label", "name", "type", "samples", "shape", "dtype", "bytes"),
+    *("mean", "std", "min", "max", "zeros", "nan", "inf"),
+)
 
 
 class Showing(Outlined, LayerMapping[Any]):
@@ -132,30 +137,108 @@ class Showing(Outlined, LayerMapping[Any]):
         # Nothing is read before it is known that the file can be written.
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a layer: what it is, how much is stored, and statistics of all values.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by label, ``"1-3"``. Columns: name, type, samples, shape and dtype of a sample,
+            bytes; mean, std, min and max in float64, without NaNs; zeros, the share of values that
+            are 0; nan and inf, how many are that. All but the first three are missing for layers
+            that were reduced.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.tensor([[1.0, 2.0]])]).to_frame().loc["0-1", "mean"].item()
+        1.5
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame(self.layer_rows(), columns=list(FRAME_COLUMNS)).set_index("label")
+        # Whole numbers stay such where others are missing.
+        return frame.astype(dict.fromkeys(("bytes", "nan", "inf"), "Int64"))
+
+    def layer_rows(self) -> list[dict[str, Any]]:
+        """Return the rows of `to_frame` without pandas; what is not known is absent or None.
+
+        Returns
+        -------
+        list of dict
+            One for each layer.
+        """
+        recording = cast("Readable", self)
+        return [_row(recording, one) for one in self._summaries(list(self), None)]
+
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
         page = Page(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
-            facts=facts_of(self._readable),
+            facts=_facts(cast("Readable", self)),
             outline=self._outline(),
             layers=self._summaries(self._chosen(None), bins),
-            notes=notes_of(self._readable),
+            notes=_notes(cast("Readable", self)),
         )
         yield from page_html(page)
-
-    @property
-    def _readable(self) -> Readable:
-        return cast("Readable", self)
 
     def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
         """Return labels in the order of the architecture."""
         wanted = set(self) if layers is None else {self._label(key) for key in layers}
         return [label for label in self._architecture if label in wanted]
 
-    def _summaries(self, labels: Sequence[DepthIdx], bins: int) -> list[LayerSummary]:
-        return for_each_layer(
-            labels, lambda label, advance: summarise(self._readable, label, bins, advance)
-        )
+    def _summaries(self, labels: Sequence[DepthIdx], bins: int | None) -> list[LayerSummary]:
+        return summarise(cast("Readable", self), labels, bins)
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))
+
+
+def _row(recording: Readable, summary: LayerSummary) -> dict[str, Any]:
+    layer, values = summary.layer, summary.values
+    row: dict[str, Any] = {
+        "label": str(layer.label),
+        "name": layer.name,
+        "type": layer.type_name,
+        "samples": recording.num_samples,
+    }
+    if summary.num_bytes is not None:
+        row |= {"shape": summary.shape, "dtype": summary.dtype, "bytes": summary.num_bytes}
+        row |= {"mean": values.mean, "std": values.std, "min": values.low, "max": values.high}
+        row |= {"zeros": values.zeros, "nan": values.nans, "inf": values.infinities}
+    return row
+
+
+def _facts(recording: Readable) -> list[tuple[str, str]]:
+    """Return names and values for the head of a page."""
+    stored = [recording[label] for label in recording.stored]
+    size = sum(samples.nbytes for samples in stored)
+    facts = [
+        ("Samples", f"{recording.num_samples:,}"),
+        ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),
+        ("Kept as samples", f"{len(stored):,}, {decimal(size)}" if stored else "none"),
+        ("Fingerprint of the net", recording.architecture.fingerprint[:12]),
+    ]
+    if recording.reductions:
+        facts.append(("Kept as summaries", f"{len(recording.reductions):,}"))
+    ids = recording.sample_ids
+    if len(ids):
+        facts.insert(1, ("First and last id", f"{ids[0]}, {ids[-1]}"))
+    for key, name in (("dtype", "Kept in"), ("every", "Every n-th batch")):
+        value = recording.settings.get(key)
+        if value not in (None, 1):
+            facts.append((name, str(value)))
+    return facts
+
+
+def _notes(recording: Readable) -> list[str]:
+    """Return what a reader has to know before looking at numbers."""
+    notes = []
+    if not recording.complete:
+        notes.append("The recording was interrupted: these are the samples that it has so far.")
+    if not recording.num_samples:
+        notes.append("There are no samples.")
+    return notes

@@ -1,78 +1,136 @@
-"""Summaries of the layers of a recording, for pages and plots."""
+"""What is shown of the layers of a recording: measured part by part, in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from scio_recorder.display.progress import Advance
-from scio_recorder.display.summary import Bars, LayerSummary, Values
-from scio_recorder.errors import RecorderError
-from scio_recorder.layer import DepthIdx
-from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.survey import (
-    Survey,
-    bounds_of,
-    count_bars,
-    read,
-    unit_dimension,
-    whole_bins,
+from scio_recorder.display.progress import Advance, progress_bar
+from scio_recorder.display.summary import (
+    SATURATION_BOUNDS,
+    SATURATION_SHARE,
+    SATURATION_WIDTH,
+    Bars,
+    LayerSummary,
+    Units,
+    Values,
 )
-from scio_recorder.reductions import CovarianceResult, HistogramResult, MomentsResult, Reduction
+from scio_recorder.errors import RecorderError
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.recording.readable import Readable
+from scio_recorder.reductions import (
+    CovarianceResult,
+    Histogram,
+    HistogramResult,
+    MomentsResult,
+    Reduction,
+)
+from scio_recorder.reductions.histogram import widened
+from scio_recorder.reductions.numerics import join_means
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.threads import one_thread
 
+# Values that are widened to float64 together: they stay in the cache.
+_BLOCK = 1 << 17
 # So much of a layer is kept from its statistics to its bins, instead of being read again.
 _KEPT_BYTES = 1 << 28
+# Bins reach no further from the mean than so many standard deviations.
+_REACH = 6.0
+# Up to here float64 has every integer and every half between two of them.
+_EXACT = 2.0**52
 
 
 def summarise(
-    recording: Readable, label: DepthIdx, bins: int, advance: Advance = lambda *done: None
+    recording: Readable, labels: Sequence[DepthIdx], bins: int | None
+) -> list[LayerSummary]:
+    """Return what can be shown of layers; samples are read in parts, and large layers twice.
+
+    Parameters
+    ----------
+    recording : Readable
+        The recording.
+    labels : sequence of (int, int)
+        Layers of it.
+    bins : int or None
+        Number of bins of a histogram; None leaves histograms and units out.
+    """
+    found = []
+    with one_thread(), progress_bar("reading layers", len(labels)) as advance:
+        for label in labels:
+            if label in recording.reductions:
+                found.append(_of_reductions(recording, label))
+            else:
+                found.append(_of_samples(recording, label, bins, advance))
+            advance(0, 0)
+    return found
+
+
+def _of_samples(
+    recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
 ) -> LayerSummary:
-    """Return what can be shown of one layer; samples are read in parts, and large layers twice."""
-    if label in recording.reductions:
-        return _of_reductions(recording, label)
-    return _of_samples(recording, label, bins, advance)
-
-
-def _of_samples(recording: Readable, label: DepthIdx, bins: int, advance: Advance) -> LayerSummary:
     layer = recording.architecture[label]
     samples: Tensor = recording[label]
-    survey = Survey(unit_dimension(layer, samples.ndim), bounds_of(layer))
-    parts: Iterable[Tensor] = read(recording, label, advance)
-    if samples.nbytes <= _KEPT_BYTES:
+    dimension = None if bins is None else _unit_dimension(layer, samples.ndim)
+    survey = Survey(dimension, SATURATION_BOUNDS.get(layer.type_name))
+    parts: Iterable[Tensor] = _read(recording, label, advance)
+    is_kept = bins is not None and samples.nbytes <= _KEPT_BYTES
+    if is_kept:
         parts = list(parts)
     for part in parts:
         survey.update(part)
-    if samples.nbytes > _KEPT_BYTES:
-        parts = read(recording, label, advance)
-    span = survey.span
-    if span and not (samples.is_floating_point() or samples.dtype.is_complex):
-        span, bins = whole_bins(span, bins)
-    notes = []
-    if samples.dtype.is_complex:
-        notes.append("complex: numbers are those of magnitudes")
-    if not samples.numel():
-        notes.append("no values")
-    elif span is None:
-        notes.append("no finite value")
+    values, span, bars = survey.values, survey.span, None
+    if span and bins is not None:
+        if not (samples.is_floating_point() or samples.dtype.is_complex):
+            span, bins = _whole_bins(span, bins)
+        parts = parts if is_kept else _read(recording, label, advance)
+        bars = _count(parts, span, bins, has_nan=bool(values.nans))
     lost = recording.relative_errors.get(label)
-    if lost:
-        notes.append(f"rounded, relative error {lost:.1e}")
+    notes = (
+        ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
+        ("no values", not samples.numel()),
+        ("no finite value", samples.numel() and not span),
+        (f"rounded, relative error {lost or 0.0:.1e}", lost),
+    )
     return LayerSummary(
         layer=layer,
         kept="",
-        shape=str(tuple(samples.shape[1:])),
+        shape=tuple(samples.shape[1:]),
         dtype=dtype_name(samples.dtype),
         num_bytes=samples.nbytes,
-        values=survey.values,
-        finite=survey.finite if survey.values.infinities else None,
+        values=values,
+        finite=survey.finite if values.infinities else None,
         units=survey.units,
-        bars=count_bars(parts, span, bins, has_nan=bool(survey.values.nans)) if span else None,
-        notes=notes,
+        bars=bars,
+        notes=[text for text, is_so in notes if is_so],
     )
+
+
+def _read(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
+    """Yield the samples of a layer in parts, and say what was read."""
+    for part in recording.parts(label):
+        yield part
+        advance(0, part.nbytes, 0)
+
+
+def _count(parts: Iterable[Tensor], span: tuple[float, float], bins: int, *, has_nan: bool) -> Bars:
+    """Count the values of all parts in bins over a range, except for NaNs."""
+    histogram = Histogram(bins, range=span)
+    for part in parts:
+        for block in _blocks(part):
+            values = block.flatten()
+            histogram.update(values[~values.isnan()] if has_nan else values)
+    return _bars(histogram.compute())
+
+
+def _bars(result: HistogramResult) -> Bars:
+    low, high = float(result.edges[0]), float(result.edges[-1])
+    return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
 
 
 def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
@@ -118,6 +176,166 @@ def _troubles(kind: str, result: Any) -> list[str]:
     return [f"{kind}: {count:,} of {total:,} numbers {word}" for count, word in kinds if count]
 
 
-def _bars(result: HistogramResult) -> Bars:
-    low, high = float(result.edges[0]), float(result.edges[-1])
-    return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
+class Survey:
+    """Running statistics, in float64; of complex values, their magnitudes are looked at.
+
+    Parameters
+    ----------
+    dimension : int, optional
+        The dimension of [samples, ...] along which units lie; None to leave units out, 0 to take
+        everything for one unit.
+    bounds : (float or None, float or None), optional
+        The bounds at which the layer saturates.
+    """
+
+    def __init__(
+        self,
+        dimension: int | None = None,
+        bounds: tuple[float | None, float | None] | None = None,
+    ) -> None:
+        self._dimension = dimension
+        self._bounds = bounds
+        self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
+        self._samples = 0
+        self._mean = self._squares = 0.0
+        self._low, self._high = math.inf, -math.inf
+        # The smallest and the largest value of each unit, and how many lie at a bound.
+        self._units: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def update(self, part: Tensor) -> None:
+        """Take in samples [some, ...]."""
+        self._samples += len(part)
+        for block in _blocks(part):
+            if block.numel():
+                self._take(block.flatten())
+                if self._dimension is not None:
+                    self._take_units(block, self._dimension)
+
+    def _take(self, values: Tensor) -> None:
+        self._total += values.numel()
+        low, high = map(float, values.aminmax())
+        # Both are finite only where everything is.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self._nans += int(values.isnan().sum())
+            self._below += int(values.isneginf().sum())
+            self._above += int(values.isposinf().sum())
+            values = values[values.isfinite()]
+            if not values.numel():
+                return
+            low, high = map(float, values.aminmax())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        # Several times faster than count_nonzero, whose branches guess wrong on what a ReLU gives.
+        self._zeros += int((values == 0).sum())
+        mean = float(values.mean())
+        self._mean, apart = join_means(self._count, self._mean, values.numel(), mean)
+        self._squares += float((values - mean).square_().sum()) + apart * apart
+        self._count += values.numel()
+
+    def _take_units(self, block: Tensor, dimension: int) -> None:
+        others = tuple(dim for dim in range(block.ndim) if dim != dimension or not dimension)
+        low, high = block.amin(others), block.amax(others)
+        at_bound = _at_bound(block, self._bounds).sum(others) if self._bounds else low
+        if self._units is not None:
+            low, high = torch.minimum(self._units[0], low), torch.maximum(self._units[1], high)
+            at_bound = self._units[2] + at_bound
+        self._units = low, high, at_bound
+
+    @property
+    def values(self) -> Values:
+        """Statistics of all values but NaNs."""
+        infinities = self._below + self._above
+        if self._count + infinities == 0:
+            return Values(nans=self._nans, infinities=0)
+        found = self.finite
+        if infinities:
+            found = Values(
+                mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
+                std=math.nan,
+                low=-math.inf if self._below else self._low,
+                high=math.inf if self._above else self._high,
+            )
+        zeros = self._zeros / self._total
+        return replace(found, zeros=zeros, nans=self._nans, infinities=infinities)
+
+    @property
+    def finite(self) -> Values:
+        """Mean, spread and extremes of the finite values alone."""
+        if not self._count:
+            return Values()
+        std = math.sqrt(self._squares / (self._count - 1)) if self._count > 1 else math.nan
+        return Values(self._mean, std, self._low, self._high)
+
+    @property
+    def units(self) -> Units | None:
+        """Facts about units; None where fewer than two samples were seen."""
+        if self._units is None or self._dimension is None or self._samples < 2:
+            return None
+        low, high, at_bound = self._units
+        # A comparison with NaN is false: a unit with one is not dead.
+        same = (low == high) & low.isfinite()
+        zero = int((same & (low == 0)).sum())
+        needed = SATURATION_SHARE * self._total / same.numel()
+        saturated = int((at_bound >= needed).sum()) if self._bounds else None
+        return Units(same.numel(), self._dimension, zero, int(same.sum()) - zero, saturated)
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The range that bins should cover; None where there is no finite value."""
+        if not self._count:
+            return None
+        std = self.finite.std
+        reach = _REACH * std if std is not None and math.isfinite(std) else math.inf
+        return widened(max(self._low, self._mean - reach), min(self._high, self._mean + reach))
+
+
+def _whole_bins(span: tuple[float, float], bins: int) -> tuple[tuple[float, float], int]:
+    """Return a range and a number of bins in which all bins hold equally many integers.
+
+    Edges lie half between integers. Others would leave bins empty or doubly filled by themselves.
+
+    Examples
+    --------
+    >>> _whole_bins((0.0, 9.0), 4)
+    ((-0.5, 11.5), 4)
+    >>> _whole_bins((0.0, 1.0), 50)
+    ((-0.5, 1.5), 2)
+    """
+    low, high = math.ceil(span[0]), math.floor(span[1])
+    if max(-low, high) >= _EXACT:
+        return span, bins
+    width = -(-(high - low + 1) // bins)
+    count = -(-(high - low + 1) // width)
+    return (low - 0.5, low - 0.5 + width * count), count
+
+
+def _unit_dimension(layer: Layer, ndim: int) -> int:
+    """Return along which dimension of [samples, ...] the units of a layer lie.
+
+    Channels come first in images and behind one-dimensional convolutions, features last in
+    sequences and wherever a module works on the last dimension. 0: there is one value a sample.
+    """
+    # LayerNorm2d of many vision models takes [samples, channels, height, width].
+    if layer.type_name.endswith(("1d", "2d", "3d")):
+        return min(1, ndim - 1)
+    if layer.type_name.startswith(("Linear", "LayerNorm", "RMSNorm", "Embedding")):
+        return ndim - 1
+    return 2 if ndim == 3 else min(1, ndim - 1)
+
+
+def _at_bound(block: Tensor, bounds: tuple[float | None, float | None]) -> Tensor:
+    low, high = bounds
+    width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))
+    found = torch.zeros_like(block, dtype=torch.bool)
+    if low is not None:
+        found |= block <= low + width
+    if high is not None:
+        found |= block >= high - width
+    return found
+
+
+def _blocks(part: Tensor) -> Iterator[Tensor]:
+    """Yield samples in float64, a bounded number of values at a time."""
+    rows = max(1, _BLOCK // max(1, part.shape[1:].numel()))
+    for start in range(0, len(part), rows):
+        block = part[start : start + rows].detach()
+        yield (block.abs() if block.is_complex() else block).double()

@@ -18,7 +18,7 @@ from scio_recorder import Recorder, Recording, open_recording, reductions
 from scio_recorder.command_line import main
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.recording import survey
+from scio_recorder.recording.summarise import Survey
 from tests.display.examples import hostile_recording, small_recording
 
 
@@ -221,13 +221,13 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_layers_are_read_with_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that wait for cores which others want made a report fifty times slower."""
     threads, seen = torch.get_num_threads(), []
-    original = survey.Survey.update
+    original = Survey.update
 
-    def update(self: survey.Survey, part: torch.Tensor) -> None:
+    def update(self: Survey, part: torch.Tensor) -> None:
         seen.append(torch.get_num_threads())
         original(self, part)
 
-    monkeypatch.setattr(survey.Survey, "update", update)
+    monkeypatch.setattr(Survey, "update", update)
     try:
         torch.set_num_threads(2)
         of(torch.ones(2, 2)).report(tmp_path / "page.html")
