@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectError
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording
-from scio_recorder.recording.collect import Collection
-from scio_recorder.recording.collect.options import Reduce, Transforms
+from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.collect.feed import Feed
+from scio_recorder.recording.collect.options import Options, Reduce, Transforms
 from scio_recorder.stores import Plan, Store, labelled_bytes, make_plan
 
 if TYPE_CHECKING:
@@ -126,19 +127,13 @@ class Collecting:
         return Collection(
             self._capture,
             self._net,
-            batches,
-            store=store,
-            reduce=reduce,
-            transform=transform,
-            every=every,
-            max_batches=max_batches,
-            to_inputs=to_inputs,
-            sample_ids=sample_ids,
-            dtype=dtype,
-            activation_postproc=activation_postproc,
-            stop_early=stop_early,
-            progress=progress,
-            resume=resume,
+            Feed(batches, every, max_batches, to_inputs, sample_ids),
+            Options(self._capture, reduce, transform, dtype),
+            store,
+            activation_postproc,
+            stop_early,
+            progress,
+            resume,
         ).run()
 
     def plan(self, num_samples: int) -> Plan:

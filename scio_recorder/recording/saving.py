@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from scio_recorder.layer import text_of
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
     from scio_recorder.recording.readable import Readable
     from scio_recorder.stores.calls import KeptCall
-
-__whole_ = ["save"]
 
 _SETTINGS = (
     "dtype",
@@ -51,7 +50,7 @@ def save(recording: Readable, path: str | os.PathLike[str]) -> None:
             # States may be large, and only the last one counts.
             state = partial(_state, recording) if is_last else dict
             kept = {
-                _name(recording, label): writer.calls.keep(recording.architecture[label], call)
+                text_of(label): writer.calls.keep(recording.architecture[label], call)
                 for label, call in calls.items()
             }
             writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, kept)
@@ -74,10 +73,9 @@ def _batches(recording: Readable, step: int) -> Iterator[tuple[range, Mapping[De
 
 def _settings(recording: Readable) -> dict[str, Any]:
     return {
-        "layers": [_name(recording, label) for label in recording],
+        "layers": [text_of(label) for label in recording],
         "reductions": {
-            _name(recording, label): recipes_of(given)
-            for label, given in recording.reductions.items()
+            text_of(label): recipes_of(given) for label, given in recording.reductions.items()
         },
         # Unknown here: whatever is given on resuming differs from it.
         **dict.fromkeys(_SETTINGS),
@@ -88,15 +86,11 @@ def _settings(recording: Readable) -> dict[str, Any]:
 
 def _state(recording: Readable) -> dict[str, Any]:
     states = {
-        _name(recording, label): [one.state_dict() for one in given]
+        text_of(label): [one.state_dict() for one in given]
         if isinstance(given, list)
         else given.state_dict()
         for label, given in recording.reductions.items()
     }
     errors = recording.relative_errors
-    rounding = {_name(recording, label): [error**2, 1.0] for label, error in errors.items()}
+    rounding = {text_of(label): [error**2, 1.0] for label, error in errors.items()}
     return {"reductions": states, "rounding": rounding}
-
-
-def _name(recording: Readable, label: Any) -> str:
-    return str(recording.architecture[label].label)

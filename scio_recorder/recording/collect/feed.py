@@ -1,14 +1,19 @@
-"""The loader's side: which batches are taken, what the net is given, how many samples there are."""
+"""The loader's side: which batches are taken, what the net is given, how many samples there are.
+
+What is likely to be a mistake in how a net is fed is said here too, once a collection.
+"""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, CollectWarning
 from scio_recorder.nets.records import Inputs
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
@@ -18,6 +23,11 @@ _WRITE = (
     "a batch must be a tensor, a tuple or list that begins with one, or a mapping of keywords: "
     "write to_inputs=lambda batch: ... to say what the net is given"
 )
+
+_LABELS = {"label", "labels", "target", "targets", "y"}
+# Layers that drop at random, those of other libraries too, by words in the names of their types.
+_DROPPING = ("Dropout", "DropPath", "StochasticDepth")
+_SHOWN = 3
 
 
 class Feed:
@@ -56,8 +66,8 @@ class Feed:
                 "DataLoader, a list of batches or a generator"
             )
         self._batches = batches
-        self._to_inputs = to_inputs
-        self._sample_ids = sample_ids
+        self.to_inputs = to_inputs
+        self.sample_ids = sample_ids
         self._seen = _SeenIds()
         self._number = 0
 
@@ -85,13 +95,14 @@ class Feed:
 
     def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""
-        if self._to_inputs is None:
-            return _default_inputs(batch)
-        given = self._to_inputs(batch)
+        given = _first(batch) if self.to_inputs is None else self.to_inputs(batch)
         if isinstance(given, Tensor):
             return Inputs((given,), {})
         if isinstance(given, Mapping):
             return Inputs((), _keywords(given))
+        if self.to_inputs is None:
+            begins = "" if given is batch else f" that begins with a {type(given).__name__}"
+            raise CollectError(f"a batch is a {type(batch).__name__}{begins}; {_WRITE}")
         if _is_pair(given):
             return Inputs(given[0], _keywords(given[1]))
         if isinstance(given, tuple | list):
@@ -103,10 +114,10 @@ class Feed:
 
     def ids(self, batch: Any, inputs: Inputs | None, first: int) -> Ids:
         """Return the ids of a batch's samples, which also say how many there are."""
-        if self._sample_ids is None:
+        if self.sample_ids is None:
             rows = _num_samples(self.inputs(batch) if inputs is None else inputs)
             return range(first, first + rows)
-        given = self._sample_ids(batch)
+        given = self.sample_ids(batch)
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
@@ -156,20 +167,12 @@ class _SeenIds:
             return False
 
 
-def _default_inputs(batch: Any) -> Inputs:
-    value = batch
-    if isinstance(batch, tuple | list):
-        if not batch:
-            raise CollectError(f"a batch is an empty {type(batch).__name__}; {_WRITE}")
-        value = batch[0]
-    if isinstance(value, Tensor):
-        return Inputs((value,), {})
-    if isinstance(value, Mapping):
-        return Inputs((), _keywords(value))
-    what = type(batch).__name__
-    if value is not batch:
-        what += f" that begins with a {type(value).__name__}"
-    raise CollectError(f"a batch is a {what}; {_WRITE}")
+def _first(batch: Any) -> Any:
+    if not isinstance(batch, tuple | list):
+        return batch
+    if not batch:
+        raise CollectError(f"a batch is an empty {type(batch).__name__}; {_WRITE}")
+    return batch[0]
 
 
 def _is_pair(given: Any) -> bool:
@@ -201,3 +204,91 @@ def _num_samples(inputs: Inputs) -> int:
         "there is no tensor in what the net is given that would tell the number of samples: "
         "write sample_ids=lambda batch: ... with one id for each sample"
     )
+
+
+def advise_evaluation(net: nn.Module, *, stacklevel: int) -> None:
+    """Warn where a net is in training mode and has layers that do something else there.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net, which is about to run.
+    stacklevel : int
+        As for :func:`warnings.warn`, from here on.
+    """
+    if not net.training:
+        return
+    found = [
+        f"{name or 'the net itself'} ({type(module).__name__})"
+        for name, module in net.named_modules()
+        if module.training and _differs_in_training(module)
+    ]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        warnings.warn(
+            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} return "
+            "something else than in evaluation mode: call net.eval() before collect(...) unless "
+            "that is meant",
+            CollectWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def advise_second_element(net: nn.Module, batch: Any, *, stacklevel: int) -> bool:
+    """Warn, and say so, where forward would take the second element of a batch beside the first.
+
+    Only a tensor that looks like an input counts, and no labels, as in ``(ids, mask)``.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+    batch : Any
+        What the loader gave, of which the first element alone goes into the net.
+    stacklevel : int
+        As for :func:`warnings.warn`, from here on.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        return False
+    first, second = batch[0], batch[1]
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    parameter = _second_parameter(net)
+    if parameter is None or parameter.name in _LABELS or first.shape[:1] != second.shape[:1]:
+        return False
+    if parameter.default is not parameter.empty and second.ndim <= 1:
+        # One number a sample is taken for a label where the net can do without it.
+        return False
+    warnings.warn(
+        "batch[0] alone goes into the net, whose forward would take batch[1] as well, a tensor of "
+        f"shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) to give it "
+        "both, or to_inputs=lambda batch: batch[0] where the first is all that it should get",
+        CollectWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return True
+
+
+def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
+    """Return the second positional parameter of a net's forward, if a tensor can be meant."""
+    try:
+        parameters = list(inspect.signature(net.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(parameters) < 2 or any(parameter.kind not in kinds for parameter in parameters[:2]):
+        return None
+    second = parameters[1]
+    is_option = isinstance(second.default, bool | int | float | str)
+    return None if is_option else second
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    # Without statistics of their own, batch norms do the same in both modes.
+    if getattr(module, "track_running_stats", False) or isinstance(module, nn.RReLU):
+        return True
+    if any(word in type(module).__name__ for word in _DROPPING):
+        rates = (getattr(module, name, None) for name in ("p", "drop_prob"))
+        return next((rate for rate in rates if isinstance(rate, int | float)), 1) > 0
+    rate = getattr(module, "dropout", 0)
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and rate > 0

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
-    LayerIntake,
     ReducingIntake,
     StoringIntake,
 )
@@ -24,12 +24,8 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.tensors.digests import Weights, digest_of
 
 if TYPE_CHECKING:
-    import torch
-
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-    from scio_recorder.recording.collect.options import Transform
-    from scio_recorder.reductions import Reduction
+    from scio_recorder.recording.collect.options import Options
     from scio_recorder.stores import State, StoreWriter
 
 
@@ -38,50 +34,28 @@ class Harvest:
 
     Parameters
     ----------
-    architecture : Architecture
-        The labelled net.
-    recording : sequence of (int, int)
-        The recorded layers.
-    reductions, transforms : mapping
-        Of the layers that have some.
-    dtype : torch.dtype or None
-        What is kept of floating-point activations.
+    options : Options
+        What was asked of each layer.
     writer : StoreWriter
         Where samples go.
-    with_inputs : bool
-        Whether the inputs of the recorded layers are kept as well.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        recording: tuple[DepthIdx, ...],
-        reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
-        transforms: Mapping[DepthIdx, Transform],
-        dtype: torch.dtype | None,
-        writer: StoreWriter,
-        with_inputs: bool,
-    ) -> None:
-        self._architecture = architecture
-        self._reductions = reductions
+    def __init__(self, options: Options, writer: StoreWriter) -> None:
+        self._options = options
         self._writer = writer
-        # Every layer of every batch would pay for a look.
-        self._rounds = dtype is not None
         self._current = CurrentBatch()
         self._storing: dict[DepthIdx, StoringIntake] = {}
-        intakes: dict[DepthIdx, LayerIntake] = {}
-        for label in recording:
-            shared = architecture[label], transforms.get(label), self._current
-            if label in reductions:
-                intakes[label] = ReducingIntake(*shared, reductions[label])
+        self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
+        for label in options.recording:
+            shared = options.architecture[label], options.transforms.get(label), self._current
+            if label in options.reductions:
+                receive = ReducingIntake(*shared, options.reductions[label]).receive
             else:
-                intakes[label] = self._storing[label] = StoringIntake(*shared, writer, dtype)
-        self.receivers: dict[DepthIdx, Callable[[Any], None]] = {
-            label: partial(self._receive_with_call, label, intake.receive)
-            if with_inputs
-            else intake.receive
-            for label, intake in intakes.items()
-        }
+                storing = self._storing[label] = StoringIntake(*shared, writer, options.dtype)
+                receive = storing.receive
+            if options.with_inputs:
+                receive = partial(self._receive_with_call, label, receive)
+            self.receivers[label] = receive
         # Whether a batch that failed may have left something in reductions.
         self._is_tainted = False
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
@@ -92,7 +66,8 @@ class Harvest:
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
         """Copy what a module's forward is about to receive, and the state in which it will run."""
-        layer = self._architecture[self._architecture.calls(module)[0]]
+        architecture = self._options.architecture
+        layer = architecture[architecture.calls(module)[0]]
         call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
         return self._writer.calls.keep(layer, call)
 
@@ -132,10 +107,11 @@ class Harvest:
             self._is_tainted = current.is_reduced
             raise
         current.batch = None
-        if self._rounds:
+        # Every layer of every batch would pay for a look.
+        if self._options.dtype is not None:
             for intake in self._storing.values():
                 intake.settle()
-        calls = {self._name(label): call for label, call in sorted(self._calls.items())}
+        calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         self._is_tainted = True
         try:
             self._writer.commit(ids[skip:], self._state, calls)
@@ -161,9 +137,9 @@ class Harvest:
             if intake.relative_error is not None
         }
         return Recording(
-            self._architecture,
+            self._options.architecture,
             held,
-            reductions=self._reductions,
+            reductions=self._options.reductions,
             relative_errors=errors,
             settings=settings,
         )
@@ -173,13 +149,13 @@ class Harvest:
     def _state(self) -> State:
         return {
             "reductions": {
-                self._name(label): [one.state_dict() for one in given]
+                text_of(label): [one.state_dict() for one in given]
                 if isinstance(given, list)
                 else given.state_dict()
-                for label, given in self._reductions.items()
+                for label, given in self._options.reductions.items()
             },
             "rounding": {
-                self._name(label): [intake.lost, intake.total]
+                text_of(label): [intake.lost, intake.total]
                 for label, intake in self._storing.items()
                 if intake.rounds
             },
@@ -188,16 +164,13 @@ class Harvest:
     def _restore(self, state: State | None) -> None:
         if state is None:
             return
-        for label, given in self._reductions.items():
-            saved = state["reductions"][self._name(label)]
+        for label, given in self._options.reductions.items():
+            saved = state["reductions"][text_of(label)]
             pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
             for reduction, one in pairs:
                 reduction.load_state_dict(one)
         for label, intake in self._storing.items():
-            sums = state["rounding"].get(self._name(label))
+            sums = state["rounding"].get(text_of(label))
             if sums is not None:
                 intake.rounds = True
                 intake.lost, intake.total = sums
-
-    def _name(self, label: DepthIdx) -> str:
-        return str(self._architecture[label].label)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,22 +22,20 @@ if TYPE_CHECKING:
     from scio_recorder.stores import Column, StoreWriter
 
 
+@dataclass(slots=True)
 class CurrentBatch:
     """The batch that is under way."""
 
-    __slots__ = ("batch", "follows", "is_reduced", "rows", "skip", "start")
-
-    def __init__(self) -> None:
-        self.batch: Any = None
-        self.rows = 0
-        # Samples at its beginning that are durable already.
-        self.skip = 0
-        # The row of the store where its samples begin.
-        self.start = 0
-        # Whether its samples follow those of the batch before, and are as many.
-        self.follows = False
-        # Whether a reduction may have seen a part of it.
-        self.is_reduced = False
+    batch: Any = None
+    rows: int = 0
+    # Samples at its beginning that are durable already.
+    skip: int = 0
+    # The row of the store where its samples begin.
+    start: int = 0
+    # Whether its samples follow those of the batch before, and are as many.
+    follows: bool = False
+    # Whether a reduction may have seen a part of it.
+    is_reduced: bool = False
 
     def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
         """Go on to the next batch."""

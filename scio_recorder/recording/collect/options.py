@@ -1,20 +1,23 @@
-"""What was asked of each layer: stored or reduced, transformed or not."""
+"""What was asked of a collection: by layer, and as what must agree when it is resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import text_of
 from scio_recorder.nets.selection import select
+from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
+from scio_recorder.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
+    from scio_recorder.capture import Capture
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
 
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
@@ -24,60 +27,109 @@ Reduce: TypeAlias = (
 )
 
 
-def reductions_of(
-    architecture: Architecture, recording: Sequence[DepthIdx], given: Reduce | None
-) -> dict[DepthIdx, Reduction | list[Reduction]]:
-    """Return the reductions of each layer that has some, all of them fresh."""
-    found = _by_layer(architecture, recording, given, "reduce")
-    return {label: _fresh(value) for label, value in found.items()}
+class Options:
+    """What was asked of each recorded layer: stored or reduced, transformed or not.
 
+    Parameters
+    ----------
+    capture : Capture
+        Knows the recorded layers.
+    reduce, transform, dtype
+        As ``collect`` is given them.
 
-def transforms_of(
-    architecture: Architecture, recording: Sequence[DepthIdx], given: Transforms | None
-) -> dict[DepthIdx, Transform]:
-    """Return the transform of each layer that has one."""
-    found = _by_layer(architecture, recording, given, "transform")
-    for label, function in found.items():
-        if not callable(function):
+    Raises
+    ------
+    CollectError
+        They can't be done, or there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        reduce: Reduce | None,
+        transform: Transforms | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        program = capture.program
+        self.architecture, self.recording = program.architecture, program.recording
+        self.with_inputs = program.options.inputs
+        if not self.recording:
+            raise CollectError("nothing is selected: choose layers with record(...) first")
+        if self.with_inputs and not program.counts_calls:
+            raise CollectError('inputs=True can\'t be collected with calls="any": leave one out')
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CollectError(
-                f"the transform of layer {architecture[label]} is {function!r}: it must be "
-                "callable, transform(activation, batch) -> Tensor [batch, ...]"
+                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; activations "
+                "of other kinds are kept as they are, and transform= can change them"
             )
-    return found
-
-
-def valid_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to keep, None for that of each activation."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CollectError(
-            f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; activations of "
-            "other kinds are kept as they are, and transform= can change them"
-        )
-    return dtype
-
-
-def _by_layer(
-    architecture: Architecture, recording: Sequence[DepthIdx], given: Any, what: str
-) -> dict[DepthIdx, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(recording, given)
-    found: dict[DepthIdx, Any] = {}
-    for selector, value in given.items():
-        chosen = [label for label in select(architecture, [selector]) if label in recording]
-        if not chosen:
-            raise CollectError(
-                f"the selector {selector!r} of {what} names no recorded layer: record() it too"
-            )
-        for label in chosen:
-            if label in found:
+        self.dtype = dtype
+        # All of them fresh: what is given is a pattern.
+        self.reductions: dict[DepthIdx, Reduction | list[Reduction]] = {
+            label: _fresh(given) for label, given in self._by_layer(reduce, "reduce").items()
+        }
+        self.transforms: dict[DepthIdx, Transform] = self._by_layer(transform, "transform")
+        for label, function in self.transforms.items():
+            if not callable(function):
                 raise CollectError(
-                    f"two entries of {what} match layer {architecture[label]}, the second by "
-                    f"{selector!r}: make the selectors disjoint"
+                    f"the transform of layer {self.architecture[label]} is {function!r}: it must "
+                    "be callable, transform(activation, batch) -> Tensor [batch, ...]"
                 )
-            found[label] = value
-    return found
+        self.stored = tuple(label for label in self.recording if label not in self.reductions)
+
+    def settings(
+        self, net: nn.Module, every: int, posts: Iterable[DepthIdx], **has: bool
+    ) -> dict[str, Any]:
+        """Return as JSON what decides the values besides the data and the architecture.
+
+        Of functions only whether there are any: what they do can't be compared. The weights of the
+        net are missing, since looking at all of them takes its time: see `weights_digest`.
+        """
+        reductions = {text_of(label): recipes_of(each) for label, each in self.reductions.items()}
+        return {
+            "layers": list(map(text_of, self.recording)),
+            "reductions": reductions,
+            "dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "every": every,
+            "inputs": self.with_inputs,
+            "transforms": list(map(text_of, sorted(self.transforms))),
+            "postprocessors": list(map(text_of, sorted(posts))),
+            **has,
+            "mode": _mode_of(net),
+            "autocast": {
+                kind: dtype_name(torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+                if torch.is_autocast_enabled(kind)
+            },
+        }
+
+    def _by_layer(self, given: Any, what: str) -> dict[DepthIdx, Any]:
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            return dict.fromkeys(self.recording, given)
+        found: dict[DepthIdx, Any] = {}
+        for selector, value in given.items():
+            selected = select(self.architecture, [selector])
+            chosen = [label for label in selected if label in self.recording]
+            if not chosen:
+                raise CollectError(
+                    f"the selector {selector!r} of {what} names no recorded layer: record() it too"
+                )
+            for label in chosen:
+                if label in found:
+                    raise CollectError(
+                        f"two entries of {what} match layer {self.architecture[label]}, the second "
+                        f"by {selector!r}: make the selectors disjoint"
+                    )
+                found[label] = value
+        return found
+
+
+def _mode_of(net: nn.Module) -> str:
+    """Return in words which modules are in training mode."""
+    base = "train mode" if net.training else "eval mode"
+    others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
+    return f"{base}, but for {', '.join(others)}" if others else base
 
 
 def _fresh(given: Any) -> Reduction | list[Reduction]:
