@@ -35,7 +35,7 @@ class _Nothing:
     def __call__(self, *call: Any) -> None:
         """Do nothing."""
 
-    after = before = __call__
+    after = after_traced = before = __call__
 
 
 def keep_out_of_copies(module: nn.Module) -> None:

@@ -102,6 +102,11 @@ class ModuleHook(Uncopied):
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None
 
+    def after_traced(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Take what a compiled module returned, while the network around it is compiled."""
+        compiled = self.site.compiled
+        return None if compiled is None else compiled.receive(self.index, output)
+
     def _outside(self, output: Any) -> Any:
         """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
         reruns = self.site.reruns
@@ -110,8 +115,45 @@ class ModuleHook(Uncopied):
         )
 
 
+class AroundCompiled:
+    """Stands for what a module has compiled, so that our hook acts outside of that.
+
+    ``module.compile()`` compiles the module's hooks along, and what is traced once is no record.
+    """
+
+    def __init__(self, hook: ModuleHook, sees_inputs: bool, module: nn.Module) -> None:
+        self.hook = hook
+        self.compiled: Any = private.compiled_call(module)
+        self._sees_inputs = sees_inputs
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what was compiled, with what our hook makes of inputs and output."""
+        if torch.compiler.is_dynamo_compiling():
+            # The network around it is compiled: not all versions come by here, but all by a hook.
+            return self.compiled(*args, **kwargs)
+        module: Any = self._module()
+        if self._sees_inputs:
+            received = self.hook.before(module, args, kwargs)
+            if received is not None:
+                args, kwargs = received
+        output = self.compiled(*args, **kwargs)
+        changed = self.hook.after(module, args, output)
+        return output if changed is None else changed
+
+
+def _without(call: Any, site: Site) -> Any:
+    """Return what remains of a compiled call without the hook of a site."""
+    if not isinstance(call, AroundCompiled):
+        return call
+    call.compiled = _without(call.compiled, site)
+    return call.compiled if call.hook.site is site else call
+
+
 def _remove(module: nn.Module, site: Site) -> None:
     """Remove all hooks of a site, found where they are: handles get lost in interruptions."""
+    if isinstance(private.compiled_call(module), AroundCompiled):
+        private.set_compiled_call(module, _without(private.compiled_call(module), site))
     for hooks in (private.forward_hooks(module), private.forward_pre_hooks(module)):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
@@ -144,8 +186,13 @@ class Hooks:
         self.detach()
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
+            sees_inputs = index in self._with_inputs
+            if private.compiled_call(module) is not None:
+                private.set_compiled_call(module, AroundCompiled(hook, sees_inputs, module))
+                self._after.append(module.register_forward_hook(hook.after_traced))
+                continue
             self._after.append(module.register_forward_hook(hook.after))
-            if index in self._with_inputs:
+            if sees_inputs:
                 handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
                 self._before[index] = handle
             keep_out_of_copies(module)
@@ -169,8 +216,14 @@ class Hooks:
     def move_last(self) -> None:
         """Stay behind hooks that were added later, to see what a module really returns.
 
-        Every new handle takes a number, so one comparison tells that there are no new ones.
+        Every new handle takes a number, so one comparison tells that there are no new ones. A
+        module that has been compiled since needs its hook outside of that.
         """
+        if private.dynamo_is_loaded() and any(
+            not isinstance(private.compiled_call(module), AroundCompiled | None)
+            for module in self._modules
+        ):
+            self.attach()
         if self._checked_at == private.next_handle():
             return
         for module, handle in zip(self._modules, self._after, strict=True):

@@ -259,12 +259,23 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
-@checked("Module._compiled_call_impl", "recognising compiled modules", examples.is_bare)
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or module._compiled_call_impl is not None
+    return is_wrapper or compiled_call(module) is not None
+
+
+@checked("Module._compiled_call_impl", "compiled modules", examples.finds_compiled_call)
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what a module's own ``compile`` has made, which is called in place of its hooks."""
+    return module._compiled_call_impl
+
+
+@checked("Module._compiled_call_impl", "recording compiled modules", examples.is_called_instead)
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let something be called in place of a module's forward and hooks."""
+    module._compiled_call_impl = call
 
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])

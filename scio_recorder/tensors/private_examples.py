@@ -219,11 +219,17 @@ def tells_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:
     return is_saved(module, "saved") and not is_saved(module, "cache")
 
 
-def is_bare(is_wrapped: Callable[[nn.Module], bool]) -> bool:
+def finds_compiled_call(call: Callable[[nn.Module], Any]) -> bool:
     module = nn.Identity()
-    bare = is_wrapped(module)
+    bare = call(module) is None
     module._compiled_call_impl = nothing
-    return not bare and is_wrapped(module)
+    return bare and call(module) is nothing
+
+
+def is_called_instead(set_call: Callable[[nn.Module, Any], None]) -> bool:
+    module = nn.Identity()
+    set_call(module, lambda number: number + 1)
+    return bool(module(1) == 2)
 
 
 def has_shape_only(make: Callable[..., Tensor]) -> bool:

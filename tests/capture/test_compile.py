@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Tracing is what can break; the code generator behind it would only cost time here.
 BACKENDS = ("eager", "aot_eager")
+
+# Dynamo hides this warning of its own, which it can't where warnings are errors.
+DYNAMO_READS_GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -168,8 +171,7 @@ class _Breaks(nn.Module):
         return x * 1
 
 
-# Dynamo hides this warning of its own, which it can't where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@DYNAMO_READS_GRAD
 def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
     net = nn.Sequential(linear(), _Breaks())
     rnet = recorder(net, "0", "1")
@@ -226,8 +228,7 @@ def test_tracing_is_refused_and_leaves_the_recorder_as_it_was() -> None:
     assert torch.equal(rnet.activations["0"], rnet.net[0].forward(x))
 
 
-# Dynamo hides this warning of its own, which it can't where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@DYNAMO_READS_GRAD
 def test_layers_in_a_compiled_block_are_missed_and_the_block_itself_is_recorded() -> None:
     block = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend="eager")
     net = nn.Sequential(linear(), block)
@@ -239,3 +240,65 @@ def test_layers_in_a_compiled_block_are_missed_and_the_block_itself_is_recorded(
     rnet.record("1._orig_mod.0")
     with pytest.raises(RecorderError, match=r"1\._orig_mod\.0"):
         rnet(x)
+
+
+def compile_last(net: nn.Sequential) -> Any:
+    net[-1].compile(backend="eager")
+    return vars(net[-1])["_compiled_call_impl"]
+
+
+@DYNAMO_READS_GRAD
+@pytest.mark.parametrize("compiled_when", ["before labelling", "before record", "after a pass"])
+def test_what_compile_was_called_on_is_recorded_itself(compiled_when: str) -> None:
+    net = small_net()
+    if compiled_when == "before labelling":
+        own = compile_last(net)
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    if compiled_when == "before record":
+        own = compile_last(net)
+    rnet.record("0", "2", inputs=True, gradients=True)
+    if compiled_when == "after a pass":
+        rnet(torch.randn(3, 4))
+        own = compile_last(net)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        received = torch.relu(net[0].forward(x))
+        expected = torch.tanh(net[2][0].forward(received))
+        assert torch.equal(rnet.activations["2"], expected)
+        assert torch.equal(rnet.inputs["2"].args[0], received)
+        output.square().sum().backward()
+        assert torch.equal(rnet.gradients["2"], 2 * expected)
+    assert torch.equal(rnet(x, activation_postproc={"2": double}), 2 * expected)
+    rnet.remove()
+    assert vars(net[2])["_compiled_call_impl"] is own
+
+
+@DYNAMO_READS_GRAD
+def test_recorders_around_one_compiled_block_come_and_go_in_any_order() -> None:
+    net = small_net()
+    own = compile_last(net)
+    first, second = (recorder(net, "2") for _ in range(2))
+    x = torch.randn(3, 4)
+    for rnet in (first, second, first):
+        assert torch.equal(rnet(x), net(x))
+        assert torch.equal(rnet.activations["2"], net(x))
+    first.remove()
+    second(x)
+    assert torch.equal(second.activations["2"], net(x))
+    second.remove()
+    assert vars(net[2])["_compiled_call_impl"] is own
+
+
+@DYNAMO_READS_GRAD
+def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
+    net = small_net()
+    compile_last(net)
+    rnet = recorder(net, "0", "2")
+    compiled = torch.compile(rnet, backend="eager")
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        compiled(x)
+        assert torch.equal(rnet.activations["0"], net[0].forward(x))
+        received = torch.relu(net[0].forward(x))
+        assert torch.equal(rnet.activations["2"], torch.tanh(net[2][0].forward(received)))
