@@ -1,14 +1,18 @@
-"""Events, and what is kept of them."""
+"""Events, what is kept of them, and the log with places for events that are whole only later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from scio_recorder.tensors.structures import tensors
+
+# Holds what is kept of one event, or nothing yet.
+Place: TypeAlias = list[Any]
 
 
 @dataclass
@@ -67,6 +71,67 @@ class Stash:
         """The first tensor in the value; the first item of any kind where there is none."""
         found = tensors(self.value)
         return found[0] if found else _first_item(self.value)
+
+
+class Journal:
+    """The log of one tracker.
+
+    Parameters
+    ----------
+    stash : callable
+        Makes the stash of an event.
+
+    Examples
+    --------
+    >>> journal = Journal(lambda event: event)
+    >>> journal.add("a")
+    >>> later = journal.keep_place()
+    >>> journal.add("c")
+    >>> journal.stashes
+    ['a', 'c']
+    >>> journal.add("b", later)
+    >>> journal.stashes
+    ['a', 'b', 'c']
+    """
+
+    def __init__(self, stash: Callable[[Event], Any]) -> None:
+        self._stash = stash
+        self._places: list[Place] = []
+        self._warned: set[str] = set()
+        # Names of modules of which gradients are missing.
+        self.lost: set[str] = set()
+
+    @property
+    def stashes(self) -> list[Any]:
+        """The stashes of the events so far."""
+        return [stash for place in self._places for stash in place]
+
+    def add(self, event: Event, place: Place | None = None) -> None:
+        """Keep what the tracker wants of an event, at the end or in its place."""
+        stash = self._stash(event)
+        (self.keep_place() if place is None else place).append(stash)
+
+    def keep_place(self) -> Place:
+        """Keep a place behind all events so far."""
+        place: Place = []
+        self._places.append(place)
+        return place
+
+    def clear(self) -> None:
+        """Forget all events; those that are under way come into the new log."""
+        self._places = [place for place in self._places if not place]
+
+    def warn_of_lost(self) -> None:
+        """Name modules whose gradients are missing, each once."""
+        for name in sorted(self.lost - self._warned):
+            self._warned.add(name)
+            warnings.warn(
+                f"gradients of what the module {name!r} returns are missing from the log, or "
+                "incomplete: it returns a view that is changed in place later, which takes the "
+                "view as it was off autograd's graph. Write that operation out of place, as x + 1 "
+                "for x += 1 or ReLU() for ReLU(inplace=True)",
+                stacklevel=4,
+            )
 
 
 def _first_item(value: Any) -> Any:

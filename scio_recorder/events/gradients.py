@@ -7,27 +7,21 @@ in which they were set, the child's first, while the gradient of the outer modul
 the sense of backpropagation. So each output of a node of the graph gets one listener, which serves
 the calls that returned it in reverse.
 
-A call that returned several tensors makes one event, as soon as all those gradients have come that
-come at all. The node with the highest number runs first among those made by one thread. So the
-tensor whose gradient comes first asks the engine which of the others will be computed, and holds
-their nodes for this. It holds only nodes with lower numbers, which can't lead back to it: a cycle
-through the graph would never be freed. Gradients that can't be foreseen (leaves, several devices)
-are waited for until the end of the backward pass. Modules inside it are differentiated in the
-meantime, and come after it all the same: its place in the log is kept.
+A call that returned several tensors makes one event, as soon as the gradients of all have come; of
+some, none comes, and they are waited for until the end of the backward pass. Modules inside it are
+differentiated in the meantime, and come after it all the same: its place in the log is kept.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, MutableMapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scio_recorder.events.event import Event
-from scio_recorder.events.journal import Journal, Place
+from scio_recorder.events.event import Event, Journal, Place
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter
 from scio_recorder.tensors.structures import tensors
@@ -51,11 +45,12 @@ class GradientListeners:
         if not any(leaf.requires_grad for leaf in leaves):
             return
         call = _Call(name, kind, leaves, places, self._journal)
-        nodes = {index: leaf.grad_fn for index, leaf in enumerate(leaves) if leaf.requires_grad}
-        for index, node in nodes.items():
-            self._listener(leaves[index], node).add(_Entry(call, index, nodes))
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                self._listener(leaf).add(call, index)
 
-    def _listener(self, tensor: Tensor, node: Any) -> _Listener:
+    def _listener(self, tensor: Tensor) -> _Listener:
+        node: Any = tensor.grad_fn
         if node is None:
             known = self._on_leaves.get(tensor)
             if known is None:
@@ -77,23 +72,24 @@ class _Listener:
     __slots__ = ("_entries", "_is_on_leaf", "hook")
 
     def __init__(self, *, is_on_leaf: bool = False) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[_Call, int]] = []
         self._is_on_leaf = is_on_leaf
         self.hook: RemovableHandle | None = None
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, call: _Call, index: int) -> None:
+        """Serve a call that returned the tensor at an index."""
         if self._is_on_leaf:
             # A leaf outlives passes: an earlier one that was not differentiated is over.
-            self._entries = [old for old in self._entries if old.call.name != entry.call.name]
-        self._entries.append(entry)
+            self._entries = [entry for entry in self._entries if entry[0].name != call.name]
+        self._entries.append((call, index))
 
     def __call__(self, gradient: Tensor | None) -> None:
         entries = self._entries[::-1]
         if self._is_on_leaf:
             self._entries = []
             self.remove()
-        for entry in entries:
-            entry.receive(gradient)
+        for call, index in entries:
+            call.receive(index, gradient)
 
     def remove(self) -> None:
         if self.hook is not None:
@@ -101,79 +97,23 @@ class _Listener:
             self.hook = None
 
 
-class _Entry:
-    """One tensor of one call."""
-
-    __slots__ = ("_index", "_lower", "_waited_for", "call")
-
-    def __init__(self, call: _Call, index: int, nodes: dict[int, Any]) -> None:
-        self.call = call
-        self._index = index
-        node, others = nodes[index], {at: other for at, other in nodes.items() if at != index}
-        self._waited_for, self._lower = set(others), []
-        if node is not None and not call.is_spread:
-            self._waited_for = {at for at, other in others.items() if other in (None, node)}
-            number = private.sequence_number(node)
-            ordered = [pair for pair in others.items() if pair[0] not in self._waited_for]
-            self._lower = [pair for pair in ordered if private.sequence_number(pair[1]) < number]
-
-    def receive(self, gradient: Tensor | None) -> None:
-        """Take the gradient of this tensor."""
-        call, task = self.call, private.backward_pass()
-        pending = call.pending.get(task)
-        if pending is None and (self._waited_for or self._lower):
-            pending = self._begin(task)
-        if pending is None:
-            call.emit({self._index: gradient})
-        else:
-            pending.receive(self._index, gradient)
-
-    def _begin(self, task: int) -> _Pending:
-        coming = {at for at, node in self._lower if private.will_run(node)}
-        pending = _Pending(self.call, {self._index, *self._waited_for, *coming})
-        self.call.pending[task] = pending
-        private.call_at_end_of_backward(partial(_Pending.close, pending))
-        return pending
-
-
 class _Pending:
     """The gradients of one call in one backward pass, as far as they have come."""
 
-    __slots__ = ("__weakref__", "_call", "_gradients", "_missing", "_place")
-
-    def __init__(self, call: _Call, missing: set[int]) -> None:
+    def __init__(self, call: _Call, place: Place | None) -> None:
+        self.gradients: dict[int, Tensor | None] = {}
         self._call = call
-        self._place = call.kept_place()
-        self._missing = missing
-        self._gradients: dict[int, Tensor | None] | None = {}
-
-    def receive(self, index: int, gradient: Tensor | None) -> None:
-        if self._gradients is None:
-            return
-        self._gradients[index] = gradient
-        self._missing.discard(index)
-        if not self._missing:
-            self.close()
+        self._place = place
 
     def close(self) -> None:
-        if self._gradients is not None:
-            gradients, self._gradients = self._gradients, None
+        """Log what has come, once."""
+        gradients, self.gradients = self.gradients, {}
+        if gradients:
             self._call.emit(gradients, self._place)
 
 
 class _Call:
     """One call of a module whose output can be differentiated."""
-
-    __slots__ = (
-        "_is_logged",
-        "_journal",
-        "_kind",
-        "_views",
-        "is_spread",
-        "name",
-        "pending",
-        "places",
-    )
 
     def __init__(
         self,
@@ -185,19 +125,31 @@ class _Call:
     ) -> None:
         self.name = name
         self._kind = kind
-        self.places = places
-        self.is_spread = len({leaf.device for leaf in leaves}) > 1
-        self.pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
+        self._places = places
+        self._num_awaited = sum(leaf.requires_grad for leaf in leaves)
+        # By backward pass, whose engine holds them: of one that fails, nothing is left.
+        self._pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
         self._journal = journal
         self._is_logged = False
         inner = [leaf for leaf in leaves if leaf.grad_fn is not None]
         views = [version_counter(leaf) for leaf in inner if private.base_of(leaf) is not None]
         self._views = [(counter, counter._version) for counter in views]
 
-    def kept_place(self) -> Place | None:
-        """Keep a place in the log for an event that is not whole yet."""
-        journal = self._journal()
-        return None if journal is None else journal.keep_place()
+    def receive(self, index: int, gradient: Tensor | None) -> None:
+        """Take the gradient of one tensor."""
+        if self._num_awaited == 1:
+            self.emit({index: gradient})
+            return
+        task = private.backward_pass()
+        pending = self._pending.get(task)
+        if pending is None:
+            journal = self._journal()
+            pending = _Pending(self, None if journal is None else journal.keep_place())
+            self._pending[task] = pending
+            private.call_at_end_of_backward(pending.close)
+        pending.gradients[index] = gradient
+        if len(pending.gradients) == self._num_awaited:
+            pending.close()
 
     def emit(self, gradients: dict[int, Tensor | None], place: Place | None = None) -> None:
         """Log the gradients of this call in one backward pass."""
@@ -206,7 +158,7 @@ class _Call:
         if journal is None or all(gradient is None for gradient in gradients.values()):
             return
         self._check_views()
-        value = tuple(None if at is None else gradients.get(at) for at in self.places)
+        value = tuple(None if at is None else gradients.get(at) for at in self._places)
         journal.add(Event(self.name, self._kind, True, value, (), {}), place)
         journal.warn_of_lost()
 

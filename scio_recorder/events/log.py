@@ -1,4 +1,13 @@
-"""The tracker that keeps a log of events, and `track`, which makes one."""
+"""The tracker that keeps a log of events, and `track`, which makes one.
+
+NOTE [Gradients of calls in a region]
+
+The first run of such a region makes no graph, so there is nothing to listen to: the backward pass
+runs the region's modules again, and gradients flow through what they return then. That may be after
+the block of a log. So a log marks the regions that run inside its block, on the object that torch
+keeps in the graph for each of them; in a re-run that object is found on the stack. The marks live
+and die with the graph, and with the last of them go the hooks that are left for re-runs.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +22,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
 from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
-from scio_recorder.events.event import Event, Stash
+from scio_recorder.events.event import Event, Journal, Stash
 from scio_recorder.events.frame import Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
-from scio_recorder.events.journal import Journal
-from scio_recorder.events.regions import Regions
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -35,6 +42,26 @@ Pattern: TypeAlias = str | re.Pattern[str] | None
 
 StashValue: TypeAlias = Callable[[Tensor], Any]
 StashEvent: TypeAlias = Callable[[Event], Any]
+
+
+class _Mark:
+    """One region of one log."""
+
+
+class Regions(Marks):
+    """The regions that one log saw, as long as they can run again."""
+
+    def are_run_again(self) -> bool:
+        """Whether the caller is part of a re-run of a region that the log saw, or of one inside."""
+        return any(region.is_rerun and self.on(region.kept) for region in regions())
+
+    def mark(self) -> bool:
+        """Mark the regions that are running around the caller; whether there are any."""
+        found = [at.kept for at in regions() if at.is_reentrant and not at.is_rerun]
+        for region in found:
+            if self.on(region) is None:
+                self.hold(self.put(region, _Mark()))
+        return bool(found)
 
 
 class Tracker:

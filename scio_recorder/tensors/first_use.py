@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import platform
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -45,9 +45,7 @@ def checked(
         @functools.wraps(function)
         def first_use(*args: Any) -> Any:
             if function.__globals__[function.__name__] is not function:
-                works_here, cause = _answer_of_example(works, function)
-                if not works_here:
-                    raise unsupported(feature, name) from cause
+                _try(works, function, feature, name)
                 function.__globals__[function.__name__] = function
             return function(*args)
 
@@ -56,19 +54,12 @@ def checked(
     return decorate
 
 
-def _answer_of_example(
-    works: Callable[[Any], bool], function: Callable[..., Any]
-) -> tuple[bool, Exception | None]:
-    answer: list[tuple[bool, Exception | None]] = []
-
-    def run_example() -> None:
+def _try(works: Callable[[Any], bool], function: Any, feature: str, name: str) -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
         try:
-            answer.append((bool(works(function)), None))
+            works_here = pool.submit(works, function).result()
         except Exception as error:
             # The name is gone, or is used otherwise: whatever it raises, the feature is missing.
-            answer.append((False, error))
-
-    thread = threading.Thread(target=run_example)
-    thread.start()
-    thread.join()
-    return answer[0] if answer else (False, None)
+            raise unsupported(feature, name) from error
+    if not works_here:
+        raise unsupported(feature, name)

@@ -35,18 +35,6 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-@checked("torch._C._will_engine_execute_node", "logging gradients", examples.foresees)
-def will_run(node: Any) -> bool:
-    """Whether the backward pass that the caller runs in will come to a node of the graph."""
-    return torch._C._will_engine_execute_node(node)
-
-
-@checked("Node._sequence_nr", "logging gradients", examples.falls_in_backward)
-def sequence_number(node: Any) -> int:
-    """Return the number of a node: of nodes that one thread made, the highest runs first."""
-    return int(node._sequence_nr())
-
-
 @checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that the caller runs in is over.

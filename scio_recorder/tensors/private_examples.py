@@ -39,17 +39,6 @@ def numbers_differ(number: Callable[[], int]) -> bool:
     return number() == -1 and len(numbers) == 3 and min(numbers) == -1
 
 
-def foresees(will: Callable[[Any], bool]) -> bool:
-    leaf, output = leaf_and_output()
-    coming, other = output.grad_fn.next_functions[0][0], (leaf * 3).grad_fn
-    return bool(when_differentiated(output, lambda: (will(coming), will(other))) == (True, False))
-
-
-def falls_in_backward(number: Callable[[Any], int]) -> bool:
-    _, output = leaf_and_output()
-    return bool(number(output.grad_fn) > number(output.grad_fn.next_functions[0][0]))
-
-
 def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
     leaf, output = leaf_and_output()
     order: list[str] = []

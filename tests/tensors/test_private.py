@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import FlowError, Recorder, UnsupportedTorchError, track
+from scio_recorder import FlowError, Recorder, UnsupportedTorchError
 from scio_recorder.tensors import first_use, private
 
 
@@ -67,7 +67,7 @@ def test_check_takes_place_once(name: str) -> None:
     function = vars(module)[name].__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         # What the example says now must not matter, only that it is asked.
-        patch.setattr(first_use, "_answer_of_example", lambda *call: (True, None))
+        patch.setattr(first_use, "_try", nothing)
         patch.setattr(function, "__code__", nothing.__code__)
         assert vars(module)[name]() is None
         assert vars(module)[name] is function
@@ -123,13 +123,6 @@ def post_process() -> None:
     recorded()(torch.ones(1, 2), activation_postproc=lambda output: None)
 
 
-def log() -> None:
-    net = Net()
-    with track(net):
-        a, b = net(torch.ones(1, 2))
-        (a + b).sum().backward()
-
-
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
@@ -157,7 +150,6 @@ def run_checkpointed() -> None:
 
 FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
     "_current_graph_task_id": (torch._C, differentiate),
-    "_will_engine_execute_node": (torch._C, log),
     "_top_saved_tensors_default_hooks": (torch._C._autograd, post_process),
     "_storage_Use_Count": (torch._C, run),
     "peek_interpreter_stack": (torch._C._functorch, run),
