@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import checkpoint
 
-from scio_recorder.postprocessors.assigning import (
-    Postprocessor,
-    apply,
-    apply_to_input,
-    on_inputs,
-)
+from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
 
@@ -176,7 +171,7 @@ class Rerun:
     def __init__(
         self,
         program: Program,
-        posts: dict[DepthIdx, Postprocessor],
+        posts: Assigned,
         gradients: Gradients | None,
         owner: Reruns,
         until: CodeType,
@@ -186,7 +181,6 @@ class Rerun:
         self.positions = program.positions
         self.labels = program.labels
         self.posts = posts
-        self.on_inputs = on_inputs(posts)
         # The graph must hold neither the network, which the program leads to, nor gradients.
         self._program = weakref.ref(program)
         self._gradients = None if gradients is None else weakref.ref(gradients)
@@ -206,20 +200,16 @@ class Rerun:
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
             gradients.attach(label, *flatten(output), task)
-        program = self._program()
-        if label not in self.posts or label in self.on_inputs:
-            return None
-        layer: Any = label if program is None else program.architecture[label]
-        handed = apply(self.posts[label], output, layer)
+        handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
 
     def inputs_again(self, label: DepthIdx, args: Any, kwargs: Any) -> Any:
-        """Do to inputs what the first run did to them; None to go on with them as they are."""
-        if label not in self.on_inputs:
-            return None
+        """Do to inputs what the first run did to them."""
+        return self.posts.before(label, args, kwargs, self._layer(label))
+
+    def _layer(self, label: DepthIdx) -> Any:
         program = self._program()
-        layer: Any = label if program is None else program.architecture[label]
-        return apply_to_input(self.on_inputs[label], args, kwargs, layer)
+        return label if program is None else program.architecture[label]
 
 
 class Reruns(Marks):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,21 +16,21 @@ from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
-from scio_recorder.capture.learning import Settings
+from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
-from scio_recorder.capture.program import Options, Program, Setting
+from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.errors import PostprocessorError, UnsupportedNetError
 from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import (
+    Assigned,
     Postprocessor,
     Postprocessors,
     assign,
-    on_inputs,
 )
+from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.sink import Sink
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.nets.state.moment import LiveMoment
@@ -43,7 +44,7 @@ class PassState(NamedTuple):
     """The state in which recorded calls ran, by label, and the post-processors of the pass."""
 
     moments: dict[DepthIdx, LiveMoment]
-    posts: dict[DepthIdx, Postprocessor]
+    posts: Mapping[DepthIdx, Postprocessor]
 
 
 class _Latest(threading.local):
@@ -154,21 +155,20 @@ class Capture:
             records_outputs = False
         else:
             self._forget_latest()
-        posts = None if given is None else assign(program.architecture, program.order, given)
-        if posts is not None:
-            self._hooks.attach_before(program.modules_of(on_inputs(posts)))
+        order = program.order
+        posts = Assigned({} if given is None else assign(program.architecture, order, given))
+        self._hooks.attach_before(program.modules_of(posts.on_inputs))
         if not self._hooks.is_attached:
             self._attach()
         self._hooks.move_last()
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)
-        stop_after = len(program.order) if stop else None
-        current = Pass(program, setting.keeping, posts, records_outputs, stop_after, sink)
-        return self._run(net, args, kwargs, current, setting)
+        current = Pass(
+            program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
+        )
+        return self._run(net, args, kwargs, current)
 
-    def _run(
-        self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass, setting: Setting
-    ) -> Any:
+    def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
         local = self._site.local
         outer, outer_log = local.active, local.log
         finished = False
@@ -184,7 +184,7 @@ class Capture:
                 if stop.owner is not current:
                     raise
             local.active, local.log = outer, outer_log
-            self._finish(current, setting)
+            self._finish(current)
             finished = True
             return output
         finally:
@@ -195,30 +195,28 @@ class Capture:
                 current.abandon()
                 self._detach_if_idle()
 
-    def _finish(self, current: Pass, setting: Setting) -> None:
+    def _finish(self, current: Pass) -> None:
         activations, inputs = current.finish()
-        # Another thread may have learned more in the meantime.
-        if current.keeping is setting.keeping:
-            setting.keeping = current.learned() or current.keeping
+        current.learn()
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
             if self.program.options.copy == "auto":
-                activations.copy_from_now_on = setting.copy_output
+                activations.copy_from_now_on = partial(current.setting.copy, OUTPUT)
                 if inputs is not None:
-                    inputs.copy_from_now_on = setting.copy_input
+                    inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
-            latest.state = PassState(current.received.moments, current.posts or {})
+            latest.state = PassState(current.received.moments, current.posts.functions)
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients
         if wanted:
             accumulates = wanted == "accumulate"
             current.gradients = Gradients(self.gradient_hooks, accumulates=accumulates)
-        if wanted or current.posts is not None:
+        if wanted or current.posts:
             current.rerun = Rerun(
                 self.program,
-                current.posts or {},
+                current.posts,
                 current.gradients,
                 self._reruns,
                 Capture._run.__code__,
@@ -305,7 +303,7 @@ class Capture:
         records_outputs: bool,
     ) -> Any:
         """Run the network while it is compiled."""
-        if on_inputs(posts):
+        if any(isinstance(post, OnInput) for post in (posts or {}).values()):
             raise PostprocessorError(
                 "OnInput can't act in a compiled pass: call the recorder without torch.compile, or "
                 "let the post-processor act on what the layer before returns"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -87,9 +86,7 @@ class ModuleHook(Uncopied):
             return self.site.compiled.receive(self.index, output)
         if active is None:
             return self._outside(output)
-        # Counted in a statement of its own: arguments of a call under way count too.
-        references = sys.getrefcount(output)
-        return active.receive(self.index, args, output, references)
+        return active.receive(self.index, args, output)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Take what the module's forward is about to receive; return what it receives instead."""

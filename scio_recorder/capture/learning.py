@@ -1,4 +1,7 @@
-"""The setting of a pass: all that decides, besides the data, what a network does in place."""
+"""The setting of a pass: all that decides, besides the data, what a network does in place.
+
+What a network was seen to do in a setting decides how activations are kept there.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.postprocessors.assigning import Postprocessor, signature
+from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
+    from scio_recorder.capture.program import Program
     from scio_recorder.layer import DepthIdx
 
+
+# How something is kept. LEARN copies it and watches whether that was needed. REFERENCE refers to
+# the tensors in it, and BARE to what was seen to be a tensor itself. Of several calls, the one
+# that needs most decides: kinds are in that order.
+LEARN, REFERENCE, BARE, COPY = range(4)
+# Of what each event has a kind.
+OUTPUT, INPUT = range(2)
 
 _training = operator.itemgetter("training")
 
@@ -34,7 +45,7 @@ class Settings:
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        posts: Mapping[DepthIdx, Postprocessor] | None,
+        posts: Assigned,
         stops: bool,
     ) -> object:
         """Return a value that is equal for passes in the same setting."""
@@ -42,8 +53,8 @@ class Settings:
             inputs: object = args[0].dtype
         else:
             inputs = (_structure(args), _structure(kwargs))
-        if posts is not None:
-            inputs = (inputs, frozenset((label, signature(f)) for label, f in posts.items()))
+        if posts:
+            inputs = (inputs, posts.signature)
         return (
             bytes(map(_training, self._states)),
             torch.is_grad_enabled(),
@@ -52,6 +63,48 @@ class Settings:
             stops,
             inputs,
         )
+
+
+class Keeping:
+    """How each event is kept in one setting; replaced, never changed, when more is learned."""
+
+    __slots__ = ("fast", "is_fast", "kinds")
+
+    def __init__(self, program: Program, kinds: tuple[list[int], list[int]]) -> None:
+        self.kinds = kinds
+        options = program.options
+        is_simple = not (options.inputs or options.gradients or options.offload)
+        self.fast = [
+            is_simple
+            and all(
+                kinds[OUTPUT][at] == BARE and program.labels[at] is not None for at in positions
+            )
+            for positions in program.positions
+        ]
+        self.is_fast = all(self.fast)
+
+
+class Setting:
+    """What is known of a network in one setting; it gets better from pass to pass."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        kind = REFERENCE if program.options.copy == "never" else LEARN
+        kinds = [kind] * len(program.expected), [kind] * len(program.expected)
+        self.keeping = Keeping(program, kinds)
+
+    def learn(self, before: Keeping, seen: Iterable[tuple[int, int, int]]) -> None:
+        """Keep from now on as a pass has shown: what (OUTPUT or INPUT), position and kind."""
+        kinds = list(before.kinds[OUTPUT]), list(before.kinds[INPUT])
+        for what, position, kind in seen:
+            kinds[what][position] = max(kinds[what][position], kind)
+        # Another thread may have learned more in the meantime.
+        if kinds != before.kinds and before is self.keeping:
+            self.keeping = Keeping(self._program, kinds)
+
+    def copy(self, what: int, label: DepthIdx) -> None:
+        """Copy what a layer returns or receives, from the next pass on."""
+        self.learn(self.keeping, [(what, self._program.labels.index(label), COPY)])
 
 
 def _may_read_flag(module: nn.Module) -> bool:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.capture.ending import all_calls, entry_of, flow_error, next_kind
 from scio_recorder.capture.gradients import Gradients
-from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, overwritten
-from scio_recorder.capture.offload import offload
-from scio_recorder.capture.program import COPY, LEARN, Keeping, Program
+from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
+from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
+from scio_recorder.capture.program import Program, Sink
 from scio_recorder.capture.receiving import ReceivedInputs
-from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.records import Entry, Records
-from scio_recorder.postprocessors.assigning import Postprocessor, apply
+from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.nets.records import Entry, Recorded, Records
+from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder
-from scio_recorder.tensors.structures import Rebuild, flatten
+from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Rerun
-    from scio_recorder.capture.sink import Sink
     from scio_recorder.layer import DepthIdx, Layer
 
 
@@ -47,89 +45,65 @@ class Pass:
     with what is expected without visiting each event.
     """
 
-    __slots__ = (
-        "_counts",
-        "_is_bare",
-        "_keeper",
-        "_seen_plain",
-        "fast",
-        "gradients",
-        "is_fast",
-        "keeping",
-        "keeps_outputs",
-        "log",
-        "posts",
-        "program",
-        "received",
-        "receivers",
-        "records_outputs",
-        "rerun",
-        "sink",
-        "stop_after",
-    )
-
     def __init__(
         self,
         program: Program,
-        keeping: Keeping,
-        posts: dict[DepthIdx, Postprocessor] | None,
-        records_outputs: bool,
-        stop_after: int | None,
+        setting: Setting,
+        posts: Assigned,
+        *,
+        records_outputs: bool = True,
+        stops: bool = False,
         sink: Sink | None = None,
     ) -> None:
         self.program = program
-        self.keeping = keeping
+        self.setting = setting
+        self.keeping = setting.keeping
         self.posts = posts
-        self.received = ReceivedInputs(program, keeping, posts, sink)
         self.records_outputs = records_outputs and sink is None
         # A sink takes all calls of a module at once, where it may run any number of times.
-        self.keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
-        self.sink = sink
+        self._keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
+        self._sink = sink
         # The number of selected events that remain until the pass may stop.
-        self.stop_after = stop_after if program.counts_calls else None
-        is_simple = posts is None and self.records_outputs and stop_after is None
-        self.fast = keeping.fast if is_simple else _NEVER_FAST[len(keeping.fast)]
-        self.is_fast = is_simple and keeping.is_fast
+        self._left = len(program.order) if stops and program.counts_calls else None
+        options, count = program.options, len(program.modules)
+        is_simple = not posts and self.records_outputs and not stops
+        self.fast = self.keeping.fast if is_simple else _NEVER_FAST[count]
+        self.is_fast = is_simple and self.keeping.is_fast
         # What hooks hand outputs to directly, by module.
-        self.receivers = _NO_RECEIVERS[len(keeping.fast)]
-        options = program.options
-        is_involved = posts is not None or options.inputs or options.gradients
-        if sink is not None and stop_after is None and not is_involved:
+        self.receivers = _NO_RECEIVERS[count]
+        if sink is not None and not (stops or posts or options.inputs or options.gradients):
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
+        self.keeper = Keeper()
+        self.received = ReceivedInputs(program, self.keeping, self.keeper, posts, sink)
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
-        self._keeper: Keeper | None = None
-        self._counts: dict[int, int] = {}
-        self._seen_plain: set[int] = set()
+        self._counts: Counter[int] = Counter()
+        self._positions: Sequence[int] = ()
 
-    def receive(self, index: int, args: Any, output: Any, references: int) -> Any:
+    def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take what a module returned; return what the network goes on with, None for the same."""
         self._is_bare = False
-        position = self._position(index)
-        label = None if position is None else self.program.labels[position]
-        if position is not None:
+        positions, count = self.program.positions[index], self._counts[index]
+        self._counts[index] += 1
+        if not self.program.counts_calls:
+            count = 0
+        label = None
+        if count < len(positions):
+            label = self.program.labels[positions[count]]
             if self.rerun is not None:
-                self.rerun.note(position)
-            if self.program.options.inputs:
-                self.received.assign(index, args, position, label)
-        if position is None or label is None:
+                self.rerun.note(positions[count])
+            self.received.assign(index, args, positions[count], label)
+        if label is None:
             self.log += index, NOTHING, 0
             return None
-        handed = output
-        if self.posts is not None and label in self.posts and label not in self.received.changes:
-            handed = apply(self.posts[label], output, self.program.architecture[label])
-        kept: Any = NOTHING
-        if self.sink is not None and not self.keeps_outputs:
-            self.sink.receivers[label](output)
-        elif self.keeps_outputs:
-            kept, handed = self._keep(position, label, output, handed, references)
-        self.log += index, kept, 0
-        if self.stop_after is not None:
-            self.stop_after -= 1
-            if self.stop_after <= 0:
+        handed = self.posts.after(label, output, self.program.architecture[label])
+        self.log += index, self._keep(positions[count], label, output, handed), 0
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
                 raise StopForward(self)
         return None if handed is output else handed
 
@@ -137,42 +111,31 @@ class Pass:
         """Let go of everything: a traceback may keep this object alive."""
         self.log.clear()
         self.received.clear()
-        self._keeper = None
+        self.keeper.clear()
         self.gradients = None
         self.rerun = None
 
-    def _position(self, index: int) -> int | None:
-        positions = self.program.positions[index]
-        count = self._counts.get(index, 0)
-        self._counts[index] = count + 1
-        if not self.program.counts_calls:
-            return positions[0]
-        return positions[count] if count < len(positions) else None
-
-    def _keep(
-        self, position: int, label: DepthIdx, output: Any, handed: Any, references: int
-    ) -> tuple[Any, Any]:
+    def _keep(self, position: int, label: DepthIdx, output: Any, handed: Any) -> Any:
+        if not self._keeps_outputs:
+            if self._sink is not None:
+                self._sink.receivers[label](output)
+            return NOTHING
         options = self.program.options
+        kept: Any
         if options.offload:
-            if options.gradients:
-                self._listen(label, *flatten(output))
-            return offload(output), handed
-        _refuse_unkeepable(output, self.program.architecture[label])
-        if self._keeper is None:
-            self._keeper = Keeper()
-        # What a sink is given at the end of the pass must still be what it was.
-        kind = COPY if self.sink is not None else self.keeping.kinds[position]
-        if isinstance(output, Tensor):
-            self._seen_plain.add(position)
-        kept, handed = self._keeper.keep(output, handed, kind, references)
+            places, rebuild = flatten(output) if options.gradients else ([], None)
+            kept = offload(output)
+        else:
+            _refuse_unkeepable(output, self.program.architecture[label])
+            # What a sink is given at the end of the pass must still be what it was.
+            kind = COPY if self._sink is not None else self.keeping.kinds[OUTPUT][position]
+            kept, places = self.keeper.keep(output, kind, handed)
+            rebuild = kept.rebuild
         if options.gradients:
-            self._listen(label, [leaf.original for leaf in kept.leaves], kept.rebuild)
-        return kept, handed
-
-    def _listen(self, label: DepthIdx, leaves: list[Tensor], rebuild: Rebuild) -> None:
-        if self.gradients is None:
-            self.gradients = Gradients()
-        self.gradients.attach(label, leaves, rebuild)
+            assert self.gradients is not None, "made ahead of the pass"
+            assert rebuild is not None
+            self.gradients.attach(label, places, rebuild)
+        return kept
 
     def finish(self) -> tuple[Records, Records | None]:
         """Check the calls of the pass, and return its activations and inputs.
@@ -184,58 +147,47 @@ class Pass:
         FlowError
             A module with a selected layer ran more or less often than at labelling.
         """
-        modules, values, versions = self.log[::3], self.log[1::3], self.log[2::3]
-        positions = range(len(modules))
-        if modules != self.program.expected:
-            if self.program.counts_calls:
+        program, modules = self.program, self.log[::3]
+        self._positions = range(len(modules))
+        if modules != program.expected:
+            if program.counts_calls:
                 self._check_counts(modules)
-            positions = self._positions(modules)  # type: ignore[assignment]
+            self._positions = self._told_apart(modules)
         hold = holder()
-        activations = self._activations(positions, values, versions, hold)
-        if self.sink is not None and self.keeps_outputs:
+        activations = self._activations(hold)
+        if self._sink is not None and self._keeps_outputs:
             for label in activations:
-                self.sink.receivers[label](activations.peek(label))
-        return activations, self._inputs(hold)
+                self._sink.receivers[label](activations.peek(label))
+        if not program.options.inputs or self._sink is not None:
+            return activations, None
+        inputs = sorted(self.received.kept, key=operator.itemgetter(0))
+        return activations, self._records([(at, kept, 0) for at, kept in inputs], hold, "input")
 
-    def learned(self) -> Keeping | None:
-        """Return how outputs are to be kept from now on, None for as in this pass."""
+    def learn(self) -> None:
+        """Let later passes in this setting keep things as this one has shown to be right."""
         options = self.program.options
-        keeps_nothing = (self._is_bare or self.sink is not None) and not self.received.kept
+        keeps_nothing = (self._is_bare or self._sink is not None) and not self.received.kept
         if keeps_nothing or options.copy == "always" or options.offload:
-            return None
-        kinds, input_kinds = list(self.keeping.kinds), list(self.keeping.input_kinds)
-        events = list(zip(self._positions(self.log[::3]), self.log[1::3], strict=True))
-        known = [(at, kept) for at, kept in events if type(kept) is Kept and kept is not NOTHING]
-        hits = overwritten([kept for _, kept in known])
-        lasting = self._lasting() if LEARN in kinds else set()
-        for (position, kept), is_hit in zip(known, hits, strict=True):
-            kind = next_kind(self.keeping.kinds[position], kept, is_hit, lasting)
-            # Of several calls, the one that needs most decides: kinds are in that order.
-            kinds[position] = max(kinds[position], kind)
-        for at, given in self.received.kept:
-            if isinstance(given, Kept):
-                (is_hit,) = overwritten([given])
-                kind = next_kind(self.keeping.input_kinds[at], given, is_hit, lasting)
-                input_kinds[at] = max(input_kinds[at], kind)
-        plain = self.keeping.plain | self._seen_plain
-        if (kinds, input_kinds) == (
-            self.keeping.kinds,
-            self.keeping.input_kinds,
-        ) and plain == self.keeping.plain:
-            return None
-        return Keeping(self.program, kinds, input_kinds, plain)
+            return
+        events = [(OUTPUT, *event) for event in zip(self._positions, self.log[1::3], strict=True)]
+        events += [(INPUT, *event) for event in self.received.kept]
+        kinds, lasting = self.keeping.kinds, set()
+        if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
+            # Batch norm and fused optimisers write buffers and parameters without a new version.
+            root = next(iter(self.program.architecture.values())).module
+            own = [] if root is None else [*root.buffers(), *root.parameters()]
+            lasting = {private.memory_of(tensor) for tensor in own}
+        self.setting.learn(
+            self.keeping,
+            [
+                (what, position, kept.next_kind(kinds[what][position], lasting))
+                for what, position, kept in events
+                if type(kept) is Kept and kept is not NOTHING
+            ],
+        )
 
-    def _lasting(self) -> set[int]:
-        """Return the memory of all buffers and parameters.
-
-        Batch norm and fused optimisers write theirs without a new version.
-        """
-        root = next(iter(self.program.architecture.values())).module
-        own = [] if root is None else [*root.buffers(), *root.parameters()]
-        return {private.memory_of(tensor) for tensor in own}
-
-    def _positions(self, modules: list[int]) -> list[int]:
-        """Tell the events of a pass apart whose modules returned in another order."""
+    def _told_apart(self, modules: list[int]) -> list[int]:
+        """Return the positions of the events of modules that returned in another order."""
         seen: Counter[int] = Counter()
         positions = []
         for module in modules:
@@ -246,43 +198,54 @@ class Pass:
 
     def _check_counts(self, modules: list[int]) -> None:
         program, seen = self.program, Counter(modules)
-        expected = Counter(program.expected)
-        if self.stop_after == 0:
-            # Stopped on purpose: what was to come then is nobody's loss.
-            expected = Counter(program.expected[: program.last + 1])
-        if seen == expected:
-            return
-        raise flow_error(program, expected, seen)
-
-    def _activations(
-        self, positions: Any, values: list[Any], versions: list[Any], hold: Hold
-    ) -> Records:
-        program = self.program
-        if not self.keeps_outputs:
-            return Records(program.architecture)
-        labels = program.labels
-        if self._is_bare and type(positions) is range and program.counts_calls:
-            return Records.of_tensors(program.architecture, program.order, values, versions)
-        found = [
-            (label, entry_of(value, version, hold))
-            for label, value, version in zip(
-                map(labels.__getitem__, positions), values, versions, strict=True
+        # Of a pass that was stopped, what was to come then is nobody's loss.
+        events = program.expected[: program.last + 1] if self._left == 0 else program.expected
+        expected = Counter(events)
+        wrong = []
+        for index, positions in enumerate(program.positions):
+            if seen[index] != expected[index]:
+                labels = (program.labels[at] for at in positions)
+                names = ", ".join(str(program.architecture[label]) for label in labels if label)
+                wrong.append(
+                    f"\n  {names}: {expected[index]} calls of the module at labelling, "
+                    f"{seen[index]} now"
+                )
+        if wrong:
+            raise FlowError(
+                "modules with recorded layers ran more or less often than at labelling, so labels "
+                f"have lost their meaning:{''.join(wrong)}\nA layer that did not run at all was "
+                "skipped by the network, replaced by a fused kernel, compiled, or lost its hook to "
+                "somebody else. Label the net as it is used (mode=, input_data=), or record other "
+                "layers"
             )
-            if label is not None and value is not NOTHING
-        ]
-        return Records(program.architecture, self._by_layer(found))
 
-    def _inputs(self, hold: Hold) -> Records | None:
+    def _activations(self, hold: Hold) -> Records:
+        program, values, versions = self.program, self.log[1::3], self.log[2::3]
+        if not self._keeps_outputs:
+            return Records(program.architecture)
+        if self._is_bare and type(self._positions) is range and program.counts_calls:
+            return Records.of_tensors(program.architecture, program.order, values, versions)
+        events = zip(self._positions, values, versions, strict=True)
+        return self._records([event for event in events if event[1] is not NOTHING], hold)
+
+    def _records(
+        self, events: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
+    ) -> Records:
+        """Make one entry a layer of its call, or of all its calls where they are not counted."""
         program = self.program
-        if not program.options.inputs or self.sink is not None:
-            return None
-        inputs = sorted(self.received.kept, key=operator.itemgetter(0))
-        found = [(program.labels[at], entry_of(kept, 0, hold)) for at, kept in inputs]
-        return Records(program.architecture, self._by_layer(found), "input")
-
-    def _by_layer(self, found: list[tuple[Any, Entry]]) -> dict[Any, Entry]:
-        """Make one entry a layer of all its calls, where they are not counted."""
-        return dict(found) if self.program.counts_calls else all_calls(found, self.program.order)
+        calls: dict[Any, list[Entry]] = {}
+        for position, value, version in events:
+            label = program.labels[position]
+            if label is not None:
+                entry = value.record(hold) if type(value) is Kept else value
+                entry = hold(value, version) if isinstance(value, Tensor) else entry
+                calls.setdefault(label, []).append(entry)
+        entries: dict[Any, Entry]
+        if program.counts_calls:
+            entries = {label: entry for label, (entry,) in calls.items()}
+        else:
+            entries = {label: Recorded(calls.get(label, []), tuple) for label in program.order}
+        return Records(program.architecture, entries, what)
 
 
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:

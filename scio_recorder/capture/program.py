@@ -1,11 +1,11 @@
-"""What to record: the selection turned into a table of events, and what was learned about them."""
+"""What to record: the selection turned into a table of events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -15,12 +15,10 @@ from scio_recorder.layer import text_of
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
+    from scio_recorder.nets.records import Inputs
 
 
 CopyPolicy = Literal["auto", "always", "never"]
-
-# How the output of one event is kept. LEARN copies it and watches whether that was needed.
-LEARN, REFERENCE, COPY = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,28 @@ class Options:
     offload: bool = False
     # "any": however often modules run, a name stands for the tuple of all their calls in a pass.
     calls: Literal["labelled", "any"] = "labelled"
+
+
+class Sink(Protocol):
+    """Receives what recorded layers return, instead of the records of the pass.
+
+    Whatever a sink needs it must copy before it returns: the network goes on with the same tensors
+    and may overwrite them. What a pass handed over counts only once the pass has ended well.
+    """
+
+    @property
+    def receivers(self) -> Mapping[DepthIdx, Callable[[Any], None]]:
+        """For each layer, what takes what it returned, a tensor or a structure.
+
+        Of a module that is called once in a pass, the hook itself calls it: nothing may stand
+        between the two in what every layer of every batch pays for.
+        """
+
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+        """Copy what a module's forward is about to receive; which call it is shows later."""
+
+    def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
+        """Take what `keep_inputs` returned for a layer, just before what the layer returned."""
 
 
 class Program:
@@ -102,62 +122,6 @@ class Program:
         """Return the indices of the modules that layers are calls of."""
         wanted = set(labels)
         return {self.expected[at] for at, label in enumerate(self.labels) if label in wanted}
-
-    def first_keeping(self) -> Keeping:
-        """Return how events are kept in a setting of which nothing is known yet."""
-        kind = REFERENCE if self.options.copy == "never" else LEARN
-        return Keeping(self, [kind] * len(self.expected), [kind] * len(self.expected), set())
-
-
-class Keeping:
-    """How each event is kept in one setting; replaced, never changed, when more is learned."""
-
-    __slots__ = ("fast", "input_kinds", "is_fast", "kinds", "plain")
-
-    def __init__(
-        self, program: Program, kinds: list[int], input_kinds: list[int], plain: set[int]
-    ) -> None:
-        self.kinds = kinds
-        self.input_kinds = input_kinds
-        # Events that were seen to return a tensor itself, not a structure.
-        self.plain = plain
-        options = program.options
-        is_simple = not (options.inputs or options.gradients or options.offload)
-        self.fast = [
-            is_simple
-            and all(
-                kinds[position] == REFERENCE
-                and position in plain
-                and program.labels[position] is not None
-                for position in positions
-            )
-            for positions in program.positions
-        ]
-        self.is_fast = all(self.fast)
-
-    def copying(self, program: Program, label: DepthIdx, is_input: bool) -> Keeping:
-        """Return one that also copies what a layer returns, or what it receives."""
-        kinds, input_kinds = list(self.kinds), list(self.input_kinds)
-        (input_kinds if is_input else kinds)[program.labels.index(label)] = COPY
-        return Keeping(program, kinds, input_kinds, self.plain)
-
-
-class Setting:
-    """What is known of a network in one setting; it gets better from pass to pass."""
-
-    __slots__ = ("_program", "keeping")
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.keeping = program.first_keeping()
-
-    def copy_output(self, label: DepthIdx) -> None:
-        """Copy what a layer returns, from the next pass on."""
-        self.keeping = self.keeping.copying(self._program, label, is_input=False)
-
-    def copy_input(self, label: DepthIdx) -> None:
-        """Copy what a layer receives, from the next pass on."""
-        self.keeping = self.keeping.copying(self._program, label, is_input=True)
 
 
 def _distinct_modules(

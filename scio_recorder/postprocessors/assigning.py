@@ -1,17 +1,18 @@
-"""The forms that ``activation_postproc`` takes -> one callable per recorded layer."""
+"""The forms that ``activation_postproc`` takes, and how the post-processors of a pass act."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError
+from scio_recorder.errors import MutationError, PostprocessorError
 from scio_recorder.nets.selection import select
-from scio_recorder.postprocessors.on_input import OnInput, change_input
-from scio_recorder.postprocessors.overwriting import explain_overwriting, versions_on_graph
+from scio_recorder.postprocessors.places import OnInput
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import flatten, tensors
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx, Layer
@@ -148,41 +149,94 @@ def _check_callable(function: object, where: str) -> None:
         )
 
 
-def apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
-    """Post-process one output; a result of None means that it was changed in place, or not at all.
+class Assigned:
+    """Who acts on which layer in one pass.
 
     Parameters
     ----------
-    function : callable
-        The post-processor.
-    output : Any
-        What the module returned: a tensor or a structure of them.
-    layer : Layer
-        For messages.
+    functions : mapping
+        Label -> post-processor.
 
-    Returns
-    -------
-    Any
-        What the network goes on with.
-
-    Raises
-    ------
-    PostprocessorError
-        The post-processor raised (the error is then also of the type that it raised), or returned
-        something that can't stand in for the output.
+    Attributes
+    ----------
+    on_inputs : set of (int, int)
+        The layers whose inputs are acted on, instead of what they return.
 
     Examples
     --------
     >>> import torch
-    >>> apply(torch.neg, torch.ones(2), "1-1")
-    tensor([-1., -1.])
+    >>> posts = Assigned({(1, 1): torch.neg, (1, 2): OnInput(torch.neg)})
+    >>> posts.after((1, 1), torch.ones(1), "1-1"), posts.after((1, 2), torch.ones(1), "1-2")
+    (tensor([-1.]), tensor([1.]))
+    >>> posts.before((1, 2), (torch.ones(1),), {}, "1-2")
+    ((tensor([-1.]),), {})
     """
-    before = versions_on_graph(output)
+
+    def __init__(self, functions: Mapping[DepthIdx, Postprocessor]) -> None:
+        self.functions = functions
+        self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    @property
+    def signature(self) -> object:
+        """What is equal where post-processors work alike, in place or not."""
+        return frozenset((label, _signature(post)) for label, post in self.functions.items())
+
+    def after(self, label: DepthIdx, output: Any, layer: Layer) -> Any:
+        """Return what the network goes on with in place of what a layer returned.
+
+        Raises
+        ------
+        PostprocessorError
+            The post-processor raised (the error is then also of the type that it raised), or
+            returned something that can't stand in for the output.
+        """
+        if label not in self.functions or label in self.on_inputs:
+            return output
+        return _apply(self.functions[label], output, layer)
+
+    def before(
+        self, label: DepthIdx, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a layer's forward receives in place of what it was about to receive.
+
+        Raises
+        ------
+        PostprocessorError
+            As `after`, or there is no tensor among the arguments.
+        """
+        if label not in self.on_inputs:
+            return args, dict(kwargs)
+        function: Any = self.functions[label]
+        values = [*args, *kwargs.values()]
+        for at, value in enumerate(values):
+            # Other objects, such as key-value caches, are shared with the network.
+            if isinstance(value, Tensor | list | tuple | dict):
+                leaves, rebuild = flatten(value)
+                if leaves:
+                    leaves[0] = _apply(function.postprocessor, leaves[0], layer)
+                    values[at] = rebuild(leaves)
+                    named = zip(kwargs, values[len(args) :], strict=True)
+                    return tuple(values[: len(args)]), dict(named)
+        raise PostprocessorError(
+            f"{function!r} acts on layer {layer}, whose forward received no tensor: name another "
+            "layer, or let the post-processor act on what the layer returns"
+        )
+
+
+def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
+    """Post-process one output; a result of None means that it was changed in place, if at all."""
+    before = _versions_on_graph(output)
     try:
         result = function(output)
     except Exception as error:
         raise _failure(error, layer) from error
-    explain_overwriting(before, layer)
+    for tensor, version, node in before:
+        spoiled = _spoiled(node) if tensor._version != version else None
+        if spoiled is not None:
+            spoiled.register_prehook(_Explanation(str(layer)))
     if result is None:
         return output
     expected = Tensor if isinstance(output, Tensor) else type(output)
@@ -193,46 +247,6 @@ def apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
             "go on with the output as it is"
         )
     return result
-
-
-def apply_to_input(
-    function: OnInput, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Post-process what a module's forward is about to receive.
-
-    Parameters
-    ----------
-    function : OnInput
-        The post-processor.
-    args, kwargs
-        The arguments.
-    layer : Layer
-        For messages.
-
-    Returns
-    -------
-    tuple
-        The arguments to go on with.
-
-    Raises
-    ------
-    PostprocessorError
-        As :func:`apply`, or there is no tensor among the arguments.
-
-    Examples
-    --------
-    >>> import torch
-    >>> apply_to_input(OnInput(torch.neg), (torch.ones(2),), {}, "1-1")
-    ((tensor([-1., -1.]),), {})
-    """
-    act = partial(apply, function.postprocessor, layer=layer)
-    changed = change_input(args, kwargs, act)
-    if changed is None:
-        raise PostprocessorError(
-            f"{function!r} acts on layer {layer}, whose forward received no tensor: name another "
-            "layer, or let the post-processor act on what the layer returns"
-        )
-    return changed
 
 
 def _failure(error: Exception, layer: Layer) -> PostprocessorError:
@@ -251,36 +265,55 @@ def _failure(error: Exception, layer: Layer) -> PostprocessorError:
     return both
 
 
-def on_inputs(
-    posts: Mapping[DepthIdx, Postprocessor] | None,
-) -> dict[DepthIdx, OnInput]:
-    """Return the post-processors that act on inputs.
-
-    Parameters
-    ----------
-    posts : mapping or None
-        Label -> post-processor.
-
-    Returns
-    -------
-    dict
-        Those of them.
-
-    Examples
-    --------
-    >>> on_inputs({(1, 1): abs, (1, 2): OnInput(abs)})
-    {(1, 2): OnInput(postprocessor=<built-in function abs>)}
-    """
-    found = (posts or {}).items()
-    return {label: post for label, post in found if isinstance(post, OnInput)}
-
-
-def signature(function: Postprocessor) -> object:
+def _signature(function: Postprocessor) -> object:
     """Return what tells whether two post-processors work alike, in place or not.
 
     Lambdas made anew for every pass share their code.
     """
     if isinstance(function, OnInput):
-        return OnInput, signature(function.postprocessor)
+        return OnInput, _signature(function.postprocessor)
     inner = getattr(function, "func", function)
     return getattr(inner, "__code__", type(inner))
+
+
+# A post-processor may overwrite what autograd needs: backward says so then, and what to write.
+
+# Views between a module's output and the operation that saved it.
+_MAX_VIEWS = 4
+
+
+def _versions_on_graph(output: Any) -> list[tuple[Tensor, int, Any]]:
+    """Note the versions and nodes of tensors before something may change them in place.
+
+    There are none where autograd keeps nothing, or hands what it keeps to hooks, as inside
+    ``allow_mutation_on_saved_tensors``.
+    """
+    if not torch.is_grad_enabled() or private.active_saved_tensors_hooks():
+        return []
+    found = (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
+    return [(tensor, tensor._version, tensor.grad_fn) for tensor in found]
+
+
+class _Explanation:
+    """Raises in place of autograd, which does not know who changed the tensor."""
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+
+    def __call__(self, gradients: Any) -> None:
+        raise MutationError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: the post-processor of layer {self._layer} works in place on what the "
+            "layer returned, which the layer needs as it was. Write it out of place, as x * 2 for "
+            "x.mul_(2), or run the forward and the backward pass inside "
+            "`with torch.autograd.graph.allow_mutation_on_saved_tensors():`"
+        )
+
+
+def _spoiled(node: Any) -> Any:
+    for _ in range(_MAX_VIEWS):
+        if node is None or private.has_lost_a_tensor(node):
+            return node
+        ahead = node.next_functions
+        node = ahead[0][0] if len(ahead) == 1 else None
+    return None

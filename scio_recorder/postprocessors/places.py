@@ -1,10 +1,10 @@
-"""Post-processors that let another one act on a part of an activation."""
+"""Post-processors that let another one act: on a part of an activation, or on what is received."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -195,6 +195,54 @@ class Heads(_OnPart):
         size = activation.shape[-1] // self.num_heads
         whole = activation.reshape(*activation.shape[:-1], self.num_heads, size)
         return self._put(whole, (..., torch.tensor(self.heads), slice(None))).flatten(-2)
+
+
+@dataclass(frozen=True)
+class OnInput:
+    """Let another post-processor act on the first tensor that a module's forward receives.
+
+    The first positional argument that is a tensor, or a list, tuple or dictionary with one in it,
+    counts; then keyword arguments in the order in which they were given. The record of the layer
+    is what it returned for the changed input, and recorded inputs are the changed ones.
+
+    Parameters
+    ----------
+    postprocessor : callable
+        ``Tensor -> Tensor or None``, such as another one of this module. None means that the
+        tensor was changed in place.
+
+    Raises
+    ------
+    PostprocessorError
+        ``postprocessor`` can't be called; at a pass, the module receives no tensor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from scio_recorder import Recorder
+    >>> from scio_recorder.postprocessors import Scale
+    >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Flatten()), input_size=(1, 2))
+    >>> rnet.record("1")
+    >>> rnet(torch.ones(1, 2), activation_postproc={"1": OnInput(Scale(3.0))})
+    tensor([[3., 3.]])
+    """
+
+    postprocessor: Callable[[Any], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.postprocessor) or isinstance(self.postprocessor, OnInput):
+            raise PostprocessorError(
+                f"OnInput takes a post-processor, Tensor -> Tensor or None, not "
+                f"{describe(self.postprocessor)}."
+            )
+
+    def __call__(self, activation: Any) -> NoReturn:
+        """Refuse to act on an activation."""
+        raise PostprocessorError(
+            f"{self!r} was called with an activation: OnInput goes around all others, straight "
+            "into activation_postproc, as in {selector: OnInput(At(0, Scale(2.0)))}."
+        )
 
 
 def _check_callable(owner: str, postprocessor: object) -> None:

@@ -26,12 +26,7 @@ from scio_recorder.errors import RecomputeError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.restoring import preserved_rng, restored
-from scio_recorder.postprocessors.assigning import (
-    Postprocessor,
-    apply,
-    apply_to_input,
-    on_inputs,
-)
+from scio_recorder.postprocessors.assigning import Assigned, Postprocessor
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
 from scio_recorder.tensors.structures import flatten, map_tensors
@@ -159,7 +154,7 @@ class _Rerun:
     def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
         self._call = call
         self._targets = targets
-        self._on_inputs = on_inputs(call.posts)
+        self._posts = Assigned(call.posts)
         self._is_other = False
         self.found: dict[DepthIdx, Any] = {}
         modules = {architecture[label].module for label in targets | {*call.posts, call.label}}
@@ -184,7 +179,7 @@ class _Rerun:
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Take what modules return, for the length of the block."""
         handles = [follow(watched, self._receive) for watched in self._returns]
-        if self._on_inputs:
+        if self._posts.on_inputs:
             handles += [precede(watched, self._receive_inputs) for watched in self._starts]
         # The recorded inputs are what forward received: these hooks have acted on them already.
         before = private.replace_pre_hooks(module, OrderedDict())
@@ -197,19 +192,18 @@ class _Rerun:
 
     def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = self._starts[module].popleft() if self._starts[module] else None
-        if layer is None or layer.label == self._call.label or layer.label not in self._on_inputs:
+        if layer is None or layer.label == self._call.label:
             # What the call itself received is recorded as the post-processor has left it.
             return None
-        return apply_to_input(self._on_inputs[layer.label], args, kwargs, layer)
+        return self._posts.before(layer.label, args, kwargs, layer)
 
     def _receive(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._returns[module]:
             self._is_other = True
             return None
-        layer, handed = self._returns[module].popleft(), output
+        layer = self._returns[module].popleft()
         label = layer.label
-        if label in self._call.posts and label not in self._on_inputs:
-            handed = apply(self._call.posts[label], output, layer)
+        handed = self._posts.after(label, output, layer)
         if label in self._targets:
             self.found[label] = map_tensors(copied, output)
         if label == self._call.label:

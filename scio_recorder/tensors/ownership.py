@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, increment_version, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils import swap_tensors
 
 from scio_recorder.tensors import private
 
@@ -171,43 +172,89 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
     return copy
 
 
+def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
+    """Keep a view's place on the graph from in-place operations, which would cut it out.
+
+    The view's own tensor is returned. Whoever holds the view, be it in a container, holds a copy
+    from then on, which is downstream.
+
+    Parameters
+    ----------
+    view : torch.Tensor
+        A tensor on the graph, changed so if it is a view.
+    own_references : int
+        How many of the references to what it is a view of don't count.
+
+    Returns
+    -------
+    torch.Tensor or None
+        None where it is no view, or where this can't be done unseen: something else holds the
+        memory or, inside torch, the tensor, or a copy would differ in more than its memory.
+
+    Examples
+    --------
+    >>> hidden = (torch.ones(2, 3, requires_grad=True) * 2).view(6)
+    >>> kept = exchange(hidden)
+    >>> out = hidden.mul_(hidden.detach().clone()).sum()
+    >>> kept[0].item(), torch.autograd.grad(out, kept)[0][0].item()
+    (2.0, 2.0)
+    """
+    if private.base_of(view) is None:
+        return None
+    fresh = _holders_of_fresh(is_view=True, is_on_graph=True)[1]
+    if _holders(view, own_references) != fresh or view.retains_grad or vars(view):
+        return None
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            copy = view.clone()
+            if copy.stride() != view.stride():
+                copy = view.new_empty_strided(view.shape, view.stride()).copy_(view)
+        # Another recorder may have noted the version.
+        while copy._version < view._version:
+            increment_version(copy)
+        swap_tensors(view, copy)  # type: ignore[no-untyped-call]  # torch's own
+    except RuntimeError:
+        # Expanded tensors can't be written to, nor what torch itself holds be exchanged.
+        return None
+    return copy
+
+
 def _is_held_alone(held: Held) -> bool:
     """Whether nothing else holds a tensor or its memory; in doubt the answer is no.
 
     Autograd may hold the tensor itself where it is on the graph, since it only reads.
     """
-    holders = _holders(held)
     tensor = held.tensor
-    if holders != _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad):
+    fresh = _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad)
+    del tensor
+    if (sys.getrefcount(held.tensor), _holders(held.tensor)) != fresh:
         return False
     # Anybody may hold memory that torch did not allocate, or that processes share.
-    memory = tensor.untyped_storage()
+    memory = held.tensor.untyped_storage()
     return bool(memory.resizable()) and not (memory.device.type == "cpu" and memory.is_shared())
 
 
-def _holders(held: Held) -> tuple[int, ...]:
-    """Count what holds a tensor, what it is a view of, and the memory of both."""
-    references = sys.getrefcount(held.tensor)
-    tensor = held.tensor
+def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
+    """Count what holds a tensor inside torch, what it is a view of, and the memory of both."""
     base = private.base_of(tensor)
-    based = (0, 0) if base is None else (sys.getrefcount(base), private.use_count(base))
+    based = (0, 0)
+    if base is not None:
+        based = sys.getrefcount(base) - own_references, private.use_count(base)
     uses = 0 if tensor.requires_grad else private.use_count(tensor)
-    weak = weakref.getweakrefcount(tensor)
-    return references, weak, uses, *based, *_holders_of_memory(tensor)
-
-
-def _holders_of_memory(tensor: Tensor) -> tuple[int, int]:
-    uses = private.storage_uses(tensor)
+    storages = private.storage_uses(tensor)
     # Python has one object for a storage, whoever asks for it.
-    return uses, 0 if uses < 0 else sys.getrefcount(tensor.untyped_storage())
+    storage_references = 0 if storages < 0 else sys.getrefcount(tensor.untyped_storage())
+    weak = weakref.getweakrefcount(tensor)
+    return weak, uses, *based, storages, storage_references
 
 
 @functools.cache
-def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, ...]:
-    """Return the counts for a tensor that nothing else holds: they depend on the versions."""
+def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int, ...]]:
+    """Count references and holders of a tensor that nothing else holds: versions differ in that."""
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
-        return _holders(Held((start * 2).view(1, 1) if is_view else start * 2))
+        held = Held((start * 2).view(1, 1) if is_view else start * 2)
+        return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
 class _Saving(torch.autograd.Function):

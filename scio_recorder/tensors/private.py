@@ -61,16 +61,6 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return None if found is None else tuple(found)
 
 
-@checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
-def keeps_its_result(tensor: Tensor) -> bool:
-    """Whether the operation that made a tensor keeps the result for its own backward.
-
-    Autograd names such an attribute ``result``, numbered where there are several.
-    """
-    kind, number = type(tensor.grad_fn), tensor.output_nr
-    return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
-
-
 @checked("Node._saved_*", "explaining what a post-processor overwrote", examples.finds_overwritten)
 def has_lost_a_tensor(node: Any) -> bool:
     """Whether something that a node keeps for its backward was overwritten in place."""
@@ -214,17 +204,6 @@ def replace_pre_hooks(module: nn.Module, hooks: Any) -> Any:
     """Give a module other pre-hooks, and return those that it had."""
     before, module._forward_pre_hooks = module._forward_pre_hooks, hooks
     return before
-
-
-@checked(
-    "torch.nn.modules.module._global_forward_hooks",
-    "recording with gradients",
-    examples.sees_global_hook,
-)
-def has_global_hooks() -> bool:
-    """Whether somebody's hooks run around every module."""
-    places = torch.nn.modules.module
-    return bool(places._global_forward_hooks or places._global_forward_pre_hooks)
 
 
 @checked("RemovableHandle.next_id", "recording", examples.counts_handles)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import __file__ as checkpoint_file
 from torch.utils.checkpoint import checkpoint
 
@@ -58,12 +57,6 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         inside = active()
     return before is None and tuple(inside) == (pack, unpack) and active() is None
-
-
-def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
-    leaf, output = leaf_and_output()
-    several = torch.var_mean(leaf.expand(1, 3))[1]
-    return keeps(output) and not keeps(leaf * 2) and not keeps(several)
 
 
 def finds_overwritten(has_lost: Callable[[Any], bool]) -> bool:
@@ -185,14 +178,6 @@ def takes_pre_hooks_off(replace: Callable[[nn.Module, Any], Any]) -> bool:
     replace(module, before)
     module(None)
     return len(calls) == 1
-
-
-def sees_global_hook(has_any: Callable[[], bool]) -> bool:
-    before = has_any()
-    handle = register_module_forward_hook(nothing)
-    inside = has_any()
-    handle.remove()
-    return inside and has_any() == before
 
 
 def counts_handles(number: Callable[[], int]) -> bool:

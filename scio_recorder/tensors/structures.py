@@ -28,7 +28,7 @@ from torch import Tensor, nn
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # Objects that are never opened: they hold no activations of their own, or must keep their identity.
-OPAQUE = (
+_OPAQUE = (
     nn.Module,
     type,
     ModuleType,
@@ -46,8 +46,8 @@ OPAQUE = (
 )
 
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
-DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
-_CONTAINERS: tuple[Any, ...] = (*DICTS, list, SimpleNamespace)
+_DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
+_CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
 _HEAP_TYPE = 1 << 9
 
 
@@ -77,9 +77,18 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     """
     if isinstance(value, Tensor):
         return [value], _first
-    walk = _Walk()
-    part = walk.visit(value, None)
-    return walk.leaves, lambda leaves: part(_Building(leaves))
+    leaves: list[Tensor] = []
+    slots: dict[int, _Slot] = {}
+
+    def put_slot(tensor: Tensor) -> _Slot:
+        if id(tensor) not in slots:
+            slots[id(tensor)] = _Slot(len(leaves))
+            leaves.append(tensor)
+        return slots[id(tensor)]
+
+    # The template holds no tensor, and nothing that is put into the old structure later.
+    template = _Copy(Tensor, put_slot).of(value)
+    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).of(template)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -133,187 +142,118 @@ def _first(leaves: Sequence[Any]) -> Any:
     return leaves[0]
 
 
-class _Building:
-    """One structure that is being built: its tensors, and the objects made so far."""
+class _Slot:
+    """A place for a tensor."""
 
-    __slots__ = ("leaves", "made")
+    __slots__ = ("index",)
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
-        # By the identity of the object in the old structure.
-        self.made: dict[int, Any] = {}
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
-_Part: TypeAlias = Callable[[_Building], Any]
+class _Copy:
+    """One copy of a structure, with something else in the place of each leaf of a kind.
 
-
-class _Node:
-    """One container or object that was met, with all that it was met in."""
-
-    __slots__ = ("holders", "holds_tensors", "part", "value")
-
-    def __init__(self, value: Any) -> None:
-        # Held, so that no other object takes its identity.
-        self.value = value
-        self.holders: list[_Node] = []
-        self.holds_tensors = False
-        self.part: _Part
-
-    def mark(self) -> None:
-        """Note that there are tensors in this, and so in all that holds it."""
-        if not self.holds_tensors:
-            self.holds_tensors = True
-            for holder in self.holders:
-                holder.mark()
-
-
-class _Walk:
-    """One traversal: the leaves, and the containers and objects, each of which is met once.
-
-    So the new structure refers to itself, and to a part twice, just where the old one does.
+    Each container and object is met once. So the new structure refers to itself, and to a part
+    twice, just where the old one does.
     """
 
-    def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
-        self._index: dict[int, int] = {}
-        self._nodes: dict[int, _Node] = {}
-        # Whether an object is open: what it holds may be filled with tensors later, as the parts
-        # of a key-value cache are, and is copied even while it is empty.
-        self._inside = False
+    def __init__(self, kind: type, replace: Callable[[Any], Any]) -> None:
+        self._kind = kind
+        self._replace = replace
+        # By the identity of the old object, which is held, so that no other takes its identity.
+        self._made: dict[int, tuple[Any, Any]] = {}
 
-    def visit(self, value: Any, holder: _Node | None) -> _Part:
-        if isinstance(value, Tensor):
-            return self._leaf(value, holder)
-        if value is None or isinstance(value, OPAQUE):
-            return lambda building: value
+    def of(self, value: Any, is_inside: bool = False) -> Any:
+        """Return the copy of a part; inside an object that is open or not."""
+        if isinstance(value, self._kind):
+            return self._replace(value)
+        if value is None or isinstance(value, _OPAQUE):
+            return value
         if isinstance(value, np.ndarray):
-            copied = value.copy()
-            return lambda building: copied
-        node = self._nodes.get(id(value))
-        is_new = node is None
-        if node is None:
-            node = self._nodes[id(value)] = _Node(value)
-        if holder is not None:
-            node.holders.append(holder)
-            if node.holds_tensors:
-                holder.mark()
-        if is_new:
-            node.part = self._container(value, node)
-        # Looked up when it is built: of a structure that contains itself, it is not known yet.
-        return lambda building: _once(node, building)
+            return value.copy()
+        if id(value) not in self._made:
+            new = self._container(value, is_inside)
+            # It may have been made while its own parts were.
+            self._made.setdefault(id(value), (value, new))
+        return self._made[id(value)][1]
 
-    def _leaf(self, value: Tensor, holder: _Node | None) -> _Part:
-        if holder is not None:
-            holder.mark()
-        index = self._index.setdefault(id(value), len(self.leaves))
-        if index == len(self.leaves):
-            self.leaves.append(value)
-        return lambda building: building.leaves[index]
-
-    def _container(self, value: Any, node: _Node) -> _Part:
-        if isinstance(value, tuple):
-            return self._tuple(value, node)
-        kind = type(value)
-        if kind in (set, frozenset):
-            members = [self.visit(item, node) for item in value]
-            return lambda building: kind([part(building) for part in members])
-        if kind is MappingProxyType:
-            return self._proxy(value, node)
-        if kind is deque:
-            return self._deque(value, node)
-        return self._object(value, node)
-
-    def _tuple(self, value: tuple[Any, ...], node: _Node) -> _Part:
+    def _container(self, value: Any, is_inside: bool) -> Any:
         kind = type(value)
         if kind is torch.Size:
-            return lambda building: value
-        parts = [self.visit(item, node) for item in value]
-        if kind is tuple or hasattr(kind, "n_sequence_fields"):
+            return value
+        if isinstance(value, tuple) or kind in (set, frozenset):
+            parts = [self.of(item, is_inside) for item in value]
             # torch.return_types.* are struct sequences, built from an iterable by their own type.
-            return lambda building: kind([part(building) for part in parts])
-        restore = self._attributes(value, node)
-        return lambda building: restore(
-            tuple.__new__(kind, [part(building) for part in parts]), building
-        )
-
-    # What can hold itself is put in its place among the objects made before it is filled.
-
-    def _proxy(self, value: Any, node: _Node) -> _Part:
-        entries = [(key, self.visit(item, node)) for key, item in value.items()]
-
-        def build(building: _Building) -> Any:
+            if kind in (tuple, set, frozenset) or hasattr(kind, "n_sequence_fields"):
+                return kind(parts)
+            return self._with_attributes(tuple.__new__(kind, parts), value, is_inside)
+        # What can hold itself is put in its place before it is filled.
+        if kind is MappingProxyType:
             behind: dict[Any, Any] = {}
-            new = building.made[id(value)] = MappingProxyType(behind)
-            behind.update((key, part(building)) for key, part in entries)
+            new: Any = self._started(value, MappingProxyType(behind))
+            behind.update((key, self.of(item, is_inside)) for key, item in value.items())
             return new
-
-        return build
-
-    def _deque(self, value: deque[Any], node: _Node) -> _Part:
-        items = [self.visit(item, node) for item in value]
-
-        def build(building: _Building) -> Any:
-            new: deque[Any] = deque(maxlen=value.maxlen)
-            building.made[id(value)] = new
-            new.extend(part(building) for part in items)
+        if kind is deque:
+            new = self._started(value, deque(maxlen=value.maxlen))
+            new.extend(self.of(item, is_inside) for item in value)
             return new
+        return self._object(value, is_inside)
 
-        return build
+    def _started(self, old: Any, new: Any) -> Any:
+        self._made[id(old)] = old, new
+        return new
 
-    def _object(self, value: Any, node: _Node) -> _Part:
+    def _object(self, value: Any, is_inside: bool) -> Any:
         kind = type(value)
         base: Any = next((base for base in _CONTAINERS if isinstance(value, base)), object)
         is_container = base is not object or dataclasses.is_dataclass(value)
-        if not is_container and not is_plain_kind(kind):
-            return lambda building: value
-        items = [self.visit(item, node) for item in list.__iter__(value)] if base is list else []
-        # Read as the base does: transformers' ModelOutput overrides access by key.
-        entries = [(k, self.visit(v, node)) for k, v in base.items(value)] if base in DICTS else []
-        is_inside, self._inside = self._inside, self._inside or not is_container
-        restore = self._attributes(value, node)
-        self._inside = is_inside
-        is_shared_if_empty = not is_container and (
-            isinstance(value, Enum) or not (is_inside or _can_be_filled(value))
-        )
-
-        def build(building: _Building) -> Any:
-            if is_shared_if_empty and not node.holds_tensors:
+        if not is_container:
+            # What an open object holds may be filled with tensors later, as the parts of a
+            # key-value cache are, and is copied even while it is empty.
+            may_fill = not isinstance(value, Enum) and (is_inside or _can_be_filled(value))
+            if not _is_plain_kind(kind) or not (may_fill or self._holds_leaf(value, set())):
                 return value
-            new = building.made[id(value)] = base.__new__(kind)
-            if base is list:
-                list.extend(new, (part(building) for part in items))
-            for key, part in entries:
-                base.__setitem__(new, key, part(building))
-            return restore(new, building)
+        new = self._started(value, base.__new__(kind))
+        if base is list:
+            list.extend(new, (self.of(item, is_inside) for item in list.__iter__(value)))
+        if base in _DICTS:
+            # Read as the base does: transformers' ModelOutput overrides access by key.
+            for key, item in base.items(value):
+                base.__setitem__(new, key, self.of(item, is_inside))
+        return self._with_attributes(new, value, is_inside or not is_container)
 
-        return build
+    def _with_attributes(self, new: Any, old: Any, is_inside: bool) -> Any:
+        """Give a new object the attributes of the old one, slots included."""
+        for name, item in getattr(old, "__dict__", {}).items():
+            new.__dict__[name] = self.of(item, is_inside)
+        for name in _slot_names(old):
+            # Frozen dataclasses refuse their own setattr.
+            object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
+        if isinstance(old, defaultdict):
+            new.default_factory = old.default_factory
+        return new
 
-    def _attributes(self, value: Any, node: _Node) -> Callable[[Any, _Building], Any]:
-        """Return what gives a new object the attributes of the old one, slots included."""
-        own = getattr(value, "__dict__", {}).items()
-        instance = [(name, self.visit(item, node)) for name, item in own]
-        slots = [(name, self.visit(getattr(value, name), node)) for name in slot_names(value)]
-        if isinstance(value, defaultdict):
-            slots.append(("default_factory", self.visit(value.default_factory, node)))
-
-        def restore(new: Any, building: _Building) -> Any:
-            for name, part in instance:
-                new.__dict__[name] = part(building)
-            for name, part in slots:
-                # Frozen dataclasses refuse their own setattr.
-                object.__setattr__(new, name, part(building))
-            return new
-
-        return restore
+    def _holds_leaf(self, value: Any, seen: set[int]) -> bool:
+        if isinstance(value, self._kind):
+            return True
+        if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
+            return False
+        seen.add(id(value))
+        return any(self._holds_leaf(part, seen) for part in _parts(value))
 
 
-def _once(node: _Node, building: _Building) -> Any:
-    """Build an object, or return it where that was done, maybe while its own parts were built."""
-    made, key = building.made, id(node.value)
-    if key not in made:
-        new = node.part(building)
-        made.setdefault(key, new)
-    return made[key]
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what a container or object holds."""
+    kind = type(value)
+    base: Any = next((base for base in (dict, list, tuple) if isinstance(value, base)), None)
+    if base is dict or kind is MappingProxyType:
+        yield from (base or kind).values(value)
+    elif base is not None or kind in (set, frozenset, deque):
+        yield from (base or kind).__iter__(value)
+    if base is not None or _is_plain_kind(kind) or isinstance(value, SimpleNamespace):
+        yield from getattr(value, "__dict__", {}).values()
+        yield from (getattr(value, name) for name in _slot_names(value))
 
 
 def _can_be_filled(value: Any) -> bool:
@@ -322,7 +262,7 @@ def _can_be_filled(value: Any) -> bool:
     return any(isinstance(item, list | dict | set | deque) for item in own)
 
 
-def slot_names(value: Any) -> Iterator[str]:
+def _slot_names(value: Any) -> Iterator[str]:
     """Name the slots that an object has filled."""
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
@@ -331,7 +271,7 @@ def slot_names(value: Any) -> Iterator[str]:
                 yield name
 
 
-def is_plain_kind(kind: type) -> bool:
+def _is_plain_kind(kind: type) -> bool:
     """Whether instances are nothing but their attributes, so that copying these copies them."""
     # Classes defined in Python, all the way up: others keep state where it can't be seen.
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors.ownership import Held, holder, own_copy
+from scio_recorder.tensors.ownership import Held, exchange, holder, own_copy
 
 
 class Marked(Tensor):
@@ -141,3 +142,60 @@ def test_a_version_that_is_gone_is_noticed() -> None:
     assert not first.is_intact
     assert second.is_intact
     assert second is hold(tensor, tensor._version)
+
+
+VIEWS: dict[str, Any] = {
+    "reshaped": lambda x: x.view(-1),
+    "transposed": lambda x: x.t(),
+    "every_other_column": lambda x: x[:, ::2],
+    "written_before": lambda x: x.add_(1)[1:],
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_an_exchanged_view_keeps_its_place_and_its_holders_go_on_with_a_copy(kind: str) -> None:
+    view = VIEWS[kind](on_graph(torch.ones(2, 4)))
+    holder = {"list": [view]}
+    node, strides, version = view.grad_fn, view.stride(), view._version
+    kept = exchange(view)
+    assert kept is not None
+    assert kept.grad_fn is node
+    assert (view.stride(), torch.equal(view, kept)) == (strides, True)
+    assert view._version >= version
+    expected = kept.detach().clone()
+    out = holder["list"][0].mul_(3).sum()
+    assert torch.equal(kept, expected)
+    (found,) = torch.autograd.grad(out, kept)
+    assert torch.equal(found, torch.full_like(found, 3))
+
+
+def also_held(what: str) -> tuple[Tensor, object]:
+    """Return a view, and what holds something that an exchange would take from it."""
+    hidden = on_graph(torch.ones(2, 4))
+    view = hidden.view(8)
+    if what == "leaf":
+        return (leaf := torch.ones(2, 4, requires_grad=True)).view(8), leaf
+    held = {
+        "base": lambda: hidden,
+        "another_view": lambda: hidden[0],
+        "memory": lambda: hidden.untyped_storage(),
+        "graph": lambda: view * view,
+        "weakly": lambda: weakref.ref(view),
+        "gradient": view.retain_grad,
+        "attribute": lambda: setattr(view, "mark", 1),
+    }[what]()
+    return view, held
+
+
+@pytest.mark.parametrize(
+    "what", ["leaf", "base", "another_view", "memory", "graph", "weakly", "gradient", "attribute"]
+)
+def test_what_something_else_holds_is_not_exchanged(what: str) -> None:
+    view, held = also_held(what)
+    assert exchange(view) is None
+    del held
+
+
+def test_what_is_no_view_is_not_exchanged() -> None:
+    assert exchange(on_graph(torch.ones(2))) is None
+    assert exchange(on_graph(torch.ones(1)).expand(2)) is None

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
-from scio_recorder.tensors.substituting import substitute
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -214,16 +213,6 @@ def test_a_container_that_appears_twice_is_one_container() -> None:
     assert mapped["a"] is mapped["b"][0]
     assert mapped["c"] is mapped["d"][0]
     assert mapped["a"] is not part
-
-
-def test_a_tuple_that_appears_twice_is_substituted_in_both_places() -> None:
-    part = (ONE,)
-    value = [part, {"again": part}]
-    two = torch.tensor([2.0])
-    new = substitute(value, {id(ONE): two})
-    assert new is value
-    assert new[0][0] is two
-    assert new[1]["again"][0] is two  # type: ignore[index]
 
 
 def test_arrays_are_copied_and_modules_are_not() -> None:
