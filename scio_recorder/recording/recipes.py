@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.samples import SampleReduction
 
@@ -24,6 +25,16 @@ def recipes_of(given: Reductions) -> Any:
     if isinstance(given, list):
         return [_recipe(reduction) for reduction in given]
     return _recipe(given)
+
+
+def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
+    """Return the states of the reductions of each layer, by its label as text."""
+    return {
+        text_of(label): [one.state_dict() for one in given]
+        if isinstance(given, list)
+        else given.state_dict()
+        for label, given in reductions.items()
+    }
 
 
 def from_recipes(recipes: Any, states: Sequence[Any], where: str) -> Reductions:

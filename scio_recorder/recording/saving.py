@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.layer import text_of
-from scio_recorder.recording.recipes import recipes_of
+from scio_recorder.recording.recipes import recipes_of, states_of
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES
 from scio_recorder.stores.disk_format import TensorSpec
@@ -85,12 +85,6 @@ def _settings(recording: Readable) -> dict[str, Any]:
 
 
 def _state(recording: Readable) -> dict[str, Any]:
-    states = {
-        text_of(label): [one.state_dict() for one in given]
-        if isinstance(given, list)
-        else given.state_dict()
-        for label, given in recording.reductions.items()
-    }
     errors = recording.relative_errors
     rounding = {text_of(label): [error**2, 1.0] for label, error in errors.items()}
-    return {"reductions": states, "rounding": rounding}
+    return {"reductions": states_of(recording.reductions), "rounding": rounding}

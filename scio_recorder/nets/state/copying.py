@@ -6,16 +6,15 @@ import contextlib
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.tensors import private
-
-TensorCopier: TypeAlias = Callable[[Tensor], Tensor]
+from scio_recorder.tensors.structures import map_tensors
 
 # Up to this many bytes, parameters are cloned, so that a net that changes them in its forward
 # leaves no trace; beyond it, the copy shares their memory.
@@ -24,25 +23,20 @@ CLONED_PARAMETER_BYTES = 1 << 30
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype)
 
 
-class CopyTensors(TorchFunctionMode):
-    """Make ``copy.deepcopy`` copy every tensor with the given function, wherever it meets one.
-
-    Without a function, tensors inside a graph, which it refuses, are copied out of it.
-    """
-
-    def __init__(self, copier: TensorCopier | None = None) -> None:
-        super().__init__()
-        self._copier = copier
+class _CopyTensors(TorchFunctionMode):
+    """Make ``copy.deepcopy`` copy tensors inside a graph, which it refuses, out of the graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not Tensor.__deepcopy__:
+        try:
+            # What `deepcopy` can do itself keeps views of one memory views of one memory.
             return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = self._copier(tensor) if self._copier else _deepcopy(tensor, memo)
-        return memo[id(tensor)]
+        except Exception:
+            if func is not Tensor.__deepcopy__:
+                raise
+            tensor, memo = args
+            return memo.setdefault(id(tensor), clone(tensor))
 
 
 def copy_net(
@@ -78,7 +72,7 @@ def copy_net(
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
-    with torch.no_grad(), CopyTensors():
+    with torch.no_grad(), _CopyTensors():
         memo = _first_memo(net, keep_hooks)
         try:
             return copy.deepcopy(net, memo)
@@ -89,7 +83,7 @@ def copy_net(
 
 
 def copy_inputs(inputs: Any) -> Any:
-    """Return a copy of a net's inputs, or these themselves where they can't be copied.
+    """Return a copy of a net's inputs.
 
     Parameters
     ----------
@@ -107,11 +101,7 @@ def copy_inputs(inputs: Any) -> Any:
     >>> copy_inputs({"x": x})["x"] is x
     False
     """
-    with torch.no_grad(), CopyTensors(clone):
-        try:
-            return copy.deepcopy(inputs)
-        except Exception:
-            return inputs
+    return map_tensors(clone, inputs)
 
 
 class OriginalCalledError(BaseException):
@@ -155,14 +145,6 @@ def clone(tensor: Tensor) -> Tensor:
     """Return a copy outside any graph that requires a gradient where a leaf does."""
     clone = tensor.detach().clone()
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
-
-
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    # What `deepcopy` can do itself keeps views of one memory views of one memory.
-    try:
-        return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call,no-any-return]
-    except Exception:
-        return clone(tensor)
 
 
 def _share(parameter: Tensor) -> Tensor:

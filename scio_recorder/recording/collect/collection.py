@@ -1,7 +1,8 @@
-"""Running a net over a dataset, and keeping what its layers return."""
+"""Running a net over a dataset: the loop, and the sink that takes what layers return."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,22 +12,28 @@ from torch import nn
 
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import text_of
 from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.collect.feed import Feed, advise_evaluation, advise_second_element
-from scio_recorder.recording.collect.harvest import Harvest
-from scio_recorder.stores import Job, Store, as_store
-from scio_recorder.tensors.digests import weights_digest
+from scio_recorder.recording.collect.intake import CurrentBatch, ReducingIntake, StoringIntake
+from scio_recorder.recording.recipes import states_of
+from scio_recorder.recording.recording import Recording
+from scio_recorder.stores import Job, State, Store, as_store
+from scio_recorder.stores.calls import KeptCall
+from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 if TYPE_CHECKING:
     from scio_recorder.capture import Capture
+    from scio_recorder.layer import DepthIdx
     from scio_recorder.recording.collect.options import Options
-    from scio_recorder.recording.recording import Recording
 
 
 @dataclass
 class Collection:
-    """One call of ``Recorder.collect``, which says what the keywords mean.
+    """One call of ``Recorder.collect``: a sink of passes, each of which counts once it ended well.
 
     Parameters
     ----------
@@ -71,16 +78,29 @@ class Collection:
             lambda: {**settings, "weights": weights_digest(self.net)},
             self.resume,
         )
-        writer = store.open(job)
-        harvest = Harvest(self.options, writer)
-        if not writer.is_complete:
+        self._writer = store.open(job)
+        self._prepare()
+        if not self._writer.is_complete:
             try:
                 advise_evaluation(self.net, stacklevel=3)
-                self._go_through(harvest, writer.sample_ids)
+                self._go_through(self._writer.sample_ids)
             except BaseException:
-                harvest.abandon()
+                # What was committed is kept, if it can be trusted.
+                self._writer.abandon(None if self._is_tainted else self._state)
                 raise
-        return harvest.finish(settings)
+        held = self._writer.finish(self._state)
+        errors = {
+            label: intake.relative_error
+            for label, intake in self._storing.items()
+            if intake.relative_error is not None
+        }
+        return Recording(
+            program.architecture,
+            held,
+            reductions=self.options.reductions,
+            relative_errors=errors,
+            settings=settings,
+        )
 
     def _check(self, store: Store) -> None:
         if self.store is None and self.options.stored:
@@ -101,8 +121,31 @@ class Collection:
                 'store="disk:PATH"'
             )
 
+    def _prepare(self) -> None:
+        """Say what takes in each layer, in the state in which a collection was left."""
+        options = self.options
+        self._current = CurrentBatch()
+        self._storing: dict[DepthIdx, StoringIntake] = {}
+        self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
+        for label in options.recording:
+            shared = options.architecture[label], options.transforms.get(label), self._current
+            if label in options.reductions:
+                receive = ReducingIntake(*shared, options.reductions[label]).receive
+            else:
+                self._storing[label] = StoringIntake(*shared, self._writer, options.dtype)
+                receive = self._storing[label].receive
+            if options.with_inputs:
+                receive = partial(self._receive_with_call, label, receive)
+            self.receivers[label] = receive
+        # Whether a batch that failed may have left something in reductions.
+        self._is_tainted = False
+        self._calls: dict[DepthIdx, dict[str, Any]] = {}
+        self._weights = Weights()
+        if self._writer.state is not None:
+            self._restore(self._writer.state)
+
     @torch.no_grad()
-    def _go_through(self, harvest: Harvest, durable: Any) -> None:
+    def _go_through(self, durable: Any) -> None:
         """Run the net on all batches, past the samples that are durable already, in order."""
         num_durable = len(durable)
         # Samples the loader has yielded, and those of taken batches among them.
@@ -124,11 +167,13 @@ class Collection:
                     self._check_boundary(skip, len(ids))
                     _check_order(ids[:skip], durable[kept : kept + skip], kept)
                 if not 0 < skip == len(ids):
-                    harvest.take(batch, ids, skip, partial(self._pass, inputs))
+                    self._take(batch, inputs, ids, skip)
                 seen, kept = seen + len(ids), kept + len(ids)
                 added = len(ids) - skip
                 # All layers have run by then, and no two passes differ in this.
-                sample_bytes = sample_bytes or harvest.sample_bytes
+                sample_bytes = sample_bytes or sum(
+                    intake.sample_bytes for intake in self._storing.values()
+                )
                 advance(added, added * sample_bytes)
         if is_empty:
             raise CollectError("batches is empty: it gave no batch to run the net on")
@@ -138,15 +183,29 @@ class Collection:
                 "resume with the same loader"
             )
 
-    def _pass(self, inputs: Inputs, sink: Harvest) -> None:
-        self.capture.run(
-            self.net,
-            inputs.args,
-            inputs.kwargs,
-            given=self._posts,
-            stop=self.stop_early,
-            sink=sink,
-        )
+    def _take(self, batch: Any, inputs: Inputs, ids: Ids, skip: int) -> None:
+        """Run the pass of a batch, and commit its samples but for the first few."""
+        current, self._calls = self._current, {}
+        current.begin(batch, len(ids), skip, self._writer.start)
+        try:
+            args, kwargs = inputs
+            stop, given = self.stop_early, self._posts
+            self.capture.run(self.net, args, kwargs, given=given, stop=stop, sink=self)
+        except BaseException:
+            self._is_tainted = current.is_reduced
+            raise
+        current.batch = None
+        # Every layer of every batch would pay for a look.
+        if self.options.dtype is not None:
+            for intake in self._storing.values():
+                intake.settle()
+        calls = {text_of(label): call for label, call in sorted(self._calls.items())}
+        self._is_tainted = True
+        try:
+            self._writer.commit(ids[skip:], self._state, calls)
+        except ValueError as error:
+            raise CollectError(str(error)) from None
+        self._is_tainted = False
 
     def _check_boundary(self, skip: int, rows: int) -> None:
         if self.options.with_inputs and skip < rows:
@@ -154,6 +213,49 @@ class Collection:
                 f"the first {skip} of {rows} samples of a batch are durable already, and inputs "
                 "are kept by whole batches: resume with the batch size of before"
             )
+
+    # What a pass hands over.
+
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
+        """Copy what a module's forward is about to receive, and the state in which it will run."""
+        architecture = self.options.architecture
+        layer = architecture[architecture.calls(module)[0]]
+        call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
+        return self._writer.calls.keep(layer, call)
+
+    def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
+        """Take what `keep_inputs` returned for a layer."""
+        self._calls[label] = kept
+
+    def _receive_with_call(
+        self, label: DepthIdx, receive: Callable[[Any], None], activation: Any
+    ) -> None:
+        call = self._calls.get(label)
+        if call is not None:
+            call["output"] = digest_of(activation)
+        receive(activation)
+
+    # What goes to disk with the samples, so that a collection can go on.
+
+    def _state(self) -> State:
+        rounding = {
+            text_of(label): [intake.lost, intake.total]
+            for label, intake in self._storing.items()
+            if intake.rounds
+        }
+        return {"reductions": states_of(self.options.reductions), "rounding": rounding}
+
+    def _restore(self, state: State) -> None:
+        for label, given in self.options.reductions.items():
+            saved = state["reductions"][text_of(label)]
+            pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
+            for reduction, one in pairs:
+                reduction.load_state_dict(one)
+        for label, intake in self._storing.items():
+            sums = state["rounding"].get(text_of(label))
+            if sums is not None:
+                intake.rounds = True
+                intake.lost, intake.total = sums
 
 
 def _check_order(given: Any, durable: Any, first: int) -> None:
