@@ -8,8 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scio_recorder.display.outline import visible
-from scio_recorder.display.summary import LayerSummary, Values
+from scio_recorder.display.summary import LayerSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,11 +71,14 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
 def _can_draw(kind: str, summary: LayerSummary) -> bool:
     if kind == "histograms":
         return summary.bars is not None
-    return math.isfinite(_or_nan(_finite(summary).mean))
+    return bool(np.isfinite(_finite(summary)[0]))
 
 
-def _finite(summary: LayerSummary) -> Values:
-    return summary.finite or summary.values
+def _finite(summary: LayerSummary) -> NDArray[np.float64]:
+    """Return mean, std, low and high of the finite values; NaN where there is none."""
+    one = summary.finite or summary.values
+    found = np.array([one.mean, one.std, one.low, one.high], dtype=np.float64)
+    return np.where(np.isfinite(found), found, np.nan)
 
 
 def _size(kind: str, count: int) -> tuple[float, float]:
@@ -110,10 +116,9 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     bars, layer = summary.bars, summary.layer
     assert bars is not None
     total = sum(bars.counts) + bars.below + bars.above or 1
-    width = (bars.high - bars.low) / len(bars.counts)
-    edges = [bars.low + width * place for place in range(len(bars.counts) + 1)]
-    axis.set_yscale("function", functions=(_root, _square))
-    axis.stairs([count / total for count in bars.counts], edges, fill=True, color=_BLUE)
+    edges = np.linspace(bars.low, bars.high, len(bars.counts) + 1)
+    axis.set_yscale("function", functions=(_root, np.square))
+    axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=_BLUE)
     axis.set_title(_title(summary), fontsize=8, parse_math=False)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
@@ -137,23 +142,18 @@ def _shares(top: float) -> list[float]:
 
 
 def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
-    places = range(len(layers))
-    values = [_finite(one) for one in layers]
-    mean = [_or_nan(one.mean) for one in values]
-    std = [_or_nan(one.std) for one in values]
-    low = [center - spread for center, spread in zip(mean, std, strict=True)]
-    high = [center + spread for center, spread in zip(mean, std, strict=True)]
-    axis.fill_between(places, low, high, color=_BLUE, alpha=0.25, label="mean ± std")
+    places = np.arange(len(layers))
+    mean, std, low, high = np.array([_finite(one) for one in layers]).T
+    spread = mean - std, mean + std
+    axis.fill_between(places, *spread, color=_BLUE, alpha=0.25, label="mean ± std")
     # The band is invisible where there is one layer only.
-    axis.vlines(places, low, high, color=_BLUE, alpha=0.5, linewidth=1)
+    axis.vlines(places, *spread, color=_BLUE, alpha=0.5, linewidth=1)
     axis.plot(places, mean, color=_BLUE, marker="o", markersize=3, label="mean")
-    for one, marker in (([value.low for value in values], "v"), ([v.high for v in values], "^")):
-        shown = [_or_nan(number) for number in one]
-        axis.plot(places, shown, color=_VERMILION, marker=marker, markersize=3, linestyle=":")
+    for values, marker in ((low, "v"), (high, "^")):
+        axis.plot(places, values, color=_VERMILION, marker=marker, markersize=3, linestyle=":")
     axis.plot([], [], color=_VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
-    _scale(axis, values)
-    step = math.ceil(len(layers) / _MOST_TICKS)
-    ticks = list(places)[::step]
+    _scale(axis, std)
+    ticks = places[:: math.ceil(len(layers) / _MOST_TICKS)]
     axis.set_xticks(ticks, [str(layers[place].layer.label) for place in ticks])
     axis.tick_params(axis="x", labelrotation=90, labelsize=7)
     axis.set_xlabel("layer, in the order of the architecture")
@@ -161,33 +161,21 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     axis.grid(axis="y", alpha=0.3)
 
 
-def _scale(axis: Axes, values: Sequence[Values]) -> None:
+def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
     """Let far extremes not flatten everything else."""
-    spreads = sorted(abs(_or_nan(one.std)) for one in values if math.isfinite(_or_nan(one.std)))
-    typical = spreads[len(spreads) // 2] if spreads else 0.0
-    edges = [edge for one in values for edge in _edges(one)]
-    ends = [edge for edge in edges if edge == edge]
-    if typical > 0 and max(map(abs, ends), default=0.0) > 1000 * typical:
-        first = math.floor(math.log10(typical))
+    spreads = np.sort(std[np.isfinite(std)])
+    typical = float(spreads[len(spreads) // 2]) if len(spreads) else 0.0
+    bottom, top = axis.dataLim.intervaly
+    if typical > 0 and max(-bottom, top) > 1000 * typical:
         # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
-        axis.set_ylim(2 * min(0.0, *ends), 2 * max(0.0, *ends))
-        axis.set_yscale("symlog", linthresh=10.0**first)
-        axis.set_yticks(_decades(min(ends), max(ends), first))
+        axis.set_ylim(2 * min(0.0, bottom), 2 * max(0.0, top))
+        linear = 10.0 ** math.floor(math.log10(typical))
+        # As wide as the distance between two marks, so that those around 0 keep apart as well.
+        width = max(1.0, math.log10(max(-bottom, top) / linear) / _MOST_DECADES)
+        axis.set_yscale("symlog", linthresh=linear, linscale=2 * width)
+        locator: Any = axis.yaxis.get_major_locator()
+        locator.set_params(numticks=_MOST_DECADES)
         axis.minorticks_off()
-
-
-def _edges(values: Values) -> tuple[float, ...]:
-    low, high, mean, std = map(_or_nan, (values.low, values.high, values.mean, values.std))
-    return low, high, mean - std, mean + std
-
-
-def _decades(low: float, high: float, first: int) -> list[float]:
-    """Return marks for a logarithmic axis around 0, too few to be printed over each other."""
-    lasts = [math.floor(math.log10(max(end, 10.0**first))) for end in (-low, high)]
-    step = math.ceil((sum(lasts) - 2 * first + 1) / _MOST_DECADES)
-    marks = [10.0**place for place in range(first + step - 1, max(lasts) + 1, step)]
-    below = [-mark for mark in reversed(marks) if -mark >= low]
-    return [*below, 0.0, *(mark for mark in marks if mark <= high)]
 
 
 def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
@@ -208,16 +196,8 @@ def _title(summary: LayerSummary) -> str:
     return f"{layer.label} {name}"
 
 
-def _or_nan(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else math.nan
-
-
 def _root(shares: Any) -> Any:
     return abs(shares) ** 0.5
-
-
-def _square(roots: Any) -> Any:
-    return roots**2
 
 
 def _png(figure: Figure) -> bytes:

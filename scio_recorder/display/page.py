@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scio_recorder.display.outline import Outline
-from scio_recorder.display.statistics_table import statistics_table
+from scio_recorder.display.statistics_table import bars_svg, number_text, statistics_table
 from scio_recorder.display.summary import (
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
     LayerSummary,
 )
-from scio_recorder.display.svg import bars_path, number_text
 from scio_recorder.display.tree import asset, searched, text, tree_html
 from scio_recorder.layer import Layer
 
@@ -160,9 +159,8 @@ def _figure(summary: LayerSummary) -> str:
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{name}">'
         f'<a href="{_address(layer)}">{layer.label}</a> <bdi>{name}</bdi></figcaption>'
-        f'<svg viewBox="0 0 {len(bars.counts)} 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text(said)}"><path d="{bars_path(bars)}"/></svg>'
-        f'<div class="axis"><span>{number_text(bars.low)}</span>'
+        + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
+        + f'<div class="axis"><span>{number_text(bars.low)}</span>'
         f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"
     )
 
