@@ -88,19 +88,7 @@ class Collection:
                 # What was committed is kept, if it can be trusted.
                 self._writer.abandon(None if self._is_tainted else self._state)
                 raise
-        held = self._writer.finish(self._state)
-        errors = {
-            label: intake.relative_error
-            for label, intake in self._storing.items()
-            if intake.relative_error is not None
-        }
-        return Recording(
-            program.architecture,
-            held,
-            reductions=self.options.reductions,
-            relative_errors=errors,
-            settings=settings,
-        )
+        return self._finished(settings)
 
     def _check(self, store: Store) -> None:
         if self.store is None and self.options.stored:
@@ -234,6 +222,23 @@ class Collection:
         if call is not None:
             call["output"] = digest_of(activation)
         receive(activation)
+
+    # What a collection becomes.
+
+    def _finished(self, settings: dict[str, Any]) -> Recording:
+        held = self._writer.finish(self._state)
+        errors = {
+            label: intake.relative_error
+            for label, intake in self._storing.items()
+            if intake.relative_error is not None
+        }
+        return Recording(
+            self.options.architecture,
+            held,
+            reductions=self.options.reductions,
+            relative_errors=errors,
+            settings=settings,
+        )
 
     # What goes to disk with the samples, so that a collection can go on.
 
