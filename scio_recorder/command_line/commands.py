@@ -255,7 +255,7 @@ def _number(value: float | None) -> str:
 
 def verify(parsed: argparse.Namespace, console: Console) -> None:
     """Read all of a recording and compare its checksums."""
-    from scio_recorder.stores.disk_format import RunReader
+    from scio_recorder.stores.disk_format.reader import RunReader
 
     with RunReader(_there(parsed.path)) as reader:
         reports = reader.verify()

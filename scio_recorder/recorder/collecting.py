@@ -14,7 +14,8 @@ from scio_recorder.recording import Recording
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.options import Options, Reduce, Transforms
-from scio_recorder.stores import Plan, Store, labelled_bytes, make_plan
+from scio_recorder.stores import Plan, Store
+from scio_recorder.stores.room import labelled_bytes, make_plan
 
 if TYPE_CHECKING:
     from torch.nn.parameter import Parameter

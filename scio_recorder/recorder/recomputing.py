@@ -12,7 +12,7 @@ from scio_recorder.errors import RecomputeError, SelectorTypeError
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.selection import select
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
-from scio_recorder.stores import labelled_bytes
+from scio_recorder.stores.room import labelled_bytes
 from scio_recorder.tensors.copies import is_plain, same_bits
 from scio_recorder.tensors.structures import map_tensors, tensors
 

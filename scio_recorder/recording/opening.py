@@ -14,7 +14,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.recipes import from_recipes
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores.disk import held_by
-from scio_recorder.stores.disk_format import RunReader
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.nodes import unpack
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from scio_recorder.stores.calls import Calls
-from scio_recorder.stores.disk_format import SampleIds
+from scio_recorder.stores.disk_format.ids import SampleIds
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx

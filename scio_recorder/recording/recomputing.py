@@ -16,8 +16,8 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, assign
-from scio_recorder.stores import labelled_bytes
 from scio_recorder.stores.calls import Calls, KeptCall
+from scio_recorder.stores.room import labelled_bytes
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 

@@ -17,7 +17,7 @@ from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
-from scio_recorder.stores.disk_format import SampleIds
+from scio_recorder.stores.disk_format.ids import SampleIds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -104,7 +104,6 @@ class Recording(RecomputingRecording, Showing):
         self.settings = dict(settings or {})
         self._reductions = dict(reductions)
         self._results: dict[DepthIdx, Any] = {}
-        self._owner = held.owner
 
     @property
     def num_samples(self) -> int:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.layer import text_of
+from scio_recorder.layer import TensorSpec, text_of
 from scio_recorder.recording.recipes import recipes_of, states_of
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES
-from scio_recorder.stores.disk_format import TensorSpec
 from scio_recorder.stores.disk_format.ids import to_ids
 
 if TYPE_CHECKING:

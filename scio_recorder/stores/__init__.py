@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable
 
 from scio_recorder.errors import CollectError
-from scio_recorder.stores.auto import Auto
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column
-from scio_recorder.stores.device import Device
 from scio_recorder.stores.disk import Disk
-from scio_recorder.stores.host import Host
-from scio_recorder.stores.room import Plan, labelled_bytes, make_plan
+from scio_recorder.stores.memory import Auto, Device, Host
+from scio_recorder.stores.room import Plan
 
 __all__ = [
     "Auto",
@@ -27,8 +25,6 @@ __all__ = [
     "Store",
     "StoreWriter",
     "as_store",
-    "labelled_bytes",
-    "make_plan",
 ]
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.calls import Calls, KeptCalls
-from scio_recorder.stores.disk_format import SampleIds, TensorSpec
-from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
@@ -65,8 +65,6 @@ class Held:
         Where it is, if it outlives the process.
     store : str, optional
         The name of such a store.
-    owner : object, optional
-        What must live as long as the samples do.
     """
 
     values: Mapping[DepthIdx, Tensor]
@@ -75,8 +73,6 @@ class Held:
     complete: bool = True
     path: str | None = None
     store: str | None = None
-    # Kept alive for as long as the recording is.
-    owner: object = None
 
 
 class StoreWriter(abc.ABC):
@@ -87,16 +83,9 @@ class StoreWriter(abc.ABC):
         self.start = 0
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether what was found already holds everything."""
-        return False
-
-    @property
-    def state(self) -> State | None:
-        """What was committed last with the samples that were found."""
-        return None
+        # Whether what was found already holds everything, and what was committed last with it.
+        self.is_complete = False
+        self.state: State | None = None
 
     @abc.abstractmethod
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:

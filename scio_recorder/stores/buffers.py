@@ -18,14 +18,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from scio_recorder.stores.disk_format import TensorSpec
-
+from scio_recorder.layer import TensorSpec
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
@@ -46,23 +44,41 @@ class NoRoomError(MemoryError):
         self.num_bytes = num_bytes
 
 
-class Buffer(Protocol):
-    """Bytes on some device that can be asked to become more."""
+class Buffer:
+    """Memory of a device that can be asked to become more. Growing copies, one layer at a time.
 
-    least_bytes: int
-    """What may be asked for at no cost."""
+    Parameters
+    ----------
+    device : torch.device
+        Where it is.
+    """
+
+    # What may be asked for at no cost.
+    least_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self._raw = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return at least so many bytes, beginning with those that were there.
 
         Tensors from earlier calls must not be used any more.
         """
+        if num_bytes > self._raw.numel():
+            try:
+                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._raw.device)
+            except (RuntimeError, OverflowError, TypeError) as error:
+                raise NoRoomError(num_bytes, error) from error
+            larger[: self._raw.numel()].copy_(self._raw)
+            self._raw = larger
+        return self._raw
 
     def first(self, num_bytes: int) -> Tensor:
         """Return the first bytes, as a tensor that holds no more than these where that is free."""
+        return self._raw[:num_bytes]
 
     def touch(self, start: int, stop: int) -> None:
-        """Make ready to be written what lies between two bytes; contents stay."""
+        """Make ready to be written what lies between two bytes, where that pays."""
 
 
 def _driver() -> Any:
@@ -79,7 +95,7 @@ class _Memory(mmap.mmap):
             _driver().cudaHostUnregister(self.registered)
 
 
-class HostBuffer:
+class HostBuffer(Buffer):
     """Host memory, see the NOTE; ``pinned`` registers it with the GPU's driver, in exact size."""
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -171,34 +187,6 @@ def _map(num_bytes: int) -> _Memory:
         raise NoRoomError(num_bytes, error) from error
 
 
-class DeviceBuffer:
-    """Memory of the device on which activations are. Growing copies, one layer at a time."""
-
-    least_bytes = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._raw = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def reserve(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, beginning with those that were there."""
-        if num_bytes > self._raw.numel():
-            try:
-                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            except (RuntimeError, OverflowError, TypeError) as error:
-                raise NoRoomError(num_bytes, error) from error
-            larger[: self._raw.numel()].copy_(self._raw)
-            self._raw = larger
-        return self._raw
-
-    def first(self, num_bytes: int) -> Tensor:
-        """Return the first bytes; what is behind them stays with them."""
-        return self._raw[:num_bytes]
-
-    def touch(self, start: int, stop: int) -> None:
-        """Do nothing: the device's allocator hands out memory that is ready."""
-
-
 class Column:
     """The samples of one layer, one after the other: ``array`` is [capacity, ...].
 
@@ -256,6 +244,23 @@ class Column:
             self._make_places(start, rows, _MOST_PLACES if follows else 1)
         return self.places.pop().copy_(activation, True)  # does not wait for a GPU
 
+    def turn_to(self, buffer: Buffer) -> Buffer:
+        """Go on in other memory, from its beginning.
+
+        Parameters
+        ----------
+        buffer : Buffer
+            Where samples go from now on.
+
+        Returns
+        -------
+        Buffer
+            Where they went before, with what is in it.
+        """
+        buffer, self._buffer = self._buffer, buffer
+        self._reserve(self.capacity)
+        return buffer
+
     def close(self, rows: int) -> Tensor:
         """Return the samples that count, and let go of them.
 
@@ -296,3 +301,10 @@ class Column:
 
     def _view(self, raw: Tensor, rows: int) -> Tensor:
         return raw.view(self.spec.dtype).view(rows, *self.spec.shape)
+
+
+def wait_for(devices: set[torch.device]) -> None:
+    """Wait for every copy that is under way from these devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,4 +1,16 @@
-"""Keeping activations in a folder, durable chunk by chunk."""
+"""Keeping activations in a folder, durable chunk by chunk.
+
+NOTE [One chunk behind]
+
+Filling a chunk and making one durable take turns on different things: the one waits for the net and
+for memory, the other for the disk. So the chunk that is full goes to a thread, and the loop fills
+another in the meantime. The next is handed over only when the last is durable: there are never more
+than two, and a disk that is slower than the net holds the loop back.
+
+What is handed over must not change, samples and state alike, until that is so. After a failure
+nothing more is written: a chunk behind the one that is missing would leave a gap, and samples that
+are durable must be the first ones.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +18,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +26,15 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.agreement import disagreements
-from scio_recorder.stores.background import BackgroundWriter
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
-from scio_recorder.stores.disk_format import (
-    RunReader,
-    RunWriter,
-    TensorSpec,
-    holds_recording,
-)
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.jsons import dump, parse
+from scio_recorder.stores.disk_format.jsons import differences, dump, parse
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from scio_recorder.stores.disk_tensor import DiskTensor
-from scio_recorder.stores.memory import wait_for
 from scio_recorder.stores.nodes import pack, unpack
 from scio_recorder.tensors.arguments import whole
 
@@ -120,73 +127,47 @@ class Disk(Store):
         return DiskWriter(job, self)
 
 
-class _TurningColumn(Column):
-    """A column with a second memory: the one is filled while the other is written."""
-
-    __slots__ = ("_is_pinned", "_resting")
-
-    def __init__(self, spec: TensorSpec, rows: int, is_pinned: bool) -> None:
-        super().__init__(spec, HostBuffer(pinned=is_pinned), rows, is_exact=False)
-        self._is_pinned = is_pinned
-        self._resting: Column | None = None
-
-    def turn(self, rows: int) -> Tensor:
-        """Return the samples that were put, and go on in the other memory."""
-        filled, resting = self.array[:rows], self._resting
-        if resting is None:
-            buffer = HostBuffer(pinned=self._is_pinned)
-            resting = self._resting = Column(self.spec, buffer, self.capacity, is_exact=False)
-        for name in Column.__slots__:
-            mine, other = getattr(self, name), getattr(resting, name)
-            setattr(self, name, other)
-            setattr(resting, name, mine)
-        return filled
-
-
 class DiskWriter(StoreWriter):
-    """Buffers whole batches until there is a chunk, and has that appended."""
+    """Buffers whole batches until there is a chunk, and has that appended; see the NOTE."""
 
     def __init__(self, job: Job, store: Disk) -> None:
         super().__init__()
-        self._job = job
+        self._architecture = job.architecture
         self._store = store
         self._path = store.path
-        self._columns: dict[DepthIdx, _TurningColumn] = {}
+        # Of the net as it is now: passes in training mode change its buffers.
+        self._header = header_of(job.architecture, job.settings())
+        if store.is_shared and str(self._header.get("weights")).startswith("local-"):
+            # Each process holds other shards of the weights.
+            self._header["weights"] = "local"
+        self._columns: dict[DepthIdx, Column] = {}
+        # The memory of each column that is written, while the other is filled.
+        self._resting: dict[DepthIdx, Buffer] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
         self._committed_at = time.monotonic()
-        self._writer: BackgroundWriter | None = None
-        self._found: State | None = None
-        self._found_layers: dict[str, TensorSpec] | None = None
-        self._is_complete = False
-        # Of the net as it is now: passes in training mode change its buffers.
-        self._settings = job.settings()
+        self._writer: RunWriter | None = None
+        # Begins with the first chunk: by then loaders have forked their workers.
+        self._thread = ThreadPoolExecutor(1, "scio-disk")
+        self._pending: Future[None] | None = None
+        self._found_layers: Mapping[str, TensorSpec] | None = None
         if holds_recording(store.path):
-            self._go_on()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the folder already holds everything."""
-        return self._is_complete
-
-    @property
-    def state(self) -> State | None:
-        """What was committed last."""
-        return self._found
+            self._go_on(job.resume)
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the samples of the next chunk."""
-        name = str(self._job.architecture[label].label)
-        if self._found_layers is not None and self._found_layers.get(name) != spec:
-            stored = self._found_layers.get(name)
-            raise RecordingError(
-                f"{self._path}: layer {self._job.architecture[label]} gives {spec}, and {stored} "
-                "is stored: resume with the same data and transform"
-            )
+        if self._found_layers is not None:
+            stored = self._found_layers.get(self._name(label))
+            if stored != spec:
+                raise RecordingError(
+                    f"{self._path}: layer {self._architecture[label]} gives {spec}, and {stored} "
+                    "is stored: resume with the same data and transform"
+                )
         self._devices.add(first.device)
-        is_pinned = first.device.type == "cuda"
-        column = self._columns[label] = _TurningColumn(spec, first.shape[0], is_pinned)
+        buffer, resting = (HostBuffer(pinned=first.device.type == "cuda") for _ in range(2))
+        self._resting[label] = resting
+        column = self._columns[label] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 
     def commit(
@@ -196,8 +177,8 @@ class DiskWriter(StoreWriter):
         calls: Mapping[str, Any] | None = None,
     ) -> None:
         """Count a batch, and make what is buffered durable once there is enough of it."""
-        if self._writer is not None:
-            self._writer.check()
+        if self._pending is not None and self._pending.done():
+            self._wait()
         super().commit(ids, state, calls)
         self._staged.append(ids)
         sample_bytes = sum(column.spec.nbytes for column in self._columns.values())
@@ -209,14 +190,15 @@ class DiskWriter(StoreWriter):
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Make the rest durable, and declare the recording complete if it is."""
         try:
-            if not self._is_complete:
+            if not self.is_complete:
                 if self._staged or self._writer is None:
                     self._flush(state)
-                assert self._writer is not None
-                self._writer.finish(is_complete)
+                self._wait()
+                if is_complete and self._writer is not None:
+                    self._thread.submit(self._writer.finish).result()
         finally:
             self._close()
-        return held_by(self._reader(), self._job.architecture)
+        return held_by(self._reader(), self._architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Close the folder, having saved what counts where that is possible."""
@@ -229,86 +211,94 @@ class DiskWriter(StoreWriter):
             self._close()
 
     def _close(self) -> None:
+        """End the thread, and give up the lock, after the commit that may be under way."""
         try:
             wait_for(self._devices)
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            if self._writer is not None and self._writer.is_open:
+                self._thread.submit(self._writer.abort)
+            self._thread.shutdown()
             self._columns.clear()
 
+    def _wait(self) -> None:
+        """Wait until all that was handed over is durable; every call raises if it can't be."""
+        if self._writer is not None:
+            # A forked process would wait for a thread that it has not.
+            self._writer.check_usable()
+        if self._pending is not None:
+            self._pending.result()
+
     def _flush(self, state: Callable[[], State]) -> None:
+        """Hand over one chunk, once the one before is durable."""
         wait_for(self._devices)
         packed = pack(state())
+        self._wait()
         writer = self._writer = self._writer or self._created()
-        chunk = {
-            self._name(label): column.turn(self.start) for label, column in self._columns.items()
-        }
-        # Returns when what the columns have turned to is not being written any more.
-        writer.append(chunk, _joined(self._staged), packed, self.calls.take())
+        chunk: dict[str, Tensor] = {}
+        for label, column in self._columns.items():
+            chunk[self._name(label)] = column.array[: self.start]
+            self._resting[label] = column.turn_to(self._resting[label])
+        ids, kept = _joined(self._staged), self.calls.take()
+
+        def append() -> None:
+            try:
+                writer.append(chunk, ids, state=packed, kept=kept)
+            finally:
+                # Memory can't grow while anything refers to it.
+                chunk.clear()
+
+        self._pending = self._thread.submit(append)
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
 
-    def _created(self) -> BackgroundWriter:
+    def _created(self) -> RunWriter:
         layers = {self._name(label): column.spec for label, column in self._columns.items()}
-        header = header_of(self._job.architecture, self._settings)
         numbers = {"rank": self._store.rank, "world_size": self._store.world_size}
-        created = RunWriter.create(self._path, layers=layers, header=header, **numbers)
-        return BackgroundWriter(self._path, created)
+        return RunWriter.create(self._path, layers=layers, header=self._header, **numbers)
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
 
     def _name(self, label: DepthIdx) -> str:
-        return str(self._job.architecture[label].label)
+        return str(self._architecture[label].label)
 
-    def _go_on(self) -> None:
+    def _go_on(self, resume: bool) -> None:
         rank = self._store.rank
         with self._reader() as reader:
             is_joining = self._store.is_shared and not reader.is_begun
-            if not (self._job.resume or is_joining):
+            if not (resume or is_joining):
                 raise RecordingError(
                     f"{self._path} already holds a recording: go on with it by resume=True, read "
                     "it with open_recording, or choose another folder"
                 )
             self._check_same(reader)
             self.sample_ids = reader.sample_ids
-            self._is_complete = reader.complete
-            self._found_layers = dict(reader.layers)
+            self.is_complete = reader.complete
+            self._found_layers = reader.layers
             if is_joining:
                 return
             found = reader.read_state(rank)
-            self._found = None if found is None else unpack(found)
+            self.state = None if found is None else unpack(found)
             if not reader.complete:
                 # At once, so that another writer at work is noticed before any pass.
-                resumed = RunWriter.resume(self._path, rank=rank)
-                self._writer = BackgroundWriter(self._path, resumed)
+                self._writer = RunWriter.resume(self._path, rank=rank)
 
     def _check_same(self, reader: RunReader) -> None:
-        stored = dict(reader.header)
-        architecture = stored.pop("architecture", None)
-        theirs = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-        ours = self._job.architecture.fingerprint
-        if theirs != ours:
-            raise RecordingError(
-                f"{self._path} was recorded from another architecture: its fingerprint is {theirs} "
-                f"and this net's is {ours}; choose another folder"
-            )
-        if reader.world_size != self._store.world_size:
-            raise RecordingError(
-                f"{self._path} was begun by {reader.world_size} processes, and world_size is "
-                f"{self._store.world_size}: resume with as many, or choose another folder"
-            )
-        given = parse(dump(self._settings))
-        if self._store.is_shared and str(stored.get("weights")).startswith("local-"):
-            # Each process holds other shards of the weights, and who began can't be told.
-            stored["weights"] = given["weights"]
-        found = disagreements(stored, given)
+        stored = _comparable(reader.header, reader.world_size)
+        found = differences(stored, _comparable(parse(dump(self._header)), self._store.world_size))
         if found:
             raise RecordingError(
                 f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
                 "with all as it was then, or choose another folder"
             )
+
+
+def _comparable(header: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Return what must agree; the fingerprint stands for the network, which would fill pages."""
+    architecture = header.get("architecture")
+    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+    return {**header, "architecture": fingerprint, "world_size": world_size}
 
 
 def header_of(architecture: Architecture, settings: dict[str, Any]) -> dict[str, Any]:
@@ -322,10 +312,8 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
     layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
-    names = layers if isinstance(layers, list) else []
-    calls = Calls(reader, architecture, names)
-    where = reader.path, "disk"
-    return Held(values, reader.sample_ids, calls, reader.complete, *where, owner=reader)
+    calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
+    return Held(values, reader.sample_ids, calls, reader.complete, reader.path, "disk")
 
 
 def _joined(parts: Sequence[Ids]) -> Ids:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.stores.disk_format import RunReader
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 

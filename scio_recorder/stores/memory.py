@@ -1,17 +1,21 @@
-"""Writing into memory: one array a layer."""
+"""Keeping activations in memory: on the device where they are, or on the host."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from scio_recorder.stores.base import Held, Job, State, StoreWriter
-from scio_recorder.stores.buffers import Buffer, Column
+from scio_recorder.errors import CollectError
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls
-from scio_recorder.stores.disk_format import TensorSpec
+from scio_recorder.stores.room import Plan, labelled_bytes, make_plan
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
@@ -19,26 +23,168 @@ if TYPE_CHECKING:
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8
-MakeBuffer = Callable[["DepthIdx", torch.device, int], Buffer]
+
+
+class MemoryStore(Store):
+    """Keeps every layer in one array."""
+
+    def open(self, job: Job) -> MemoryWriter:
+        """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+        """
+        return MemoryWriter(job, self)
+
+    @abc.abstractmethod
+    def buffer(self, label: DepthIdx, device: torch.device) -> Buffer:
+        """Return the memory for a layer.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The layer.
+        device : torch.device
+            Where the net computes it.
+
+        Returns
+        -------
+        Buffer
+            Memory that nobody uses.
+        """
+
+
+class Device(MemoryStore):
+    """Keeps every layer on the device on which the net computes it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+    >>> rnet.record("0-1")
+    >>> rnet.collect([torch.ones(3, 2)], store=Device())["0-1"].device
+    device(type='cpu')
+    """
+
+    def buffer(self, label: DepthIdx, device: torch.device) -> Buffer:
+        """Return the memory for a layer.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The layer.
+        device : torch.device
+            Where the net computes it.
+
+        Returns
+        -------
+        Buffer
+            Memory that nobody uses.
+        """
+        return HostBuffer() if device.type == "cpu" else Buffer(device)
+
+
+class Host(MemoryStore):
+    """Keeps every layer in one array in host memory.
+
+    Parameters
+    ----------
+    pin_memory : bool, optional
+        Whether to register the memory with the GPU's driver, which makes copies from the GPU
+        asynchronous. None (default) does so where activations are on a GPU.
+
+    Notes
+    -----
+    Given to ``collect`` again, the same object re-uses the memory of recordings that nobody holds
+    any more, neither as a whole nor any tensor or array of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+    >>> rnet.record("0-1")
+    >>> host = Host()
+    >>> for epoch in range(2):
+    ...     recording = rnet.collect([torch.ones(3, 2), torch.ones(1, 2)], store=host)
+    >>> recording["0-1"].shape
+    torch.Size([4, 2])
+    """
+
+    def __init__(self, pin_memory: bool | None = None) -> None:
+        self._pin_memory = pin_memory
+        self._buffers: dict[DepthIdx, HostBuffer] = {}
+
+    def buffer(self, label: DepthIdx, device: torch.device) -> HostBuffer:
+        """Return the memory for a layer.
+
+        Parameters
+        ----------
+        label : (int, int)
+            The layer.
+        device : torch.device
+            Where the net computes it.
+
+        Returns
+        -------
+        HostBuffer
+            That of a recording that nobody holds any more, where there is some.
+        """
+        pinned = device.type == "cuda" if self._pin_memory is None else self._pin_memory
+        pinned = pinned and torch.cuda.is_available()
+        known = self._buffers.get(label)
+        if known is None or known.pinned != pinned or known.is_held:
+            known = self._buffers[label] = HostBuffer(pinned=pinned)
+        return known
+
+
+class Auto(Store):
+    """Keeps everything on the GPU where half of what is free there is enough, else in host memory.
+
+    Where host memory is not enough either, it raises `CollectError` with the plan in the first
+    batch, before it takes that memory. A loader of unknown length goes to host memory, unchecked.
+    """
+
+    def open(self, job: Job) -> AutoWriter:
+        """Begin a job.
+
+        Parameters
+        ----------
+        job : Job
+            The layers, and what is known of the data.
+
+        Returns
+        -------
+        StoreWriter
+            What takes the batches.
+        """
+        return AutoWriter(job)
 
 
 class MemoryWriter(StoreWriter):
-    """Fills one column a layer; ``make_buffer(label, device, num_bytes)`` gives the memory."""
+    """Fills one column a layer, in memory that the store gives."""
 
-    def __init__(self, job: Job, make_buffer: MakeBuffer) -> None:
+    def __init__(self, job: Job, store: MemoryStore) -> None:
         super().__init__()
-        self._architecture = job.architecture
-        self._num_batches = job.num_batches
-        self._make_buffer = make_buffer
+        self._job = job
+        self._store = store
         self._columns: dict[DepthIdx, Column] = {}
         self._devices: set[torch.device] = set()
 
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for as many batches like the first as there will be."""
-        is_exact = self._num_batches is not None
-        rows = first.shape[0] * (self._num_batches or _GUESSED_BATCHES)
-        buffer = self._make_buffer(label, first.device, rows * spec.nbytes)
-        column = self._columns[label] = Column(spec, buffer, rows, is_exact)
+        num_batches = self._job.num_batches
+        rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
+        buffer = self._store.buffer(label, first.device)
+        column = self._columns[label] = Column(spec, buffer, rows, num_batches is not None)
         self._devices.add(first.device)
         return column
 
@@ -47,7 +193,7 @@ class MemoryWriter(StoreWriter):
         wait_for(self._devices)
         values = {label: column.close(self.start) for label, column in self._columns.items()}
         names = self.calls.read(0)[0] if self.calls.rows else ()
-        return Held(values, self.sample_ids, Calls(self.calls, self._architecture, names))
+        return Held(values, self.sample_ids, Calls(self.calls, self._job.architecture, names))
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""
@@ -55,8 +201,36 @@ class MemoryWriter(StoreWriter):
         self._columns.clear()
 
 
-def wait_for(devices: set[torch.device]) -> None:
-    """Wait for every copy that is under way from these devices."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+class AutoWriter(MemoryWriter):
+    """Chooses the device when the first layer returns, and checks with each."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, Host())
+        self._guess: Plan | None = None
+        # Bytes of all samples, for the layers seen so far.
+        self._known: dict[DepthIdx, int] = {}
+
+    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
+        """Make room for a layer, once it is known that there is some."""
+        if self._job.num_batches is not None:
+            num_samples = first.shape[0] * self._job.num_batches
+            self._known[label] = num_samples * spec.nbytes
+            if self._guess is None:
+                architecture, stored = self._job.architecture, self._job.stored
+                sizes = labelled_bytes(architecture, stored)
+                self._guess = make_plan(architecture, sizes, num_samples, first.device)
+                if "device" in self._guess.stores:
+                    self._store = Device()
+            if isinstance(self._store, Host):
+                self._check(self._guess)
+        return super().column(label, spec, first)
+
+    def _check(self, guess: Plan) -> None:
+        """Raise where already the layers that were seen don't fit."""
+        if "host" not in replace(guess, num_bytes=self._known).stores:
+            # Of the other layers no more is known than their shapes at labelling.
+            plan = replace(guess, num_bytes={**guess.num_bytes, **self._known})
+            raise CollectError(
+                'there is no room in memory: write store="disk:PATH", record fewer layers, or '
+                f"reduce them (reduce=, every=, dtype=, transform=)\n{plan}"
+            )

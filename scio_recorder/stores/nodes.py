@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format import JSON, Packed
-from scio_recorder.stores.disk_format.jsons import expect
+from scio_recorder.stores.disk_format.jsons import JSON, expect
+from scio_recorder.stores.disk_format.run import Packed
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.filesize import decimal
 
-from scio_recorder.errors import CollectError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.tensors.arguments import whole
 
@@ -118,23 +117,6 @@ def make_plan(
     num_bytes = {label: size * num_samples for label, size in sample_bytes.items()}
     names = {label: str(architecture[label]) for label in sample_bytes}
     return Plan(num_samples, num_bytes, free, names)
-
-
-def choose(plan: Plan) -> str:
-    """Return the fastest store in memory that has room.
-
-    Raises
-    ------
-    CollectError
-        There is none; the message shows the plan.
-    """
-    fitting = [store for store in plan.stores if store != "disk"]
-    if fitting:
-        return fitting[0]
-    raise CollectError(
-        'there is no room in memory: write store="disk:PATH", record fewer layers, or reduce them '
-        f"(reduce=, every=, dtype=, transform=)\n{plan}"
-    )
 
 
 def labelled_bytes(architecture: Architecture, labels: Sequence[DepthIdx]) -> dict[DepthIdx, int]:

@@ -124,7 +124,7 @@ def test_what_does_not_fit(tmp_path):
         fill(tmp_path, 1, seeded("0"))
     for number in (1, 2):
         store = Disk(tmp_path, world_size=number)
-        with pytest.raises(RecordingError, match="begun by 3 processes"):
+        with pytest.raises(RecordingError, match="world_size is 3 there"):
             seeded("*").collect(data_of(0), store=store, sample_ids=lambda b: b[1], resume=True)
     with pytest.raises(CollectError, match="sample_ids"):
         seeded("*").collect(data_of(1), store=Disk(tmp_path, rank=1, world_size=3))

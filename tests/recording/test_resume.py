@@ -113,9 +113,13 @@ def doubled(activation, batch):
 @pytest.mark.parametrize(
     ("change", "options", "match"),
     [
-        (training, {}, "the net was in eval mode and is in train mode"),
-        (partly_training, {}, "is in eval mode, but for '2.act'"),
-        (lambda rnet: None, {"transform": {"3": doubled}}, "transform were none and are 1-4"),
+        (training, {}, 'mode is "eval mode" there and "train mode"'),
+        (partly_training, {}, "eval mode, but for '2.act'"),
+        (
+            lambda rnet: None,
+            {"transform": {"3": doubled}},
+            r'transforms is \[\] there and \["1-4"\]',
+        ),
         (lambda rnet: None, {"to_inputs": lambda batch: batch}, "to_inputs"),
         (lambda rnet: None, {"sample_ids": lambda batch: range(len(batch))}, "sample_ids"),
         (lambda rnet: rnet.record("0", "3", inputs=True), {}, "inputs"),
@@ -147,9 +151,9 @@ def test_other_layers_with_a_transform_and_another_autocast_are_refused(tmp_path
     options = {"store": f"disk:{tmp_path}/run", "resume": True}
     with torch.autocast("cpu", torch.bfloat16):
         interrupted(rnet, data, tmp_path / "run", 1, transform={"0": doubled})
-        with pytest.raises(RecordingError, match="transform were 1-1 and are 1-4"):
+        with pytest.raises(RecordingError, match=r'transforms is ."1-1". there and ."1-4"'):
             rnet.collect(data, transform={"3": doubled}, **options)
-    with pytest.raises(RecordingError, match="autocast was bfloat16 on cpu and is off"):
+    with pytest.raises(RecordingError, match="cpu is stored and was not given"):
         rnet.collect(data, transform={"0": doubled}, **options)
     with torch.autocast("cpu", torch.bfloat16):
         resumed = rnet.collect(data, transform={"0": doubled}, **options)
@@ -199,7 +203,7 @@ def test_another_architecture_is_refused(tmp_path):
     interrupted(recorder("0"), batches(4, 4), tmp_path / "run", 1)
     other = Recorder(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), input_size=(1, 4))
     other.record("0")
-    with pytest.raises(RecordingError, match="another architecture"):
+    with pytest.raises(RecordingError, match="architecture is"):
         other.collect(batches(4, 4), store=f"disk:{tmp_path}/run", resume=True)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, open_recording
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Device, Disk, Host
 from scio_recorder.stores.buffers import Column, HostBuffer
-from scio_recorder.stores.disk_format import TensorSpec
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 SIZES = {"alike": (4, 4, 4), "short end": (4, 4, 1), "unequal": (2, 7, 1, 5), "one": (3,)}

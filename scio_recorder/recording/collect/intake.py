@@ -11,9 +11,9 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import TensorSpec
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores.buffers import NoRoomError
-from scio_recorder.stores.disk_format import TensorSpec
 from scio_recorder.tensors.kinds import gathered, is_dense
 
 if TYPE_CHECKING:

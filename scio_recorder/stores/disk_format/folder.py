@@ -9,46 +9,77 @@ That is all that the format asks of the medium, besides listing names, reading, 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-import stat as modes
+import stat
+import sys
+import uuid
 import weakref
-from collections.abc import Callable
-from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
 
-if TYPE_CHECKING:
-    from typing import Self
-
+_T = TypeVar("_T")
 
 # A named pipe would otherwise keep the opening waiting for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class _SyncFailedError(OSError):
-    """A file whose sync failed: what of it has reached the disk can't be known."""
+@contextmanager
+def accessing(path: str) -> Iterator[None]:
+    """Raise an `OSError` of the block as a `RecordingError` with the same ``errno``."""
+    try:
+        yield
+    except RecordingError:
+        raise
+    except OSError as cause:
+        linked = cause.errno == errno.ELOOP
+        reason = "is a link, and links are not followed" if linked else cause.strerror or cause
+        error = RecordingError(f"{path}: {reason}")
+        error.errno = cause.errno
+        raise error from cause
+
+
+@contextmanager
+def parsing(path: str) -> Iterator[None]:
+    """Raise what a damaged or hostile file provokes in the block as a `RecordingError`."""
+    try:
+        with accessing(path):
+            yield
+    # The contents of a file may have any type in any place, so that reading them can fail in any
+    # of these ways; nothing but the parsing of one file stands inside such a block.
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
+        reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
+        raise RecordingError(f"{path} is damaged: {reason:.200}") from cause
 
 
 class File:
-    """A file that is open for reading, until it is closed or nobody refers to it any more."""
+    """A regular file that is open for reading.
+
+    Parameters
+    ----------
+    path : str
+        Its path, for messages.
+    descriptor : int
+        What it is read through. Whoever gives it closes it.
+    """
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
-        self.close = weakref.finalize(self, close_quietly, descriptor)
-        try:
-            status = system.fstat(descriptor)
-            if not modes.S_ISREG(status.st_mode):
-                raise RecordingError(f"{path} is not a regular file")
-        except BaseException:
-            # What is raised refers to this.
-            self.close()
-            raise
+        status = system.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise RecordingError(f"{path} is not a regular file")
         self.num_bytes = status.st_size
+        # What is written into a file changes one or the other.
+        self.stamp = status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes from ``offset`` on, or fewer where the file ends."""
@@ -66,23 +97,43 @@ class File:
 
 
 class Folder:
-    """An open folder.
+    """An open folder. It is closed by `close`, or when nobody refers to it any more.
 
     Names are those that the format itself makes up, never text out of a file, and are resolved
     relative to the descriptor, so that nothing outside the folder can be reached.
     """
 
     def __init__(self, path: str) -> None:
+        if sys.byteorder != "little":
+            raise RecordingError("recordings on disk can only be used on little-endian machines")
         # This path alone may lead through links: the user has named it.
         self.path = path
-        self._descriptor: int | None = system.open_file(path, _FOLDER)
+        # The folder, and the file that is locked.
+        self._descriptors = [system.open_file(path, _FOLDER)]
+        self.close = weakref.finalize(self, _close_all, self._descriptors)
 
     @property
     def descriptor(self) -> int:
         """The descriptor to resolve names against."""
-        if self._descriptor is None:
+        if not self._descriptors:
             raise RecordingError(f"{self.path} has been closed; open it again")
-        return self._descriptor
+        return self._descriptors[0]
+
+    def lock(self, name: str) -> None:
+        """Keep other writers out for as long as this process has the folder open.
+
+        Raises
+        ------
+        RecordingError
+            If another writer holds the lock.
+        """
+        _LOCKED.add(self)
+        self._descriptors.append(system.open_file(name, _LOCK, 0o666, dir_fd=self.descriptor))
+        try:
+            system.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as cause:
+            message = f"{self.path} is being written by another writer, which holds {name}"
+            raise RecordingError(message) from cause
 
     def path_of(self, name: str) -> str:
         """Return the path of ``name``, for messages."""
@@ -92,79 +143,57 @@ class Folder:
         """Return the names in the folder, sorted."""
         return sorted(system.list_names(self.descriptor))
 
-    def has(self, name: str) -> bool:
-        """Whether there is something of this name."""
-        try:
-            system.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def open(self, name: str) -> File:
+    @contextmanager
+    def open(self, name: str) -> Iterator[File]:
         """Open a regular file for reading."""
-        return File(self.path_of(name), system.open_file(name, _READ, dir_fd=self.descriptor))
+        descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
+        try:
+            yield File(self.path_of(name), descriptor)
+        finally:
+            close_quietly(descriptor)
 
-    def read_small(self, name: str, limit: int) -> bytes:
-        """Return a whole file; `ValueError` if it is longer than ``limit`` bytes."""
-        with closing(self.open(name)) as file:
-            if file.num_bytes > limit:
-                raise ValueError(f"longer than {limit} bytes")
-            return file.read(0, file.num_bytes)
-
-    def put(self, name: str, temporary: str, write: Callable[[int], bytes]) -> bytes:
+    def put(self, name: str, owner: str, write: Callable[[int], _T]) -> _T:
         """Put a new file in place, whole or not at all, and make that durable; see the NOTE.
 
         Parameters
         ----------
         name : str
             Its name.
-        temporary : str
-            The name that it has until it is whole, which must be unique.
+        owner : str
+            Whose it is, which is in the name that it has until it is whole.
         write : callable
-            Writes to a descriptor, and returns the bytes at the beginning by which files of this
-            name differ.
+            Writes to a descriptor.
 
         Returns
         -------
-        bytes
+        Any
             What ``write`` returned.
 
         Raises
         ------
         FileExistsError
-            There is another file of this name. The same file is taken for what an interrupted call
-            has put there.
+            There is a file of this name.
         """
+        temporary = f"{name}.{owner}-{uuid.uuid4().hex[:16]}.tmp"
         try:
+            descriptor = system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
             try:
-                head = self._write(temporary, write)
-            except _SyncFailedError:
+                written = write(descriptor)
                 # Linux reports a failed sync once and then takes the lost pages for written, so
-                # that syncing again would succeed and prove nothing. A new file is written in full.
-                self.unlink(temporary)
-                head = self._write(temporary, write)
-            try:
-                system.rename_new(temporary, name, self.descriptor)
-            except FileExistsError:
-                with closing(self.open(name)) as file:
-                    if file.read(0, len(head)) != head:
-                        raise
-                self.unlink(temporary)
-        except BaseException:
+                # that it is never tried again with this file.
+                system.fsync(descriptor)
+            finally:
+                close_quietly(descriptor)
+            system.rename_new(temporary, name, self.descriptor)
+        except BaseException as error:
             with suppress(OSError):
                 self.unlink(temporary)
+            if isinstance(error, FileExistsError):
+                problem = "is there already: another writer has committed it; resume the recording"
+                raise FileExistsError(error.errno, f"{name} {problem}") from None
             raise
         self.sync()
-        return head
-
-    def put_bytes(self, name: str, temporary: str, data: bytes) -> None:
-        """Put a small file in place, as `put` does."""
-
-        def write(descriptor: int) -> bytes:
-            write_at(descriptor, 0, data)
-            return data
-
-        self.put(name, temporary, write)
+        return written
 
     def unlink(self, name: str) -> None:
         """Remove a file."""
@@ -174,29 +203,24 @@ class Folder:
         """Make the names in the folder durable."""
         system.fsync(self.descriptor)
 
-    def close(self) -> None:
-        """Give the descriptor back."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            close_quietly(descriptor)
 
-    def __enter__(self) -> Self:
-        return self
+# Folders that are written.
+_LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
 
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
-    def _write(self, temporary: str, write: Callable[[int], bytes]) -> bytes:
-        descriptor = system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
-        try:
-            head = write(descriptor)
-            try:
-                system.fsync(descriptor)
-            except OSError as cause:
-                raise _SyncFailedError(cause.errno, cause.strerror) from cause
-            return head
-        finally:
-            close_quietly(descriptor)
+def _close_inherited() -> None:
+    # A forked data loader worker would keep the lock alive after its parent was killed, and
+    # nothing could be resumed until the worker noticed.
+    for folder in list(_LOCKED):
+        folder.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        close_quietly(descriptors.pop())
 
 
 def close_quietly(descriptor: int) -> None:
@@ -214,7 +238,7 @@ def make_folder(path: str) -> None:
             # Unless another process just has.
             system.mkdir(path)
     if parent != path:
-        with Folder(parent) as folder:
+        with closing(Folder(parent)) as folder:
             folder.sync()
 
 

@@ -9,8 +9,7 @@ from itertools import chain
 from operator import index as as_integer
 from typing import Any, TypeAlias, overload
 
-from scio_recorder.stores.disk_format.jsons import JSON, expect
-from scio_recorder.stores.disk_format.tables import MAX_SIZE
+from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, expect
 
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 import xxhash
@@ -17,6 +18,8 @@ JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | 
 DIGITS = 16
 MAX_FILE_BYTES = 64 << 20
 MAX_DEPTH = 64
+# Products of sizes below this stay exact in every program that reads them as doubles.
+MAX_SIZE = 1 << 48
 
 _T = TypeVar("_T")
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
@@ -53,8 +56,8 @@ def parse(data: bytes) -> Any:
     Constants outside the standard, repeated keys and deep nesting are refused: the first two are
     read differently by different programs, the last exhausts the stack.
     """
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(data)
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     return json.loads(
         data.decode("ascii"), object_pairs_hook=_unique, parse_constant=_refuse_constant
     )
@@ -93,9 +96,8 @@ def unseal(data: bytes) -> Any:
 def differences(stored: Any, given: Any, path: str = "") -> list[str]:
     """Say where two JSON values differ, one line for each place."""
     if isinstance(stored, dict) and isinstance(given, dict):
-        keys = stored | given
         lines = []
-        for key in keys:
+        for key in stored | given:
             where = f"{path}.{key}" if path else key
             if key not in stored:
                 lines.append(f"{where} is not stored")
@@ -114,13 +116,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _check_depth(data: bytes) -> None:
-    depth = 0
-    for match in _TOKEN.finditer(data):
-        token = match[0]
-        depth += (token in b"[{") - (token in b"]}")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+def _depth(data: bytes) -> int:
+    tokens = (match[0] for match in _TOKEN.finditer(data))
+    return max(accumulate((token in b"[{") - (token in b"]}") for token in tokens))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,34 +3,95 @@
 from __future__ import annotations
 
 import os
-import weakref
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.stores.disk_format.faults import accessing, parsing
-from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.kept import KeptReader
-from scio_recorder.stores.disk_format.run import Chunk, Packed, read_state, scan, state_name
-from scio_recorder.stores.disk_format.tables import require_little_endian
+from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
+from scio_recorder.stores.disk_format.jsons import JSON, expect, parse
+from scio_recorder.stores.disk_format.run import VALUES, Chunk, Packed, read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
 
 if TYPE_CHECKING:
     from typing import Self
 
     from scio_recorder.layer import TensorSpec
-    from scio_recorder.stores.disk_format.tables import Table
+    from scio_recorder.stores.disk_format.tensor_file import Table
 
 
-# Each open file costs a descriptor, of which a process may have a thousand.
-MAX_OPEN_CHUNKS = 128
+class KeptBatches(NamedTuple):
+    """What is kept of the batches of one chunk.
+
+    Parameters
+    ----------
+    rows : sequence of int
+        How many samples each batch has.
+    values : sequence of JSON
+        One for each batch.
+    tensors : sequence of Tensor
+        Those that the values refer to, by position.
+    """
+
+    rows: Sequence[int]
+    values: Sequence[JSON]
+    tensors: Sequence[Tensor]
+
+
+class KeptReader:
+    """Reads what is kept of each batch of a recording, one at a time.
+
+    Parameters
+    ----------
+    chunks : sequence of Chunk
+        The commits of the recording, in order.
+
+    Raises
+    ------
+    ValueError
+        If something is kept of some samples only.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = [chunk for chunk in chunks if chunk.batches is not None]
+        self.rows: list[int] = [rows for chunk in self._chunks for rows in chunk.batches]
+        # The number of batches before each chunk.
+        self._starts = list(accumulate((len(one.batches) for one in self._chunks), initial=0))
+        if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
+            raise ValueError("something is kept of some batches and not of others")
+        self.num_bytes = sum(chunk.kept_bytes for chunk in self._chunks)
+        # Cache: batches are mostly read in order.
+        self._last: tuple[Chunk, list[JSON]] | None = None
+
+    def read(self, number: int) -> tuple[JSON, Callable[[int], Tensor]]:
+        """Return the value of a batch, not to be changed, and what reads tensors it refers to.
+
+        Raises
+        ------
+        IndexError
+            There is no such batch.
+        RecordingError
+            The file is damaged.
+        """
+        number = range(len(self.rows))[number]
+        at = bisect_right(self._starts, number) - 1
+        chunk = self._chunks[at]
+
+        def tensor(position: int) -> Tensor:
+            with parsing(chunk.path):
+                return chunk.read(f"#{expect(position, int)}")
+
+        # Other threads may replace it meanwhile.
+        last = self._last
+        with parsing(chunk.path):
+            if last is None or last[0] is not chunk:
+                text = chunk.read(VALUES).numpy().tobytes()
+                last = self._last = chunk, expect(parse(text), list)
+            return last[1][number - self._starts[at]], tensor
 
 
 class FileReport(NamedTuple):
@@ -77,7 +138,8 @@ class RunReader:
     Examples
     --------
     >>> import tempfile, torch
-    >>> from scio_recorder.stores.disk_format import RunWriter, TensorSpec
+    >>> from scio_recorder.layer import TensorSpec
+    >>> from scio_recorder.stores.disk_format.writer import RunWriter
     >>> folder = tempfile.TemporaryDirectory()
     >>> layers = {"1-3": TensorSpec((2,), torch.float32)}
     >>> with RunWriter.create(folder.name + "/run", layers=layers, header={}) as writer:
@@ -93,22 +155,18 @@ class RunReader:
     def __init__(
         self, path: str | os.PathLike[str], *, verify: bool = False, rank: int | None = None
     ) -> None:
-        require_little_endian()
         self.rank = rank
         self.path = os.fspath(path)
         with accessing(self.path):
             self._folder = Folder(self.path)
-        self._finalizer = weakref.finalize(self, self._folder.close)
-        self._files = _OpenFiles(self._folder)
         self._run = scan(self._folder, rank)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
         self.complete = self._run.is_complete
-        shards = self._run.shards.values()
-        chunks = [chunk for shard in shards for chunk in shard.chunks]
+        chunks = list(self._run.all_chunks())
         with parsing(self.path):
             self.sample_ids = self._run.sample_ids()
-            self.kept = KeptReader(chunks, self._files.file)
+            self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if len(chunk.ids)]
         # The number of samples before each chunk.
         self._starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
@@ -130,7 +188,7 @@ class RunReader:
     @property
     def is_begun(self) -> bool:
         """Whether anything has been committed."""
-        return any(shard.chunks or shard.is_closed for shard in self._run.shards.values())
+        return any(self._run.chunks.values()) or bool(self._run.closed)
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
         """Return samples ``start`` to ``stop`` of a layer, in memory of their own.
@@ -151,8 +209,7 @@ class RunReader:
         for number, first, last in self._overlaps(start, stop) if row_bytes else ():
             begin = self._starts[number]
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
-            file = self._files.file(self._chunks[number])
-            file.copy_into(part, layer, (first - begin) * row_bytes)
+            self._chunks[number].copy_into(part, layer, (first - begin) * row_bytes)
         return data.view(spec.dtype).view(stop - start, *spec.shape)
 
     def read_state(self, rank: int = 0) -> Packed | None:
@@ -167,9 +224,8 @@ class RunReader:
         return tuple(self._verified())
 
     def close(self) -> None:
-        """Close the files; tensors that were read stay."""
-        self._files.close()
-        self._finalizer()
+        """Close the folder; tensors that were read stay."""
+        self._folder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -194,49 +250,20 @@ class RunReader:
             start, number = end, number + 1
 
     def _verified(self) -> Iterator[FileReport]:
-        for rank, shard in self._run.shards.items():
-            for chunk in shard.chunks:
-                yield _report(chunk.name, partial(self._files.opened, chunk))
-            if shard.state_file is not None:
-                name = state_name(rank, shard.state_file)
-                yield _report(name, partial(TensorFile, self._folder, name))
+        for rank, chunks in self._run.chunks.items():
+            for chunk in chunks:
+                yield _report(chunk.name, chunk.verify)
+            name = self._run.state_file(rank)
+            if name is not None:
+                yield _report(name, partial(_verify, self._folder, name))
 
 
-def _report(name: str, opened: Callable[[], TensorFile]) -> FileReport:
+def _verify(folder: Folder, name: str) -> int:
+    return TensorFile(folder, name).verify()
+
+
+def _report(name: str, verify: Callable[[], int]) -> FileReport:
     try:
-        file = opened()
-        file.verify()
+        return FileReport(name, verify(), None)
     except RecordingError as error:
         return FileReport(name, 0, str(error))
-    return FileReport(name, file.num_bytes, None)
-
-
-class _OpenFiles:
-    """The files of chunks that were used last, and what is known of their blocks."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._files: OrderedDict[str, TensorFile] = OrderedDict()
-        self._lock = Lock()
-
-    def file(self, chunk: Chunk) -> TensorFile:
-        """Return the file of a chunk."""
-        with self._lock:
-            file = self._files.get(chunk.name)
-            if file is None:
-                file = self._files[chunk.name] = self.opened(chunk)
-            self._files.move_to_end(chunk.name)
-            if len(self._files) > MAX_OPEN_CHUNKS:
-                self._files.popitem(last=False)
-            return file
-
-    def opened(self, chunk: Chunk) -> TensorFile:
-        """Open the file of a chunk anew."""
-        file = TensorFile(self._folder, chunk.name)
-        if file.checksum != chunk.checksum:
-            raise RecordingError(f"{file.path} has become another one since it was opened")
-        return file
-
-    def close(self) -> None:
-        """Let go of all files."""
-        self._files.clear()

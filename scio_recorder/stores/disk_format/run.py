@@ -1,9 +1,9 @@
-"""A recording's folder as it is found: its description, chunks and manifests."""
+"""A recording's folder as it is found: its description, commits and manifests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,21 +11,25 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.faults import accessing, parsing
+from scio_recorder.stores.disk_format.folder import accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
 from scio_recorder.stores.disk_format.jsons import JSON, MAX_FILE_BYTES, differences, expect, unseal
-from scio_recorder.stores.disk_format.tables import Table, from_json, to_json
-from scio_recorder.stores.disk_format.tensor_file import TensorFile
+from scio_recorder.stores.disk_format.tensor_file import (
+    TensorFile,
+    table_from_json,
+    table_to_json,
+)
 
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.folder import Folder
-    from scio_recorder.stores.disk_format.ids import Ids
 
 
 DESCRIPTION_NAME = "recording.json"
 FORMAT = "scio-recording"
 VERSION = 2
 MAX_RANKS = 100_000
+# What a chunk calls the values that are kept of its batches.
+VALUES = "#values"
 _TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
 
@@ -45,19 +49,9 @@ def manifest_name(rank: int) -> str:
     return f"manifest-{rank:05d}.json"
 
 
-def tensor_name(number: int) -> str:
-    """Return the name in a chunk of a tensor that is kept of batches."""
-    return f"#{number}"
-
-
-def batch_name(number: int) -> str:
-    """Return the name in a chunk of the text that says what is kept of a batch."""
-    return f"#batch-{number}"
-
-
-def rows_table(layers: Table, rows: int) -> dict[str, TensorSpec]:
-    """Return what a chunk of ``rows`` samples holds of layers."""
-    return {name: spec.of(rows) for name, spec in layers.items()}
+def manifest(run: str, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
+    """Return what that file says."""
+    return {"run": run, "rank": rank, "samples": samples, "chunks": list(checksums)}
 
 
 class Packed(NamedTuple):
@@ -83,7 +77,7 @@ class Description:
             "version": VERSION,
             "run": self.run,
             "world_size": self.world_size,
-            "layers": to_json(self.layers),
+            "layers": table_to_json(self.layers),
             "header": self.header,
         }
 
@@ -94,92 +88,108 @@ class Description:
             raise ValueError(f"not a {FORMAT} of version {VERSION}")
         world_size = expect(value["world_size"], int)
         if not 0 < world_size <= MAX_RANKS:
-            raise ValueError(f"a recording of {world_size} ranks")
-        layers = from_json(value["layers"])
+            raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
+        layers = table_from_json(value["layers"])
         if any(name.startswith("#") for name in layers):
             raise ValueError("a layer's name begins with #, as those of what is kept of batches do")
         return cls(expect(value["run"], str), world_size, layers, expect(value["header"], dict))
 
+    def check_rank(self, path: str, rank: int) -> None:
+        """Refuse a rank that the recording was not created for."""
+        if not 0 <= rank < self.world_size:
+            raise RecordingError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
 
-@dataclass(frozen=True)
-class Chunk:
-    """A commit, without its data.
+    def place(self, rank: int, number: int, samples_before: int) -> dict[str, JSON]:
+        """Return what a chunk says of where it belongs."""
+        place = {"rank": rank, "number": number, "samples_before": samples_before}
+        return {"run": self.run, **place}
 
-    Parameters
+    def state_place(self, rank: int, token: str) -> dict[str, JSON]:
+        """Return what the tensors of a state say of where they belong."""
+        return {"run": self.run, "rank": rank, "state": token}
+
+
+class Chunk(TensorFile):
+    """A commit.
+
+    Attributes
     ----------
-    name, checksum
-        Of its file; the checksum is that of the file's header.
-    ids
+    ids : range, array.array or tuple
         The ids of its samples.
-    batches
+    batches : list of int or None
         How many samples each batch has of which something is kept; None where nothing is.
-    state
-        The values that were committed along, and in which file their tensors are, or None.
-    kept_bytes
-        What is kept of batches takes.
+    state : dict or None
+        The value that was committed along, and in which file its tensors are.
     """
 
-    name: str
-    checksum: str
-    ids: Ids
-    batches: tuple[int, ...] | None
-    state: Any
-    kept_bytes: int = 0
+    def __init__(self, folder: Folder, description: Description, place: dict[str, Any]) -> None:
+        super().__init__(folder, chunk_name(place["rank"], place["number"]))
+        with parsing(self.path):
+            content = self.content
+            if {key: content[key] for key in place} != place:
+                raise ValueError("it does not belong here, or samples before it are lost")
+            self.ids = ids_from_json(content.pop("ids"))
+            own = [(name, spec.of(len(self.ids))) for name, spec in description.layers.items()]
+            if list(self.table.items())[: len(own)] != own:
+                raise ValueError("its tensors are not those of the recording's layers")
+            self.batches = content["batches"]
+            self._check_kept(list(self.table)[len(own) :])
+            self.state = content["state"]
+            if self.state is not None:
+                token = expect(self.state, dict)["file"]
+                if token is not None and not _TOKEN.fullmatch(token):
+                    raise ValueError("its state is nowhere")
 
     @property
-    def state_file(self) -> str | None:
-        """What tells the file with the tensors of its state, if there is one."""
-        return None if self.state is None else self.state["file"]
+    def kept_bytes(self) -> int:
+        """What is kept of batches takes."""
+        return sum(spec.nbytes for name, spec in self.table.items() if name.startswith("#"))
 
-
-@dataclass
-class Shard:
-    """One rank's part: its commits in order, and whether there will be no more."""
-
-    rank: int
-    chunks: list[Chunk] = field(default_factory=list)
-    is_closed: bool = False
-
-    @property
-    def samples(self) -> int:
-        """How many samples it holds."""
-        return sum(len(chunk.ids) for chunk in self.chunks)
-
-    @property
-    def last(self) -> Chunk | None:
-        """The last commit that has a state."""
-        return next((chunk for chunk in reversed(self.chunks) if chunk.state is not None), None)
-
-    @property
-    def state_file(self) -> str | None:
-        """What tells the file with the tensors of the last state, if there is one."""
-        return None if self.last is None else self.last.state_file
-
-    def manifest(self, run: str) -> dict[str, JSON]:
-        """Return what the manifest says when the shard is complete."""
-        checksums: list[JSON] = [chunk.checksum for chunk in self.chunks]
-        return {"run": run, "rank": self.rank, "samples": self.samples, "chunks": checksums}
+    def _check_kept(self, names: list[str]) -> None:
+        wanted: list[str] = []
+        if self.batches is not None:
+            wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
+            counts = [expect(count, int) for count in expect(self.batches, list)]
+            if sum(counts) != len(self.ids) or min(counts, default=0) < 0:
+                raise ValueError(f"batches of {len(self.ids)} samples that do not add up")
+        if names != wanted or (names and self.table[VALUES].dtype != torch.uint8):
+            raise ValueError("what is kept of batches is not all there")
 
 
 @dataclass
 class Run:
-    """A recording: its description, and the shards that were looked at."""
+    """A recording: its description, and the ranks that were looked at."""
 
     description: Description
-    shards: dict[int, Shard] = field(default_factory=dict)
+    # Their commits, in order, and who of them is complete.
+    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank that was looked at has finished."""
-        return all(shard.is_closed for shard in self.shards.values())
+        return self.closed == self.chunks.keys()
+
+    def all_chunks(self) -> Iterator[Chunk]:
+        """Yield all commits, in the order in which samples are counted."""
+        for chunks in self.chunks.values():
+            yield from chunks
 
     def sample_ids(self) -> SampleIds:
         """Return the ids of all samples."""
         ids = SampleIds()
-        for shard in self.shards.values():
-            for chunk in shard.chunks:
-                ids.add(chunk.ids)
+        for chunk in self.all_chunks():
+            ids.add(chunk.ids)
         return ids
+
+    def last_state(self, rank: int) -> Any:
+        """Return what a rank committed last besides samples, or None."""
+        return next((one.state for one in reversed(self.chunks[rank]) if one.state), None)
+
+    def state_file(self, rank: int) -> str | None:
+        """Return the name of the file with the tensors of that, if there is one."""
+        last = self.last_state(rank)
+        return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
 def scan(folder: Folder, rank: int | None = None) -> Run:
@@ -193,126 +203,62 @@ def scan(folder: Folder, rank: int | None = None) -> Run:
     description = read_description(folder)
     with accessing(folder.path):
         names = set(folder.names())
-    lasts: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
         owner, number = int(match[1]), int(match[2])
         if owner >= description.world_size:
             raise RecordingError(f"{folder.path_of(match[0])} is out of place: no such rank")
-        lasts[owner] = max(number, lasts.get(owner, -1))
+        counts[owner] = max(number + 1, counts.get(owner, 0))
     run = Run(description)
     for owner in range(description.world_size) if rank is None else (rank,):
-        is_closed = manifest_name(owner) in names
-        shard = _read_shard(folder, description, owner, lasts.get(owner, -1) + 1, is_closed)
-        run.shards[owner] = shard
+        _read_rank(folder, run, owner, counts.get(owner, 0), manifest_name(owner) in names)
     return run
 
 
 def read_description(folder: Folder) -> Description:
     """Return what ``recording.json`` says."""
     with accessing(folder.path):
-        if not folder.has(DESCRIPTION_NAME):
+        if DESCRIPTION_NAME not in folder.names():
             raise RecordingError(f"{folder.path} holds no recording: it has no {DESCRIPTION_NAME}")
     with parsing(folder.path_of(DESCRIPTION_NAME)):
-        return Description.from_json(unseal(folder.read_small(DESCRIPTION_NAME, MAX_FILE_BYTES)))
+        return Description.from_json(_unsealed(folder, DESCRIPTION_NAME))
 
 
-def _read_shard(
-    folder: Folder, description: Description, rank: int, count: int, is_closed: bool
-) -> Shard:
-    shard = Shard(rank, is_closed=is_closed)
-    name, listed = manifest_name(rank), []
+def _unsealed(folder: Folder, name: str) -> Any:
+    with folder.open(name) as file:
+        if file.num_bytes > MAX_FILE_BYTES:
+            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
+        return unseal(file.read(0, file.num_bytes))
+
+
+def _read_rank(folder: Folder, run: Run, rank: int, count: int, is_closed: bool) -> None:
+    name, said = manifest_name(rank), None
     if is_closed:
+        run.closed.add(rank)
         with parsing(folder.path_of(name)):
-            manifest = unseal(folder.read_small(name, MAX_FILE_BYTES))
-            listed = expect(manifest["chunks"], list)
-    # A writer may have gone on while names were listed, so that they need not be those of one
-    # instant: files are looked for by their numbers.
-    count = max(count, len(listed))
+            said = _unsealed(folder, name)
+            # A writer may have gone on while names were listed, so that they need not be those of
+            # one instant: files are looked for by their numbers.
+            count = max(count, len(expect(said["chunks"], list)))
+    chunks = run.chunks[rank] = []
     before = 0
     for number in range(count):
-        chunk = _read_chunk(folder, description, rank, number, before)
-        shard.chunks.append(chunk)
-        before += len(chunk.ids)
+        chunks.append(Chunk(folder, run.description, run.description.place(rank, number, before)))
+        before += len(chunks[-1].ids)
     if is_closed:
-        found = differences(manifest, shard.manifest(description.run), "manifest")
-        if found:
-            raise RecordingError(f"{folder.path_of(name)} does not match the chunks: {found[0]}")
-    return shard
-
-
-def _read_chunk(
-    folder: Folder, description: Description, rank: int, number: int, before: int
-) -> Chunk:
-    name = chunk_name(rank, number)
-    path = folder.path_of(name)
-    try:
-        file = TensorFile(folder, name)
-    except RecordingError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            raise RecordingError(f"{path} is missing, and others follow it") from error
-        raise
-    try:
-        with parsing(path):
-            return _chunk_of(name, file, description, place_of(description, rank, number, before))
-    finally:
-        file.close()
-
-
-def place_of(description: Description, rank: int, number: int, before: int) -> dict[str, JSON]:
-    """Return what a chunk says of where it belongs."""
-    return {"run": description.run, "rank": rank, "number": number, "samples_before": before}
-
-
-def state_place(description: Description, rank: int, token: str) -> dict[str, JSON]:
-    """Return what the tensors of a state say of where they belong."""
-    return {"run": description.run, "rank": rank, "state": token}
-
-
-def _chunk_of(
-    name: str, file: TensorFile, description: Description, place: Mapping[str, JSON]
-) -> Chunk:
-    content = file.content
-    if {key: content[key] for key in place} != place:
-        raise ValueError("it does not belong here, or samples before it are lost")
-    ids = ids_from_json(content["ids"])
-    own = list(rows_table(description.layers, len(ids)).items())
-    table = list(file.table.items())
-    if table[: len(own)] != own:
-        raise ValueError("its tensors are not those of the recording's layers")
-    kept, batches = dict(table[len(own) :]), content["batches"]
-    if batches is not None:
-        batches = tuple(expect(count, int) for count in expect(batches, list))
-    _check_kept(kept, batches, len(ids))
-    state = content["state"]
-    if state is not None and not _TOKEN.fullmatch(expect(state, dict)["file"] or "0" * 16):
-        raise ValueError("its state is nowhere")
-    kept_bytes = sum(spec.nbytes for spec in kept.values())
-    return Chunk(name, file.checksum, ids, batches, state, kept_bytes)
-
-
-def _check_kept(kept: Table, batches: tuple[int, ...] | None, rows: int) -> None:
-    texts = [batch_name(number) for number in range(len(batches or ()))]
-    names = [tensor_name(number) for number in range(len(kept) - len(texts))]
-    if list(kept) != names + texts:
-        raise ValueError("what is kept of batches is not all there")
-    if any(kept[text].dtype != torch.uint8 or len(kept[text].shape) != 1 for text in texts):
-        raise ValueError("what is kept of a batch is no text")
-    if batches is not None and (sum(batches) != rows or min(batches, default=0) < 0):
-        raise ValueError(f"batches of {rows} samples that do not add up")
+        found = manifest(run.description.run, rank, before, [one.checksum for one in chunks])
+        lines = differences(said, found, "manifest")
+        if lines:
+            raise RecordingError(f"{folder.path_of(name)} does not match the chunks: {lines[0]}")
 
 
 def read_state(folder: Folder, run: Run, rank: int) -> Packed | None:
     """Return what a rank committed last besides samples, verified."""
-    last = run.shards[rank].last
-    if last is None:
-        return None
-    if last.state_file is None:
-        return Packed(last.state["value"], [])
-    file = TensorFile(folder, state_name(rank, last.state_file))
-    try:
-        with parsing(file.path):
-            if file.content != state_place(run.description, rank, last.state_file):
-                raise ValueError("it does not belong here")
-            return Packed(last.state["value"], [file.read(name) for name in file.table])
-    finally:
-        file.close()
+    last, name = run.last_state(rank), run.state_file(rank)
+    if last is None or name is None:
+        return None if last is None else Packed(last["value"], [])
+    file = TensorFile(folder, name)
+    with parsing(file.path):
+        if file.content != run.description.state_place(rank, last["file"]):
+            raise ValueError("it does not belong here")
+        return Packed(last["value"], [file.read(key) for key in file.table])

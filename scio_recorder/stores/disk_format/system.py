@@ -11,22 +11,6 @@ import errno
 import fcntl
 import os
 
-__all__ = [
-    "close",
-    "flock",
-    "fstat",
-    "fsync",
-    "list_names",
-    "mkdir",
-    "open_file",
-    "pread_into",
-    "rename_new",
-    "stat",
-    "unlink",
-    "write",
-    "write_behind",
-]
-
 # The flags SYNC_FILE_RANGE_WRITE of <fcntl.h> and RENAME_NOREPLACE of <linux/fs.h>.
 _BEGIN_WRITING = 2
 _NO_REPLACE = 1
@@ -41,7 +25,6 @@ fsync = os.fsync
 list_names = os.listdir
 mkdir = os.mkdir
 open_file = os.open
-stat = os.stat
 unlink = os.unlink
 write = os.pwrite
 

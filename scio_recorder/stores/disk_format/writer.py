@@ -5,41 +5,32 @@ from __future__ import annotations
 import os
 import re
 import uuid
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.beginning import begin, check_rank, describe, temporary_name
-from scio_recorder.stores.disk_format.faults import accessing
-from scio_recorder.stores.disk_format.folder import Folder, make_folder
+from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder, write_at
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import dump, parse, seal
-from scio_recorder.stores.disk_format.kept import KeptBatches, kept_tensors
-from scio_recorder.stores.disk_format.lock import WriterLock
+from scio_recorder.stores.disk_format.jsons import MAX_FILE_BYTES, differences, dump, parse, seal
 from scio_recorder.stores.disk_format.run import (
     DESCRIPTION_NAME,
-    Chunk,
+    VALUES,
+    Description,
     Packed,
     Run,
     chunk_name,
+    manifest,
     manifest_name,
-    place_of,
     read_description,
     read_state,
     scan,
     state_name,
-    state_place,
 )
-from scio_recorder.stores.disk_format.tables import require_little_endian
-from scio_recorder.stores.disk_format.tensor_file import (
-    Layout,
-    check_dense,
-    checksum_of,
-    spec_of,
-    write_tensors,
-)
+from scio_recorder.stores.disk_format.tensor_file import Layout, Table, table_of, write_tensors
 
 if TYPE_CHECKING:
     from typing import Self
@@ -47,7 +38,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scio_recorder.stores.disk_format.jsons import JSON
-    from scio_recorder.stores.disk_format.tables import Table
+    from scio_recorder.stores.disk_format.reader import KeptBatches
+
+# What writers that were killed while creating a recording leave, before there is one.
+_REMAINS = re.compile(r"lock-\d{5}|recording\.json\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
+# A file that is not whole yet, or the tensors of a state.
+_LEFTOVER = re.compile(
+    r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
+)
 
 
 def holds_recording(path: str | os.PathLike[str]) -> bool:
@@ -75,20 +73,37 @@ class RunWriter:
         The state that this rank had committed last when it was resumed.
     """
 
-    def __init__(self, folder: Folder, lock: WriterLock, run: Run, rank: int) -> None:
-        self._folder = folder
-        self._lock = lock
-        self._rank = rank
+    def __init__(self, path: str, rank: int, new: Description | None) -> None:
+        with accessing(path):
+            if new is not None:
+                new.check_rank(path, rank)
+                make_folder(path)
+            self._folder = Folder(path)
+            try:
+                self._begin(rank, new)
+            except BaseException:
+                self.abort()
+                raise
+
+    def _begin(self, rank: int, new: Description | None) -> None:
+        folder, self._rank = self._folder, rank
+        if new is None:
+            # Before the lock, lest a file appears in a folder that holds something else.
+            read_description(folder).check_rank(folder.path, rank)
+        folder.lock(f"lock-{rank:05d}")
+        run = scan(folder, rank) if new is None else _begun(folder, new, rank)
+        if new is None and run.is_complete:
+            raise RecordingError(f"{folder.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self._description = run.description
-        self._shard = run.shards[rank]
+        self._checksums = [chunk.checksum for chunk in run.all_chunks()]
         self.sample_ids = run.sample_ids()
         self.state = read_state(folder, run, rank)
         self._is_finishing = False
-        self._state_files: list[str] = []
+        # The files with the tensors of the last states, of which the last one counts.
+        self._states = list(filter(None, [run.state_file(rank)]))
         # What was found need not be durable: its writer may have been killed before that.
         folder.sync()
         self._clear()
-        self._finalizer = weakref.finalize(self, _close, folder, lock)
 
     @classmethod
     def create(
@@ -124,17 +139,16 @@ class RunWriter:
             If the folder is not empty, holds samples of this rank or a recording that differs, or
             can't be written to.
         """
-        require_little_endian()
-        description = describe(layers, header, world_size)
-        where = os.fspath(path)
-        check_rank(where, description, rank)
-        with accessing(where), ExitStack() as stack:
-            make_folder(where)
-            folder = stack.enter_context(Folder(where))
-            lock = _locked(folder, rank, stack)
-            writer = cls(folder, lock, begin(folder, description, rank), rank)
-            stack.pop_all()
-            return writer
+        description = Description(uuid.uuid4().hex, world_size, dict(layers), dict(header))
+        try:
+            data = dump(description.to_json())
+            # What other types JSON took for its own now reads as it will be read back.
+            description = Description.from_json(parse(data))
+        except (TypeError, ValueError, RecursionError) as cause:
+            raise CollectError(f"a recording can't be described: {cause}") from cause
+        if len(data) > MAX_FILE_BYTES - 100:
+            raise CollectError(f"a header of {len(data)} bytes is too long: give fewer settings")
+        return cls(os.fspath(path), rank, description)
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], *, rank: int = 0) -> Self:
@@ -153,19 +167,7 @@ class RunWriter:
             If there is no recording, it is damaged, this rank of it is complete, or another writer
             is at work on it.
         """
-        require_little_endian()
-        where = os.fspath(path)
-        with accessing(where), ExitStack() as stack:
-            folder = stack.enter_context(Folder(where))
-            # Before the lock, lest a file appears in a folder that holds something else.
-            check_rank(where, read_description(folder), rank)
-            lock = _locked(folder, rank, stack)
-            run = scan(folder, rank)
-            if run.is_complete:
-                raise RecordingError(f"{where} is complete" + (f" for rank {rank}" if rank else ""))
-            writer = cls(folder, lock, run, rank)
-            stack.pop_all()
-            return writer
+        return cls(os.fspath(path), rank, None)
 
     @property
     def durable(self) -> int:
@@ -201,9 +203,9 @@ class RunWriter:
             If the tensors are not those that the recording was created for.
         RecordingError
             If the disk fails or is full. What was durable still is, and the same chunk can be
-            appended again. Another one can't where it is not known whether this one is there.
+            appended again. None can where it is not known whether this one is there.
         """
-        self._check_usable()
+        self.check_usable()
         if self._is_finishing:
             raise RecordingError(f"{self._folder.path} is finished; nothing can be added")
         try:
@@ -211,38 +213,40 @@ class RunWriter:
             self.sample_ids.check(ids)
             held = self._checked(tensors, len(ids))
             if kept is not None:
-                held |= kept_tensors(kept, len(ids))
-            batches = None if kept is None else tuple(kept.rows)
-            chunk = self._commit(ids, held, batches, state)
+                held |= _kept_tensors(kept, len(ids))
+            token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
+            content = self._content(ids, state, token, kept)
+            files = [(chunk_name(self._rank, len(self._checksums)), held, content)]
+            if state is not None and token is not None:
+                named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
+                place = self._description.state_place(self._rank, token)
+                files.insert(0, (state_name(self._rank, token), named, place))
+                # It has stayed for readers who had just come upon it.
+                self._remove(self._states[:-1])
+                del self._states[:-1]
+            self._put(files)
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
         self.sample_ids.add(ids)
-        self._shard.chunks.append(chunk)
-        if chunk.state_file is not None:
-            # The one before stays for readers who have just come upon it.
-            self._state_files.append(chunk.state_file)
-            for file in self._state_files[:-2]:
-                with suppress(OSError):
-                    self._folder.unlink(state_name(self._rank, file))
-            self._state_files = self._state_files[-2:]
+        if token is not None:
+            self._states.append(state_name(self._rank, token))
 
     def finish(self) -> None:
         """Declare this rank's part complete; the recording is when all of them are.
 
-        If this fails, it can be called again.
+        If this fails, it can be called again, or the recording resumed.
         """
-        self._check_usable()
+        self.check_usable()
         self._is_finishing = True
-        data = seal(self._shard.manifest(self._description.run))
-        name = manifest_name(self._rank)
+        content = manifest(self._description.run, self._rank, self.durable, self._checksums)
         with accessing(self._folder.path):
             self._clear()
-            self._folder.put_bytes(name, temporary_name(name, self._rank), data)
+            _put_sealed(self._folder, manifest_name(self._rank), self._rank, content)
         self.abort()
 
     def abort(self) -> None:
         """Close the files; what is durable stays and can be resumed."""
-        self._finalizer()
+        self._folder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -250,109 +254,120 @@ class RunWriter:
     def __exit__(self, *details: object) -> None:
         self.abort()
 
-    def _check_usable(self) -> None:
-        where = self._folder.path
-        if not self._finalizer.alive:
-            raise RecordingError(f"this writer of {where} is closed; resume the recording")
-        if not self._lock.held:
+    @property
+    def is_open(self) -> bool:
+        """Whether this very process can write with it: a forked one can't."""
+        return self._folder.close.alive
+
+    def check_usable(self) -> None:
+        """Raise `RecordingError` unless it `is_open`."""
+        if not self.is_open:
             raise RecordingError(
-                f"{where} is being written by the process that opened it, not this"
+                f"this writer of {self._folder.path} is closed, or of the process that opened it "
+                "and not of this: resume the recording"
             )
 
     def _checked(self, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
         """Return the tensors in the order of the layers; `ValueError` unless they fit."""
-        layers = self._description.layers
-        if tensors.keys() != layers.keys():
-            odd = sorted(tensors.keys() ^ layers.keys())
-            raise ValueError(f"the layers are not those of the recording: {', '.join(odd)}")
-        for name, tensor in tensors.items():
-            expected, found = layers[name].of(rows), spec_of(tensor)
-            if found != expected:
+        wanted = {name: spec.of(rows) for name, spec in self._description.layers.items()}
+        found = table_of(tensors)
+        for name in wanted | found:
+            if wanted.get(name) != found.get(name):
                 raise ValueError(
-                    f"layer {name} is {found.dtype} {list(found.shape)}, not {expected.dtype} "
-                    f"{list(expected.shape)} ({rows} sample ids were given)"
+                    f"layer {name} is {found.get(name, 'missing')}, not "
+                    f"{wanted.get(name, 'one of the recording')} ({rows} sample ids were given)"
                 )
-        return {name: tensors[name] for name in layers}
+        return {name: tensors[name] for name in wanted}
 
-    def _commit(
-        self,
-        ids: Ids,
-        tensors: dict[str, Tensor],
-        batches: tuple[int, ...] | None,
-        state: Packed | None,
-    ) -> Chunk:
-        number = len(self._shard.chunks)
-        name = chunk_name(self._rank, number)
-        file = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
-        saved: JSON = None if state is None else {"value": state.value, "file": file}
+    def _content(
+        self, ids: Ids, state: Packed | None, token: str | None, kept: KeptBatches | None
+    ) -> dict[str, JSON]:
+        """Return what a chunk says besides its tensors."""
+        saved: JSON = None if state is None else {"value": state.value, "file": token}
         # Read at once as it will be read: what is nested too deeply is refused.
         parse(dump({"state": saved}))
-        content: dict[str, JSON] = {
-            **place_of(self._description, self._rank, number, self.durable),
+        return {
+            **self._description.place(self._rank, len(self._checksums), self.durable),
             "ids": ids_to_json(ids),
-            "batches": None if batches is None else list(batches),
+            "batches": None if kept is None else list(kept.rows),
             "state": saved,
         }
-        put = self._prepared(name, tensors, content)
+
+    def _put(self, files: Sequence[tuple[str, Mapping[str, Tensor], Mapping[str, JSON]]]) -> None:
+        """Put the files of a commit in place, the chunk last."""
+        layouts = [Layout(table_of(tensors)) for _, tensors, _ in files]
+        for layout, (_, _, content) in zip(layouts, files, strict=True):
+            # Nothing may have been written when it turns out that something can't be.
+            layout.header(content)
         with accessing(self._folder.path):
-            if state is not None and file is not None:
-                numbered = {str(number): tensor for number, tensor in enumerate(state.tensors)}
-                place = state_place(self._description, self._rank, file)
-                self._prepared(state_name(self._rank, file), numbered, place)()
-            return Chunk(name, put(), ids, batches, saved)
-
-    def _prepared(
-        self, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
-    ) -> Callable[[], str]:
-        """Return what puts a file in place and returns its checksum; `ValueError` if it can't be.
-
-        Nothing may have been written when it turns out that something can't be.
-        """
-        for key, tensor in tensors.items():
-            check_dense(key, tensor)
-        layout = Layout({key: spec_of(tensor) for key, tensor in tensors.items()}, content)
-
-        def put() -> str:
-            try:
-                return checksum_of(
-                    self._folder.put(
-                        name,
-                        temporary_name(name, self._rank),
-                        lambda descriptor: write_tensors(descriptor, tensors, layout),
-                    )
-                )
-            except FileExistsError as cause:
-                raise RecordingError(
-                    f"{self._folder.path_of(name)} is there already: another writer has committed "
-                    "it, or a call that was interrupted; resume the recording"
-                ) from cause
-
-        return put
+            for layout, (name, tensors, content) in zip(layouts, files, strict=True):
+                write = partial(write_tensors, tensors=tensors, layout=layout, content=content)
+                checksum = self._folder.put(name, f"{self._rank:05d}", write)
+            self._checksums.append(checksum)
 
     def _clear(self) -> None:
         """Remove this rank's files that never counted or no longer do."""
-        last = self._shard.state_file
-        kept = None if last is None else state_name(self._rank, last)
-        for name in self._folder.names():
-            match = _LEFTOVER.fullmatch(name)
-            if match is not None and int(match[1] or match[2]) == self._rank and name != kept:
-                # What can't be removed now does no harm.
-                with suppress(OSError):
-                    self._folder.unlink(name)
+        kept = self._states[-1:]
+        matches = filter(None, map(_LEFTOVER.fullmatch, self._folder.names()))
+        own = (match[0] for match in matches if int(match[1] or match[2]) == self._rank)
+        self._remove(name for name in own if name not in kept)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            # What can't be removed now does no harm.
+            with suppress(OSError):
+                self._folder.unlink(name)
 
 
-# A file that is not whole yet, or the tensors of a state.
-_LEFTOVER = re.compile(
-    r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
-)
+def _put_sealed(folder: Folder, name: str, rank: int, content: Any) -> None:
+    folder.put(name, f"{rank:05d}", partial(write_at, offset=0, data=seal(content)))
 
 
-def _locked(folder: Folder, rank: int, stack: ExitStack) -> WriterLock:
-    lock = WriterLock(folder, f"lock-{rank:05d}")
-    stack.callback(lock.release)
-    return lock
+def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
+    """Return what the file of a chunk of so many samples holds; `ValueError` if it can't."""
+    if len(kept.values) != len(kept.rows) or sum(kept.rows) != rows:
+        raise ValueError(f"batches of {list(kept.rows)} samples are kept with {rows} samples")
+    text = dump(list(kept.values))
+    # Read at once as it will be read: what is nested too deeply is refused.
+    parse(text)
+    tensors = {f"#{number}": tensor for number, tensor in enumerate(kept.tensors)}
+    return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
-def _close(folder: Folder, lock: WriterLock) -> None:
-    folder.close()
-    lock.release()
+def _begun(folder: Folder, description: Description, rank: int) -> Run:
+    """Return the recording of this description: created now, or by another rank.
+
+    Of several that create it at once the first one does, and the others join it.
+    """
+    others = [name for name in folder.names() if not _REMAINS.fullmatch(name)]
+    if not others:
+        with suppress(FileExistsError):
+            _put_sealed(folder, DESCRIPTION_NAME, rank, description.to_json())
+    elif DESCRIPTION_NAME not in others:
+        raise RecordingError(f"{folder.path} is not empty: it holds {others[0]!r}; take another")
+    run = scan(folder, rank)
+    if run.description.run != description.run:
+        _check_joining(folder.path, run, description, rank)
+    return run
+
+
+def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
+    """Refuse a rank to begin in what another has created."""
+    if given.world_size == run.description.world_size == 1:
+        raise RecordingError(f"{path} already holds a recording; resume it or take another")
+    found = differences(_comparable(run.description), _comparable(given))
+    if found:
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        raise RecordingError(
+            f"{path} was made with other settings: {shown}; use the same ones or another folder"
+        )
+    if run.chunks[rank] or run.closed:
+        raise RecordingError(
+            f"{path} already holds samples of rank {rank}: resume it, or take another folder"
+        )
+
+
+def _comparable(description: Description) -> dict[str, Any]:
+    content = description.to_json()
+    # Their order may differ.
+    return {**content, "run": None, "layers": dict(content["layers"])}  # type: ignore[arg-type]

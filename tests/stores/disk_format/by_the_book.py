@@ -133,15 +133,11 @@ def read_kept(root: Path) -> list[tuple[int, Any, list[torch.Tensor]]]:
     for file, content in chunks_of(root):
         tensors = safetensors.torch.load_file(file)
         kept = [name for name, _ in content["tensors"] if name.startswith("#")]
-        count = len(content["batches"])
-        ordered = [tensors[name] for name in kept[: len(kept) - count]]
-        assert kept == [f"#{i}" for i in range(len(ordered))] + [
-            f"#batch-{i}" for i in range(count)
-        ]
-        texts = [bytes(tensors[name].tolist()) for name in kept[len(ordered) :]]
+        ordered = [tensors[name] for name in kept[:-1]]
+        assert kept == [*(f"#{i}" for i in range(len(ordered))), "#values"]
+        values = json.loads(bytes(tensors["#values"].tolist()))
         found += [
-            (rows, json.loads(text), ordered)
-            for rows, text in zip(content["batches"], texts, strict=True)
+            (rows, value, ordered) for rows, value in zip(content["batches"], values, strict=True)
         ]
     return found
 

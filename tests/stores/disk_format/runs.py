@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from scio_recorder.stores.disk_format import (
-    Packed,
-    RunReader,
-    RunWriter,
-    TensorSpec,
-    holds_recording,
-    system,
-)
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import Packed
+from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +29,9 @@ LAYERS = {
 HEADER = {"fingerprint": "abc", "settings": {"every": 1, "scale": 0.1}}
 CHUNKS = ((0, 3), (3, 5), (5, 9))
 NUM_SAMPLES = 9
-SYSTEM_CALLS = tuple(system.__all__)
+SYSTEM_CALLS = tuple(
+    name for name, call in vars(system).items() if name[0] != "_" and callable(call)
+)
 
 
 def rows(start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     NUM_SAMPLES,
     check_contents,
@@ -111,7 +113,9 @@ def test_a_missing_end(run):
     # All that tells of the last commit of an unfinished recording is its file.
     find(run, f"{CHUNK}2.safetensors").unlink()
     if (run / MANIFEST).exists():
-        with pytest.raises(RecordingError, match=r"chunk-00000-00000002\.safetensors is missing"):
+        with pytest.raises(
+            RecordingError, match=r"chunk-00000-00000002\.safetensors: No such file"
+        ):
             RunReader(run)
     else:
         assert check_contents(run, with_state=False) == 5
@@ -162,7 +166,7 @@ def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
 def test_a_chunk_too_many(run):
     extra = run / f"{CHUNK}9.safetensors"
     shutil.copy(find(run, f"{CHUNK}2.safetensors"), extra)
-    with pytest.raises(RecordingError, match=r"00000003\.safetensors is missing"):
+    with pytest.raises(RecordingError, match=r"00000003\.safetensors: No such file"):
         RunReader(run)
     extra.rename(run / f"{CHUNK}3.safetensors")
     with pytest.raises(RecordingError, match=r"00000003\.safetensors.*does not belong here"):

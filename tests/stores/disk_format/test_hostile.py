@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import Packed, RunReader, RunWriter
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import Packed
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
     put_together,
     read_run,
@@ -212,7 +214,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 # Runs in a process of its own: what an audit hook forbids stays forbidden.
 GUARDED = """
 import os, resource, sys
-from scio_recorder.stores.disk_format import RunReader
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.errors import RecordingError
 
 def attempt(path):
@@ -322,7 +324,7 @@ def test_many_chunks_open_in_time(tmp_path):
 def test_a_number_that_no_writer_comes_to_is_no_work(tmp_path):
     make_run(tmp_path, finish=False)
     (tmp_path / "chunk-00000-99999999.safetensors").touch()
-    with pytest.raises(RecordingError, match=r"00000003\.safetensors is missing"):
+    with pytest.raises(RecordingError, match=r"00000003\.safetensors: No such file"):
         RunReader(tmp_path)
 
 

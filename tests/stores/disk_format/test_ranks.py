@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec, holds_recording
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from tests.stores.disk_format.runs import calls_of, intercepted
 from tests.stores.disk_format.test_faults import failing, problem_of
 from tests.stores.disk_format.test_kills import Reports, in_child
@@ -101,7 +103,7 @@ def test_any_call_failing(tmp_path, code):
 def test_another_description_is_refused(tmp_path):
     with begin(tmp_path, 1) as writer:
         writer.append({"x": torch.tensor([1])}, [1])
-    with pytest.raises(RecordingError, match="made for 2 processes, not 3"):
+    with pytest.raises(RecordingError, match="world_size is 2 there and 3 here"):
         RunWriter.create(tmp_path, layers=LAYERS, header={}, world_size=3)
     with pytest.raises(RecordingError, match="other settings"):
         RunWriter.create(tmp_path, layers=LAYERS, header={"a": 1}, world_size=2)

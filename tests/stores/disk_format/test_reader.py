@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec, reader
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import intercepted, make_run, rows
 
 
@@ -30,11 +32,10 @@ def test_only_the_chunks_that_are_read_are_opened(tmp_path):
         recording.read("label", 4, 5)
         recording.read("1-1", 5, 5)
         recording.read("nothing", 0, 9)
-    assert opened == ["chunk-00000-00000001.safetensors"]
+    assert set(opened) == {"chunk-00000-00000001.safetensors"}
 
 
-def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_OPEN_CHUNKS", 3)
+def test_no_file_stays_open(tmp_path):
     layers = {"x": TensorSpec((), torch.int64)}
     with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
         for i in range(20):
@@ -43,8 +44,9 @@ def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
     with RunReader(tmp_path) as recording:
         for i in [*range(20), 3, 3, 19, 0]:
             assert recording.read("x", i, i + 1).item() == i
+        # The folder alone.
         if before:
-            assert len(os.listdir("/proc/self/fd")) <= before + 4
+            assert len(os.listdir("/proc/self/fd")) == before + 1
         assert recording.read("x", 0, 20).tolist() == list(range(20))
 
 

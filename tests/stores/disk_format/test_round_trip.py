@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scio_recorder.stores.disk_format import RunReader, RunWriter, TensorSpec
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import LAYERS, check_complete, make_run, rows, state_after
 
 DTYPES = [

@@ -14,14 +14,11 @@ import pytest
 import torch
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format import (
-    Packed,
-    RunReader,
-    RunWriter,
-    TensorSpec,
-    holds_recording,
-    system,
-)
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import Packed
+from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from tests.stores.disk_format.runs import (
     HEADER,
     LAYERS,
@@ -75,8 +72,14 @@ def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
         ({"header": {**HEADER, "fingerprint": "abd"}}, 'fingerprint is "abc" there and "abd" here'),
         ({"header": {**HEADER, "settings": {"every": 1}}}, "settings.scale is stored and was not"),
         ({"header": {**HEADER, "new": 1}}, "header.new is not stored"),
-        ({"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}}, r"layers\.1-1 is .*\[3\]"),
-        ({"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}}, "layers.1-1 is .*float32"),
+        (
+            {"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}},
+            r"layers\.1-1\.shape is \[3\]",
+        ),
+        (
+            {"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}},
+            r"layers\.1-1\.dtype is .*float32",
+        ),
         ({"layers": {}}, "layers.1-1 is stored and was not given; .*; and 1 more"),
     ],
 )
@@ -209,7 +212,7 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
         os.read(wait[0], 1)
         os._exit(0)
     try:
-        assert b"written by the process that opened it" in os.read(ready[0], 1000)
+        assert b"of the process that opened it" in os.read(ready[0], 1000)
         writer.append(rows(0, 3), range(3))
         writer.abort()
         # As if the writer had been killed while its data loader's worker lives on.
@@ -224,11 +227,11 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: {k: v for k, v in x.items() if k != "label"}, "not those of the rec.*: label"),
-        (lambda x: {**x, "9-9": torch.ones(3)}, "not those of the recording: 9-9"),
-        (lambda x: {**x, "label": x["label"].int()}, r"label is torch\.int32 \[3\], not .*int64"),
-        (lambda x: {**x, "label": x["label"][:2]}, r"\[2\], not .* \[3\] \(3 sample ids"),
-        (lambda x: {**x, "1-1": x["1-1"].view(3, 3, 1)}, r"1-1 is torch.float32 \[3, 3, 1\]"),
+        (lambda x: {k: v for k, v in x.items() if k != "label"}, "label is missing, not .*int64"),
+        (lambda x: {**x, "9-9": torch.ones(3)}, "9-9 is .*, not one of the recording"),
+        (lambda x: {**x, "label": x["label"].int()}, r"label is .*int32\), not .*int64"),
+        (lambda x: {**x, "label": x["label"][:2]}, r"\(2,\).*, not .*\(3,\).* \(3 sample ids"),
+        (lambda x: {**x, "1-1": x["1-1"].view(3, 3, 1)}, r"1-1 is .*\(3, 3, 1\)"),
         (lambda x: {**x, "1-1": x["1-1"].to_sparse()}, "1-1 has no plain memory"),
         (lambda x: {**x, "1-1": x["1-1"].to("meta")}, "1-1 has no plain memory"),
     ],
@@ -312,9 +315,9 @@ def test_after_finish_and_abort_nothing_is_written(tmp_path):
     writer = create(tmp_path / "a")
     writer.finish()
     writer.abort()
-    with pytest.raises(RecordingError, match="closed; resume"):
+    with pytest.raises(RecordingError, match=r"is closed.*resume"):
         writer.append(rows(0, 3), range(3))
-    with pytest.raises(RecordingError, match="closed; resume"):
+    with pytest.raises(RecordingError, match=r"is closed.*resume"):
         writer.finish()
 
 
