@@ -50,11 +50,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     ...     recording.complete, recording["0-1"].shape
     (True, torch.Size([3, 2]))
     """
-    return read_recording(RunReader(path, verify=verify))
-
-
-def read_recording(reader: RunReader) -> Recording:
-    """Return the recording that an open folder holds."""
+    reader = RunReader(path, verify=verify)
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
     found = [reader.read_state(rank) for rank in range(reader.world_size)]

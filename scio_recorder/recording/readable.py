@@ -1,12 +1,15 @@
-"""What tables and files need to know of a recording."""
+"""What a recording holds, for those who show it, save it, or run its calls again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
+from scio_recorder.nets.records import Inputs, LayerMapping
+from scio_recorder.reductions import Reduction
+from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
 
@@ -15,40 +18,152 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
 
 
-class Readable(Protocol):
-    """A recording, without the class that is built upon those who use this."""
+# Bytes that are looked at together where all of a layer is read.
+_PART_BYTES = 1 << 26
 
-    complete: bool
-    sample_ids: SampleIds
-    settings: dict[str, Any]
 
-    @property
-    def architecture(self) -> Architecture:
-        """The labelled net."""
+class BatchInputs(Sequence[Inputs]):
+    """What a layer's forward received, ``(args, kwargs)`` for each batch, read when it is used.
 
-    @property
-    def calls(self) -> Calls:
-        """The calls that can be run again."""
+    Parameters
+    ----------
+    calls : Calls
+        The calls that are kept.
+    label : (int, int)
+        The layer.
+    """
 
-    @property
-    def relative_errors(self) -> Mapping[DepthIdx, float]:
-        """What rounding cost."""
+    def __init__(self, calls: Calls, label: DepthIdx) -> None:
+        self._calls = calls
+        self._label = label
+
+    def __len__(self) -> int:
+        return len(self._calls.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Inputs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Inputs]: ...
+    def __getitem__(self, index: int | slice) -> Inputs | Sequence[Inputs]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        return self._calls.call(numbers, self._label).inputs
+
+    def __repr__(self) -> str:
+        return f"<inputs of {len(self)} batches>"
+
+
+class Readable(LayerMapping[Any]):
+    """What a recording holds; see `Recording`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        held: Held,
+        *,
+        reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
+        relative_errors: Mapping[DepthIdx, float],
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        values = {**held.values, **reductions}
+        super().__init__(architecture, dict(sorted(values.items())), "recording")
+        self.sample_ids: SampleIds = held.sample_ids
+        self.complete = held.complete
+        self.path = held.path
+        self._store = held.store
+        self.calls: Calls = held.calls
+        inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
+        self.inputs = LayerMapping(architecture, inputs, "input")
+        self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
+        self.settings = dict(settings or {})
+        self._reductions = dict(reductions)
+        self._results: dict[DepthIdx, Any] = {}
 
     @property
     def num_samples(self) -> int:
         """How many samples there are."""
+        return len(self.sample_ids)
 
     @property
     def stored(self) -> tuple[DepthIdx, ...]:
-        """The layers of which there are samples."""
+        """The labels of the layers of which there are samples, and not only a summary."""
+        return tuple(label for label in self._values if label not in self._reductions)
 
     @property
-    def reductions(self) -> Mapping[DepthIdx, Any]:
-        """The reductions of the others."""
+    def store(self) -> str | None:
+        """Where the samples are, as ``collect`` was told or ``"auto"`` has chosen.
+
+        ``"device"``, ``"host"`` or ``"disk"``; on the CPU both of the first are host memory. None
+        where there are none.
+        """
+        if self._store is not None:
+            return self._store
+        found = {self._values[label].device.type for label in self.stored}
+        return ("host" if found == {"cpu"} else "device") if found else None
+
+    @property
+    def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
+        """The reductions of the layers that have some, to merge them with others."""
+        return LayerMapping(self.architecture, self._reductions, "reduction")
+
+    def num_nans(self, key: DepthIdx | str) -> int:
+        """Count the NaNs among the values of a layer.
+
+        Parameters
+        ----------
+        key : (int, int) or str
+            The layer.
+
+        Returns
+        -------
+        int
+            Zero for dtypes without NaN.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.tensor([[1.0, float("nan")]])]).num_nans("0-1")
+        1
+        """
+        return sum(int(part.isnan().sum()) for part in self.parts(key))
 
     def parts(self, key: DepthIdx | str) -> Iterator[Tensor]:
-        """Iterate over samples in parts."""
+        """Iterate over a layer's samples in tensors [some, ...] of bounded size.
 
-    def __getitem__(self, key: DepthIdx | str) -> Any: ...
+        Parameters
+        ----------
+        key : (int, int) or str
+            The layer.
 
-    def __iter__(self) -> Iterator[DepthIdx]: ...
+        Returns
+        -------
+        iterator of Tensor
+            All samples in order.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> [len(part) for part in rnet.collect([torch.ones(3, 2)]).parts("0-1")]
+        [3]
+        """
+        samples: Tensor = self[key]
+        sample_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
+        step = max(1, _PART_BYTES // max(1, sample_bytes))
+        return (samples[start : start + step] for start in range(0, len(samples), step))
+
+    def _get(self, label: DepthIdx) -> Any:
+        if label not in self._reductions:
+            return self._values[label]
+        if label not in self._results:
+            given = self._reductions[label]
+            self._results[label] = (
+                [one.compute() for one in given] if isinstance(given, list) else given.compute()
+            )
+        return self._results[label]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
 from scio_recorder.layer import text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import Inputs, LayerMapping
+from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, assign
-from scio_recorder.stores.calls import Calls, KeptCall
+from scio_recorder.recording.readable import Readable
+from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.room import labelled_bytes
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
@@ -26,49 +27,8 @@ if TYPE_CHECKING:
     from scio_recorder.postprocessors.assigning import Postprocessors
 
 
-class BatchInputs(Sequence[Inputs]):
-    """What a layer's forward received, ``(args, kwargs)`` for each batch, read when it is used.
-
-    Parameters
-    ----------
-    calls : Calls
-        The calls that are kept.
-    label : (int, int)
-        The layer.
-    """
-
-    def __init__(self, calls: Calls, label: DepthIdx) -> None:
-        self._calls = calls
-        self._label = label
-
-    def __len__(self) -> int:
-        return len(self._calls.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Inputs: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Inputs]: ...
-    def __getitem__(self, index: int | slice) -> Inputs | Sequence[Inputs]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        return self._calls.call(numbers, self._label).inputs
-
-    def __repr__(self) -> str:
-        return f"<inputs of {len(self)} batches>"
-
-
-class RecomputingRecording(LayerMapping[Any]):
+class RecomputingRecording(Readable):
     """The part of a recording that recomputes."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def stored(self) -> tuple[DepthIdx, ...]:  # noqa: D102  # the recording's own
-            ...
-
-    calls: Calls
-    settings: dict[str, Any]
 
     def recompute(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.layer import text_of
-from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording.recomputing import BatchInputs, RecomputingRecording
+from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.saving import save
 from scio_recorder.recording.showing import Showing
-from scio_recorder.reductions import Reduction
-from scio_recorder.stores import Held
-from scio_recorder.stores.calls import Calls
-from scio_recorder.stores.disk_format.ids import SampleIds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
-
-# Bytes that are looked at together where all of a layer is read.
-_PART_BYTES = 1 << 26
 
 
 class Recording(RecomputingRecording, Showing):
@@ -82,56 +71,6 @@ class Recording(RecomputingRecording, Showing):
     (1, 4, [0, 1, 2, 3])
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        held: Held,
-        *,
-        reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
-        relative_errors: Mapping[DepthIdx, float],
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        values = {**held.values, **reductions}
-        super().__init__(architecture, dict(sorted(values.items())), "recording")
-        self.sample_ids: SampleIds = held.sample_ids
-        self.complete = held.complete
-        self.path = held.path
-        self._store = held.store
-        self.calls: Calls = held.calls
-        inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
-        self.inputs = LayerMapping(architecture, inputs, "input")
-        self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
-        self.settings = dict(settings or {})
-        self._reductions = dict(reductions)
-        self._results: dict[DepthIdx, Any] = {}
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples there are."""
-        return len(self.sample_ids)
-
-    @property
-    def stored(self) -> tuple[DepthIdx, ...]:
-        """The labels of the layers of which there are samples, and not only a summary."""
-        return tuple(label for label in self._values if label not in self._reductions)
-
-    @property
-    def store(self) -> str | None:
-        """Where the samples are, as ``collect`` was told or ``"auto"`` has chosen.
-
-        ``"device"``, ``"host"`` or ``"disk"``; on the CPU both of the first are host memory. None
-        where there are none.
-        """
-        if self._store is not None:
-            return self._store
-        found = {self._values[label].device.type for label in self.stored}
-        return ("host" if found == {"cpu"} else "device") if found else None
-
-    @property
-    def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
-        """The reductions of the layers that have some, to merge them with others."""
-        return LayerMapping(self.architecture, self._reductions, "reduction")
-
     def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
         """Return the samples of every layer that has some as NumPy arrays.
 
@@ -151,57 +90,6 @@ class Recording(RecomputingRecording, Showing):
         {(0, 1): array([[1., 1.]], dtype=float32)}
         """
         return {label: to_array(self[label]) for label in self.stored}
-
-    def num_nans(self, key: DepthIdx | str) -> int:
-        """Count the NaNs among the values of a layer.
-
-        Parameters
-        ----------
-        key : (int, int) or str
-            The layer.
-
-        Returns
-        -------
-        int
-            Zero for dtypes without NaN.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
-        >>> rnet.record("0-1")
-        >>> rnet.collect([torch.tensor([[1.0, float("nan")]])]).num_nans("0-1")
-        1
-        """
-        return sum(int(part.isnan().sum()) for part in self.parts(key))
-
-    def parts(self, key: DepthIdx | str) -> Iterator[Tensor]:
-        """Iterate over a layer's samples in tensors [some, ...] of bounded size.
-
-        Parameters
-        ----------
-        key : (int, int) or str
-            The layer.
-
-        Returns
-        -------
-        iterator of Tensor
-            All samples in order.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1, 2))
-        >>> rnet.record("0-1")
-        >>> [len(part) for part in rnet.collect([torch.ones(3, 2)]).parts("0-1")]
-        [3]
-        """
-        samples: Tensor = self[key]
-        sample_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
-        step = max(1, _PART_BYTES // max(1, sample_bytes))
-        return (samples[start : start + step] for start in range(0, len(samples), step))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a folder, from which ``open_recording`` reads it.
@@ -232,16 +120,6 @@ class Recording(RecomputingRecording, Showing):
         >>> folder.cleanup()
         """
         save(self, path)
-
-    def _get(self, label: DepthIdx) -> Any:
-        if label not in self._reductions:
-            return self._values[label]
-        if label not in self._results:
-            given = self._reductions[label]
-            self._results[label] = (
-                [one.compute() for one in given] if isinstance(given, list) else given.compute()
-            )
-        return self._results[label]
 
     def __repr__(self) -> str:
         layers = ", ".join(map(text_of, self))

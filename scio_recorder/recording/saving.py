@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from scio_recorder.recording.readable import Readable
     from scio_recorder.stores.calls import KeptCall
 
-_SETTINGS = (
-    "dtype",
-    "every",
-    "transforms",
-    "postprocessors",
-    "to_inputs",
-    "sample_ids",
-    "mode",
-    "autocast",
-    "weights",
-)
-
 
 def save(recording: Readable, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings, as if they came just now."""
@@ -71,14 +59,13 @@ def _batches(recording: Readable, step: int) -> Iterator[tuple[range, Mapping[De
 
 
 def _settings(recording: Readable) -> dict[str, Any]:
+    # Those of weights, and of what was made by hand, are unknown: resuming finds that they differ.
     return {
+        **recording.settings,
         "layers": [text_of(label) for label in recording],
         "reductions": {
             text_of(label): recipes_of(given) for label, given in recording.reductions.items()
         },
-        # Unknown here: whatever is given on resuming differs from it.
-        **dict.fromkeys(_SETTINGS),
-        **{key: recording.settings[key] for key in _SETTINGS if key in recording.settings},
         "inputs": bool(recording.calls.labels),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
 
@@ -15,7 +15,6 @@ from scio_recorder.display.page import Page, page_html
 from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError
-from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
 from scio_recorder.tensors.arguments import whole
@@ -34,7 +33,7 @@ FRAME_COLUMNS = (
 )
 
 
-class Showing(Outlined, LayerMapping[Any]):
+class Showing(Outlined, Readable):
     """The methods by which a recording shows itself."""
 
     def plot(
@@ -171,17 +170,16 @@ class Showing(Outlined, LayerMapping[Any]):
         list of dict
             One for each layer.
         """
-        recording = cast("Readable", self)
-        return [_row(recording, one) for one in self._summaries(list(self), None)]
+        return [_row(self, one) for one in self._summaries(list(self), None)]
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
         page = Page(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
-            facts=_facts(cast("Readable", self)),
+            facts=_facts(self),
             outline=self._outline(),
             layers=self._summaries(self._chosen(None), bins),
-            notes=_notes(cast("Readable", self)),
+            notes=_notes(self),
         )
         yield from page_html(page)
 
@@ -191,7 +189,7 @@ class Showing(Outlined, LayerMapping[Any]):
         return [label for label in self._architecture if label in wanted]
 
     def _summaries(self, labels: Sequence[DepthIdx], bins: int | None) -> list[LayerSummary]:
-        return summarise(cast("Readable", self), labels, bins)
+        return summarise(self, labels, bins)
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -27,8 +27,6 @@ from scio_recorder.layer import TensorSpec
 
 # Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
 _POPULATE = 23
-# Memory that is not touched costs address space only, and what need not grow is not remapped.
-_LEAST_BYTES = 1 << 22
 # No more than so many bytes of a layer at once: other threads wait meanwhile.
 _MOST_READY = 1 << 24
 # Views are made, and memory is made ready, for so many batches at once.
@@ -52,9 +50,6 @@ class Buffer:
     device : torch.device
         Where it is.
     """
-
-    # What may be asked for at no cost.
-    least_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self._raw = torch.empty(0, dtype=torch.uint8, device=device)
@@ -100,8 +95,6 @@ class HostBuffer(Buffer):
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
-        # Registering takes a whole mapping, touched or not.
-        self.least_bytes = 0 if pinned else _LEAST_BYTES
         self._memory: _Memory | None = None
         # So many bytes from the beginning on are ready to be written.
         self._ready = 0
@@ -213,12 +206,7 @@ class Column:
         # of what they cost one by one.
         self.places: list[Tensor] = []
         self.array = torch.empty(0)
-        free_rows = 0 if is_exact else buffer.least_bytes // max(1, spec.nbytes)
-        try:
-            self._reserve(max(rows, free_rows, 1))
-        except NoRoomError:
-            # The address space is limited.
-            self._reserve(max(rows, 1))
+        self._reserve(max(rows, 1))
 
     def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
         """Copy the samples of a batch to where they begin; they count once the batch does.

@@ -17,7 +17,7 @@ from scio_recorder.stores.disk_format.jsons import expect
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, RunReader
 from scio_recorder.stores.nodes import UnkeepableError, decode, encode
 from scio_recorder.tensors.copies import is_plain
-from scio_recorder.tensors.digests import content_key
+from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class KeptCalls:
         # Tensors made in inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             there = tensor.cpu().contiguous()
-            key = content_key(there)
+            key = digest_of(there)
             if key not in self._numbers:
                 is_own = there.data_ptr() != tensor.data_ptr() and not there.is_inference()
                 self._numbers[key] = len(self._tensors)

@@ -94,25 +94,20 @@ class DiskTensor(Tensor):
 
     def _item(self, index: Any) -> Any:
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-        if isinstance(first, slice):
-            start, stop, step = first.indices(self._reader.num_samples)
-            if step <= 0:
-                raise ValueError("step must be greater than zero")
-            found = self._read(start, max(start, stop))
-            found = found[::step] if step > 1 else found
-            return found[(slice(None), *rest)] if rest else found
+        if isinstance(first, slice) and (first.step is None or first.step > 0):
+            start, stop, step = first.indices(len(self))
+            return self._read(start, max(start, stop))[(slice(None, None, step), *rest)]
         if isinstance(first, int) and not isinstance(first, bool):
             position = range(len(self))[first]
-            found = self._read(position, position + 1)[0]
-            return found[rest] if rest else found
-        if isinstance(first, Tensor) or (not rest and isinstance(first, list | range)):
-            return self._rows(first, rest)
+            return self._read(position, position + 1)[(0, *rest)]
+        if not rest and isinstance(first, Tensor | list | range):
+            return self._rows(first)
         return self._read(0, len(self))[index]
 
-    def _rows(self, index: Any, rest: tuple[Any, ...]) -> Any:
+    def _rows(self, index: Any) -> Any:
         index = torch.as_tensor(index).cpu()
-        if index.dtype == torch.bool or index.ndim != 1 or rest or not len(index):
-            return self._read(0, len(self))[(index, *rest)]
+        if index.dtype == torch.bool or index.ndim != 1 or not len(index):
+            return self._read(0, len(self))[index]
         positions = [range(len(self))[int(i)] for i in index]
         low, high = min(positions), max(positions) + 1
         # Rows lie apart on disk: few of them are fetched alone, many with what is between.

@@ -10,7 +10,7 @@ Where nothing is held, as on the meta device, dtype and shape are all that count
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,22 +49,6 @@ def digest_of(value: Any) -> str:
     for leaf in tensors(value):
         _add(digest, leaf)
     return digest.hexdigest()
-
-
-def content_key(tensor: Tensor) -> Hashable:
-    """Return what tensors have in common that are equal bit for bit.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any.
-
-    Returns
-    -------
-    Hashable
-        Dtype, shape and a digest.
-    """
-    return tensor.dtype, tensor.shape, digest_of(tensor)
 
 
 def weights_digest(net: nn.Module) -> str:

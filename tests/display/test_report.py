@@ -158,7 +158,7 @@ def test_samples_on_disk_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.M
         return original(self, layer, start, stop)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(reader), "read", counting)
-    monkeypatch.setattr("scio_recorder.recording.recording._PART_BYTES", 64)
+    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", 64)
     lazy.report(tmp_path / "page.html")
     assert max(read) < 8
     assert sum(read) == 8 * 4, "a small layer is read once"

@@ -147,7 +147,7 @@ def test_recordings_are_read_portion_by_portion(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Portions of some hundred bytes, so that there are many.
-    monkeypatch.setattr("scio_recorder.recording.recording._PART_BYTES", 256)
+    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", 256)
     rnet = Recorder(nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True)), input_size=(1, 4))
     rnet.record("0", "1")
     loader = [torch.randn(9, 4) + 3 for _ in range(7)]

@@ -90,27 +90,8 @@ class Bounded(buffers._Memory):
 def test_memory_that_ends_while_a_recording_grows(monkeypatch):
     rnet = recorder("0", "3")
     monkeypatch.setattr(buffers, "_Memory", Bounded)
-    monkeypatch.setattr(buffers, "_LEAST_BYTES", 0)
     with pytest.raises(CollectError, match="no room for layer 1-1"):
         rnet.collect(iter(batches(*[4] * 20)), store="host")
-
-
-class Small(buffers._Memory):
-    """Memory where the address space is limited."""
-
-    def __new__(cls, fileno, size, **keywords):
-        if size > 1 << 16:
-            raise OSError(12, "Cannot allocate memory")
-        return super().__new__(cls, fileno, size, **keywords)
-
-
-def test_address_space_is_taken_only_where_there_is_some(monkeypatch):
-    rnet, data = recorder("0", "3"), batches(*[4] * 20)
-    monkeypatch.setattr(buffers, "_Memory", Small)
-    recording = rnet.collect(iter(data), store="host")
-    with torch.no_grad():
-        expected = torch.cat([rnet.net[0](batch) for batch in data])
-    assert torch.equal(recording["1-1"], expected)
 
 
 def test_snapshots_do_not_follow_the_net():
