@@ -157,10 +157,8 @@ class Capture:
             self._forget_latest()
         order = program.order
         posts = Assigned({} if given is None else assign(program.architecture, order, given))
-        self._hooks.attach_before(program.modules_of(posts.on_inputs))
-        if not self._hooks.is_attached:
-            self._attach()
-        self._hooks.move_last()
+        with self._lock:
+            self._hooks.make_ready(program.modules_of(posts.on_inputs))
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)
         current = Pass(
@@ -258,16 +256,9 @@ class Capture:
             )
 
     def _forget_latest(self) -> None:
-        latest = self._latest
-        latest.activations = latest.inputs = latest.gradients = latest.state = None
-        latest.is_exported = False
+        vars(self._latest).clear()
         if self._compiled.counts is not None:
             self._compiled = CompiledRecords()
-
-    def _attach(self) -> None:
-        with self._lock:
-            if not self._hooks.is_attached:
-                self._hooks.attach()
 
     def _detach_if_idle(self) -> None:
         """After an exception nothing may stay behind, unless others still need the hooks."""

@@ -76,7 +76,10 @@ class Gradients:
         for label in sorted({label for arrived in self._arrived for label in arrived.layers}):
             count, rebuild = self._delivery.templates[label]
             passes = [arrived.layers.get(label) or [None] * count for arrived in self._arrived]
-            sums = [Recorded([part for part in parts if part], _sum) for parts in zip(*passes)]
+            sums = [
+                Recorded([part for part in parts if part], _sum)
+                for parts in zip(*passes, strict=True)
+            ]
             entries[label] = Recorded(sums, rebuild)
         return Records(architecture, entries, "gradient")
 
@@ -141,9 +144,9 @@ def _deliver(
     arrived: _Arrived,
     templates: Mapping[DepthIdx, tuple[int, Rebuild]],
 ) -> None:
-    layers = {
-        label: templates[label][1]([None if part is None else part.peek() for part in parts])
-        for label, parts in sorted(arrived.layers.items())
-    }
-    for hook in list((hooks() or {}).values()) if layers else ():
+    for hook in list((hooks() or {}).values()) if arrived.layers else ():
+        layers = {}
+        for label, parts in sorted(arrived.layers.items()):
+            _, rebuild = templates[label]
+            layers[label] = rebuild([None if part is None else part.peek() for part in parts])
         hook(layers)

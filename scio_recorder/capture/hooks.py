@@ -1,17 +1,26 @@
-"""The only registrar of hooks."""
+"""The only registrar of hooks.
+
+NOTE [How a copy comes without hooks]
+
+A module holds its hooks in ordered dictionaries, by number, and whoever copies or saves the module
+takes them along. ``copy`` and ``pickle`` ask the dictionary itself how to make it again, by its
+``__reduce_ex__``. As long as there are hooks of ours, the dictionaries of their module have one
+that leaves them out. They stay the same objects, which the handles of other hooks refer to.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.hook_copies import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.tensors import private
 
@@ -19,6 +28,64 @@ if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Reruns
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
+
+
+class _Uncopied:
+    """A hook, or what a hook is a method of, that is part of no copy."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For those who copy single hooks.
+        return _Nothing, ()
+
+
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, *call: Any) -> None:
+        """Do nothing."""
+
+    after = after_traced = before = __call__
+
+
+def _keep_out_of_copies(module: nn.Module) -> None:
+    """Let copies of a module be made without the hooks that are `_Uncopied`."""
+    for hooks in _dictionaries(module):
+        reduce: Any = partial(_without_uncopied, weakref.ref(module), weakref.ref(hooks))
+        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
+
+
+def _let_copy(module: nn.Module) -> None:
+    """Leave the hooks of a module as they were, once there is none that is `_Uncopied`."""
+    if not _uncopied(module):
+        for hooks in _dictionaries(module):
+            vars(hooks).pop("__reduce_ex__", None)
+
+
+def _without_uncopied(
+    module: weakref.ref[nn.Module], hooks: weakref.ref[OrderedDict[int, Any]], protocol: int
+) -> tuple[Any, ...]:
+    owner, own = module(), hooks() or OrderedDict()
+    left_out = set() if owner is None else _uncopied(owner)
+    rest = [(key, value) for key, value in own.items() if key not in left_out]
+    return OrderedDict, (), None, None, iter(rest)
+
+
+def _uncopied(module: nn.Module) -> set[int]:
+    return {
+        key
+        for hooks in _dictionaries(module)
+        for key, hook in hooks.items()
+        if isinstance(getattr(hook, "__self__", hook), _Uncopied)
+    }
+
+
+def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
+    """Yield the hooks of all kinds, and what is noted of them by the same numbers."""
+    for name, value in vars(module).items():
+        if "hooks" in name and isinstance(value, OrderedDict):
+            yield value
 
 
 class _Local(threading.local):
@@ -41,7 +108,7 @@ class Site:
         self.compiled: CompiledPass | None = None
 
 
-class ModuleHook(Uncopied):
+class ModuleHook(_Uncopied):
     """What is called before and after one module's forward."""
 
     __slots__ = ("index", "local", "site")
@@ -148,15 +215,21 @@ def _without(call: Any, site: Site) -> Any:
 
 
 def _remove(module: nn.Module, site: Site) -> None:
-    """Remove all hooks of a site, found where they are: handles get lost in interruptions."""
+    """Remove all hooks of a site."""
     if isinstance(private.compiled_call(module), AroundCompiled):
         private.set_compiled_call(module, _without(private.compiled_call(module), site))
+    for _, key in _hooks_of(module, site):
+        private.remove_hook(module, key)
+    _let_copy(module)
+
+
+def _hooks_of(module: nn.Module, site: Site) -> Iterator[tuple[dict[int, Any], int]]:
+    """Yield the hooks of a site, found where they are: handles get lost in interruptions."""
     for hooks in (private.forward_hooks(module), private.forward_pre_hooks(module)):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ModuleHook) and owner.site is site:
-                private.remove_hook(module, key)
-    let_copy(module)
+                yield hooks, key
 
 
 class Hooks:
@@ -166,17 +239,10 @@ class Hooks:
         self._modules = modules
         self._site = site
         self._with_inputs = set(range(len(modules))) if with_inputs else set()
-        self._after: list[RemovableHandle] = []
-        self._before: dict[int, RemovableHandle] = {}
         self._checked_at = -1
         # Set when all are in place, and cleared before the first goes: an interruption can come
         # between any two.
         self._is_attached = False
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the hooks are in place."""
-        return self._is_attached
 
     def attach(self) -> None:
         """Put the hooks in place, behind all others."""
@@ -186,51 +252,43 @@ class Hooks:
             sees_inputs = index in self._with_inputs
             if private.compiled_call(module) is not None:
                 private.set_compiled_call(module, AroundCompiled(hook, sees_inputs, module))
-                self._after.append(module.register_forward_hook(hook.after_traced))
+                module.register_forward_hook(hook.after_traced)
                 continue
-            self._after.append(module.register_forward_hook(hook.after))
+            module.register_forward_hook(hook.after)
             if sees_inputs:
-                handle = module.register_forward_pre_hook(hook.before, with_kwargs=True)
-                self._before[index] = handle
-            keep_out_of_copies(module)
+                module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            _keep_out_of_copies(module)
         self._checked_at = private.next_handle()
         self._is_attached = True
-
-    def attach_before(self, indices: set[int]) -> None:
-        """See what these modules receive as well, from now on."""
-        if not indices <= self._with_inputs:
-            self._with_inputs = self._with_inputs | indices
-            self.attach()
 
     def detach(self) -> None:
         """Take the hooks away."""
         self._is_attached = False
         for module in self._modules:
             _remove(module, self._site)
-        self._after.clear()
-        self._before.clear()
 
-    def move_last(self) -> None:
-        """Stay behind hooks that were added later, to see what a module really returns.
+    def make_ready(self, indices: set[int]) -> None:
+        """Be in place, behind hooks that were added later, and see what some modules receive.
 
         Every new handle takes a number, so one comparison tells that there are no new ones. A
         module that has been compiled since needs its hook outside of that.
         """
-        if private.dynamo_is_loaded() and any(
+        is_complete = self._is_attached and indices <= self._with_inputs
+        is_newly_compiled = private.dynamo_is_loaded() and any(
             not isinstance(private.compiled_call(module), AroundCompiled | None)
             for module in self._modules
-        ):
+        )
+        if not is_complete or is_newly_compiled:
+            self._with_inputs = self._with_inputs | indices
             self.attach()
-        if self._checked_at == private.next_handle():
-            return
-        for module, handle in zip(self._modules, self._after, strict=True):
-            _move_to_end(private.forward_hooks(module), handle.id)
-        for index, handle in self._before.items():
-            _move_to_end(private.forward_pre_hooks(self._modules[index]), handle.id)
-        self._checked_at = private.next_handle()
+        elif self._checked_at != private.next_handle():
+            for module in self._modules:
+                for hooks, key in list(_hooks_of(module, self._site)):
+                    hooks[key] = hooks.pop(key)
+            self._checked_at = private.next_handle()
 
 
-class _Observer(Uncopied):
+class _Observer(_Uncopied):
     """A hook that calls a method as long as its object lives."""
 
     __slots__ = ("_method", "_name", "_unseen")
@@ -287,10 +345,5 @@ def observe(
         handle = module.register_forward_pre_hook(observer, with_kwargs=True)
     else:
         handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
-    keep_out_of_copies(module)
+    _keep_out_of_copies(module)
     return handle
-
-
-def _move_to_end(hooks: dict[int, Any], key: int) -> None:
-    if key in hooks:
-        hooks[key] = hooks.pop(key)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
-from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
+from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Keeping, Setting
 from scio_recorder.capture.program import Program, Sink
-from scio_recorder.capture.receiving import ReceivedInputs
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from scio_recorder.nets.records import Entry, Recorded, Records
+from scio_recorder.nets.records import Copied, Entry, Inputs, Recorded, Records
+from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder
@@ -65,12 +65,12 @@ class Pass:
         self._sink = sink
         # The number of selected events that remain until the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
-        options, count = program.options, len(program.modules)
+        options = program.options
         is_simple = not posts and self.records_outputs and not stops
-        self.fast = self.keeping.fast if is_simple else _NEVER_FAST[count]
+        self.fast = self.keeping.fast if is_simple else program.never_fast
         self.is_fast = is_simple and self.keeping.is_fast
         # What hooks hand outputs to directly, by module.
-        self.receivers = _NO_RECEIVERS[count]
+        self.receivers = program.no_receivers
         if sink is not None and not (stops or posts or options.inputs or options.gradients):
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
@@ -248,6 +248,78 @@ class Pass:
         return Records(program.architecture, entries, what)
 
 
+class ReceivedInputs:
+    """The inputs of one pass. Which call received them shows only when it returns."""
+
+    def __init__(
+        self,
+        program: Program,
+        keeping: Keeping,
+        keeper: Keeper,
+        posts: Assigned,
+        sink: Sink | None,
+    ) -> None:
+        self._program = program
+        self._kinds = keeping.kinds[INPUT]
+        self._keeper = keeper
+        self._posts = posts
+        self._sink = sink
+        # By position; several of one position only where calls are not counted.
+        self.kept: list[tuple[int, Kept | Copied]] = []
+        # The state in which the calls ran whose inputs are recorded.
+        self.moments: dict[DepthIdx, LiveMoment] = {}
+        self._starts: Counter[int] = Counter()
+        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
+
+    def receive(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Take what a module's forward is about to receive; return what it receives instead."""
+        changed = None
+        if self._posts.on_inputs:
+            starts, count = self._program.starts[index], self._starts[index]
+            self._starts[index] += 1
+            label = starts[min(count, len(starts) - 1)]
+            if label in self._posts.on_inputs:
+                layer = self._program.architecture[label]
+                changed = args, kwargs = self._posts.before(label, args, kwargs, layer)
+        if self._program.options.inputs:
+            self._keep(index, args, kwargs)
+        return changed
+
+    def assign(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
+        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
+        pending = self._pending.get(index)
+        if not pending:
+            return
+        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
+        _, kept, moment = pending[own]
+        del pending[own:]
+        if label is not None and self._sink is not None:
+            self._sink.receive_inputs(label, kept)
+        elif label is not None and moment is not None:
+            self.kept.append((position, kept))
+            self.moments[label] = moment
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.kept.clear()
+        self.moments.clear()
+        self._pending.clear()
+
+    def _keep(self, index: int, args: Any, kwargs: Any) -> None:
+        """Keep inputs until the call returns: calls fail, and modules call themselves."""
+        value, module = Inputs(args, dict(kwargs)), self._program.modules[index]
+        kept: Any
+        if self._sink is not None:
+            kept = self._sink.keep_inputs(module, value)
+        elif self._program.options.offload:
+            kept = offload(value)
+        else:
+            kinds = {self._kinds[at] for at in self._program.positions[index]}
+            kept, _ = self._keeper.keep(value, LEARN if LEARN in kinds else max(kinds))
+        moment = LiveMoment.of(module, value) if self._sink is None else None
+        self._pending.setdefault(index, []).append((args, kept, moment))
+
+
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:
     if isinstance(output, Iterator):
         raise UnsupportedNetError(
@@ -259,15 +331,3 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
             f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
             "die with the transform: record a layer around the transform"
         )
-
-
-class _Repeated(dict[int, list[Any]]):
-    def __init__(self, value: object) -> None:
-        super().__init__()
-        self._value = value
-
-    def __missing__(self, length: int) -> list[Any]:
-        return self.setdefault(length, [self._value] * length)
-
-
-_NEVER_FAST, _NO_RECEIVERS = _Repeated(False), _Repeated(None)

@@ -72,6 +72,9 @@ class Program:
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
         self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
+        # What passes use of which no hook may take a shorter way.
+        self.never_fast = [False] * len(self.modules)
+        self.no_receivers: list[Any] = [None] * len(self.modules)
         index = {id(module): i for i, module in enumerate(self.modules)}
         # Bare tuples: dynamo can't follow the hash of a subclass.
         events = sorted(
@@ -120,8 +123,7 @@ class Program:
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
         """Return the indices of the modules that layers are calls of."""
-        wanted = set(labels)
-        return {self.expected[at] for at, label in enumerate(self.labels) if label in wanted}
+        return {self.expected[self.labels.index(label)] for label in labels}
 
 
 def _distinct_modules(

@@ -9,8 +9,7 @@ Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError
 """
 
 from scio_recorder.postprocessors.directions import Ablate, Add
-from scio_recorder.postprocessors.patching import Replace
 from scio_recorder.postprocessors.places import At, Heads, OnInput
-from scio_recorder.postprocessors.values import Clip, GaussianNoise, Scale
+from scio_recorder.postprocessors.values import Clip, GaussianNoise, Replace, Scale
 
 __all__ = ["Ablate", "Add", "At", "Clip", "GaussianNoise", "Heads", "OnInput", "Replace", "Scale"]

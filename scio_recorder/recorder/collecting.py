@@ -20,7 +20,7 @@ from scio_recorder.stores.room import labelled_bytes, make_plan
 if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
 
-    from scio_recorder.capture import Capture
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.nets.architecture import Architecture
 
 

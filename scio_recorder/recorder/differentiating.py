@@ -17,7 +17,7 @@ from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
-    from scio_recorder.capture import Capture
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture

@@ -17,7 +17,7 @@ from scio_recorder.tensors.copies import is_plain, same_bits
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
-    from scio_recorder.capture import Capture
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import nn
 
-from scio_recorder.capture import Capture, CopyPolicy, Options, detach_when_dead
+from scio_recorder.capture.engine import Capture, detach_when_dead
+from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display import Outline, Outlined, outline, visible
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track

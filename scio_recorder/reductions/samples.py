@@ -15,8 +15,8 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import Reduction
 from scio_recorder.reductions.labels import By, Label, in_order, labels_of
 from scio_recorder.reductions.numerics import undisturbed, working_dtype
+from scio_recorder.tensors.copies import gathered, is_dense
 from scio_recorder.tensors.dtypes import dtype_name
-from scio_recorder.tensors.kinds import gathered, is_dense
 from scio_recorder.tensors.structures import map_tensors
 
 

@@ -1,4 +1,4 @@
-"""Small tools for single tensors: version counters, and copies that keep every stride."""
+"""Small tools for single tensors: their kinds, version counters, and copies that keep strides."""
 
 from __future__ import annotations
 
@@ -48,10 +48,59 @@ def is_plain(tensor: Tensor) -> bool:
     """
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        and is_dense(tensor)
         and tensor.device.type != "meta"
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a number at every place of a regular array.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    bool
+        False for sparse, nested and quantised tensors.
+
+    Examples
+    --------
+    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2).to_sparse())
+    (True, False)
+    """
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor as a whole that is spread over several processes; others as they are.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        A ``DTensor``, of which all processes of its mesh call this, or any other.
+
+    Returns
+    -------
+    torch.Tensor
+        Off the graph where it was gathered.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> gathered(x) is x
+    True
+    """
+    # DTensors are known by their method: importing their class takes long, and few have any.
+    gather = None if type(tensor) is Tensor else getattr(tensor, "full_tensor", None)
+    if gather is None:
+        return tensor
+    with torch.no_grad():
+        whole: Tensor = gather()
+    return whole.detach()
 
 
 class StridedCopy:
@@ -142,7 +191,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """
     if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
         return False
-    if one.layout is not torch.strided or one.is_quantized or one.is_nested:
+    if not is_dense(one):
         return _same_parts(one.detach(), other.detach())
     return torch.equal(_bytes(one), _bytes(other))
 

@@ -26,7 +26,7 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 if TYPE_CHECKING:
-    from scio_recorder.capture import Capture
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.layer import DepthIdx
     from scio_recorder.recording.collect.options import Options
 

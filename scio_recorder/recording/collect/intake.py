@@ -14,7 +14,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores.buffers import NoRoomError
-from scio_recorder.tensors.kinds import gathered, is_dense
+from scio_recorder.tensors.copies import gathered, is_dense
 
 if TYPE_CHECKING:
     from scio_recorder.layer import Layer

@@ -16,7 +16,7 @@ from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from scio_recorder.capture import Capture
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.layer import DepthIdx
 
 
