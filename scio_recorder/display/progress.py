@@ -49,9 +49,7 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
         Show anything at all.
     """
     console, seconds = Console(stderr=True), _SECONDS.get()
-    if not is_wanted or not (console.is_terminal or seconds is not None):
-        yield _ignore
-        return
+    is_drawn = is_wanted and console.is_terminal
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -61,40 +59,27 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as drawn:
+    samples = done_bytes = 0
+    started = printed = time.monotonic()
+    with Progress(*columns, console=console, transient=True, disable=not is_drawn) as drawn:
         drawn.add_task(what, total=total, rate="", size="")
-        yield _Work(drawn, None if console.is_terminal else seconds).advance
+        (task,) = drawn.tasks
 
+        def advance(more_samples: int, more_bytes: int, steps: int = 1) -> None:
+            nonlocal samples, done_bytes, printed
+            samples += more_samples
+            done_bytes += more_bytes
+            now = time.monotonic()
+            elapsed = max(1e-9, now - started)
+            rate = f"{decimal(int(done_bytes / elapsed))}/s"
+            if samples:
+                rate = f"{samples / elapsed:,.0f} samples/s"
+            drawn.update(task.id, advance=steps, rate=rate, size=decimal(done_bytes))
+            if is_wanted and not is_drawn and seconds is not None and now - printed >= seconds:
+                printed = now
+                said = f"{what} {task.completed:,}/{'?' if total is None else f'{total:,}'}"
+                # The work goes on, though nobody reads on.
+                with contextlib.suppress(OSError):
+                    print(f"{said}, {rate}, {decimal(done_bytes)}", file=sys.stderr, flush=True)
 
-def _ignore(samples: int, num_bytes: int, steps: int = 1) -> None:
-    """Show nothing."""
-
-
-class _Work:
-    """The work that was done so far, drawn as a bar, or printed now and then."""
-
-    def __init__(self, drawn: Progress, seconds: float | None) -> None:
-        self._drawn = drawn
-        self._seconds = seconds
-        self._samples = self._bytes = 0
-        self._started = self._printed = time.monotonic()
-
-    def advance(self, samples: int, num_bytes: int, steps: int = 1) -> None:
-        """Take in what was done since the last call."""
-        self._samples += samples
-        self._bytes += num_bytes
-        now, (task,) = time.monotonic(), self._drawn.tasks
-        elapsed = max(1e-9, now - self._started)
-        rate = f"{decimal(int(self._bytes / elapsed))}/s"
-        if self._samples:
-            rate = f"{self._samples / elapsed:,.0f} samples/s"
-        self._drawn.update(task.id, advance=steps, rate=rate, size=decimal(self._bytes))
-        if self._seconds is not None and now - self._printed >= self._seconds:
-            self._printed = now
-            total = "?" if task.total is None else f"{task.total:,}"
-            line = f"{task.description} {task.completed:,}/{total}, {rate}, {decimal(self._bytes)}"
-            # The work goes on, though nobody reads on.
-            with contextlib.suppress(OSError):
-                print(line, file=sys.stderr, flush=True)
+        yield advance

@@ -39,9 +39,13 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # Whether there can be a file is known before the work, and nothing lies there during it:
         # a process that is killed leaves no half page.
-        _write(name, "")
+        name.touch(exist_ok=False)
         name.unlink()
-        _write(name, "".join(pieces))
+        text = "".join(pieces)
+        with open(name, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(name, target)
     except RecordingError:
         raise
@@ -51,10 +55,3 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         with contextlib.suppress(OSError):
             name.unlink()
     return target
-
-
-def _write(name: Path, text: str) -> None:
-    with open(name, "x", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
+from scio_recorder.reductions.numerics import join_means
 from scio_recorder.tensors.structures import tensors
 
 __all__ = ["STATISTICS", "Portion", "check_names", "values_of"]
@@ -55,9 +56,9 @@ class Portion(NamedTuple):
 
     Examples
     --------
-    >>> one, other = Portion.of(torch.tensor([0.0, 1.0])), Portion.of(torch.tensor([5.0]))
+    >>> one, other = Portion.of(torch.tensor([0.0, 1.0])), Portion.of(torch.tensor([5.0, 6.0]))
     >>> one.join(other).compute()
-    {'mean': 2.0, 'std': 2.6457..., 'norm': 5.0990..., 'zeros': 0.3333..., 'nonfinite': 0}
+    {'mean': 3.0, 'std': 2.9439..., 'norm': 7.8740..., 'zeros': 0.25, 'nonfinite': 0}
     """
 
     size: int
@@ -77,20 +78,12 @@ class Portion(NamedTuple):
         return cls(values.numel(), torch.stack([count, mean, spread, zeros]))
 
     def join(self, other: Self) -> Self:
-        """Return the sums over both portions (Chan, Golub and LeVeque, 1983)."""
+        """Return the sums over both portions."""
         count, mean, spread, zeros = self.sums
         its_count, its_mean, its_spread, its_zeros = other.sums.to(self.sums.device)
-        total = count + its_count
-        share = its_count / total.clamp(min=1)
-        apart = its_mean - mean
-        joined = torch.stack(
-            [
-                total,
-                mean + apart * share,
-                spread + its_spread + apart.square() * count * share,
-                zeros + its_zeros,
-            ]
-        )
+        joint, apart = join_means(count, mean, its_count, its_mean)
+        squares = spread + its_spread + apart.square()
+        joined = torch.stack([count + its_count, joint, squares, zeros + its_zeros])
         return type(self)(self.size + other.size, joined)
 
     def compute(self) -> dict[str, float]:

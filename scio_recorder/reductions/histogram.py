@@ -123,21 +123,17 @@ class Histogram(SampleReduction):
         places = torch.bucketize(values, edges, right=True) - (values == edges[-1]).long()
         return torch.bincount(places, minlength=self._bins + 2)
 
-    def _join_members(self, other: Histogram) -> None:
-        self._check_range(other)
-        super()._join_members(other)
-
-    def _join(self, other: Histogram) -> None:
-        self._check_range(other)
-        self._tally = self._tally + other._tally
-
-    def _check_range(self, other: Histogram) -> None:
+    def _check_mergeable(self, other: Histogram) -> None:
+        super()._check_mergeable(other)
         ours, theirs = (self._low, self._high), (other._low, other._high)
-        if ours != theirs:
+        if ours != theirs and self._count:
             raise CollectError(
                 f"Can't merge a histogram over {theirs} into one over {ours}; construct both with "
                 "the same range=(low, high)."
             )
+
+    def _join(self, other: Histogram) -> None:
+        self._tally = self._tally + other._tally
 
     def _edges(self) -> Tensor:
         return torch.from_numpy(np.linspace(self._low, self._high, self._bins + 1))

@@ -56,12 +56,11 @@ class Quantiles(RowReduction):
     tensor([ 0.,  5., 10.])
     """
 
-    # A summary at level i has 2 ** i times the weight of one at level 0.
-    _state_names = ("_low", "_high", "_levels", "_summaries", "_odd", "_waiting")
-    _low: Tensor  # [features], of the blocks that were thinned
-    _high: Tensor
-    _levels: list[int]
-    _summaries: list[Tensor]  # each [features, s], sorted
+    _state_names = ("_ends", "_summaries", "_odd", "_waiting")
+    _ends: Tensor  # [features, 2], smallest and largest value of the blocks that were thinned
+    # Each [features, s] and sorted, or [features, 0]. One at level i has 2 ** i times the weight of
+    # one at level 0.
+    _summaries: list[Tensor]
     _odd: int
     _waiting: Tensor | None  # [rows, features], raw; None also where none wait
 
@@ -102,32 +101,39 @@ class Quantiles(RowReduction):
     def _summarise(self, buffer: RowBuffer) -> None:
         ordered = _sort_rows(buffer.rows.T)
         buffer.used = 0
-        self._widen(ordered[:, 0], ordered[:, -1])
-        self._carry(0, _thin(ordered, self._block // self._size, self._next_odd()))
+        self._widen(ordered[:, [0, -1]])
+        self._carry(0, self._thin(ordered, self._block // self._size))
 
-    def _widen(self, low: Tensor, high: Tensor) -> None:
-        self._low = low.clone() if self._low is None else torch.minimum(self._low, low)
-        self._high = high.clone() if self._high is None else torch.maximum(self._high, high)
-
-    def _next_odd(self) -> int:
-        self._odd = 1 - (self._odd or 0)
-        return self._odd
+    def _widen(self, ends: Tensor) -> None:
+        both = ends if self._ends is None else torch.cat([self._ends, ends], dim=1)
+        self._ends = torch.stack(both.aminmax(dim=1), dim=1)
 
     def _carry(self, level: int, summary: Tensor) -> None:
         """Add a summary as one adds a binary digit: two of a level make one of the next."""
-        present = dict(zip(self._levels or [], self._summaries or [], strict=True))
-        while level in present:
-            both = torch.cat([present.pop(level), summary], dim=1)
-            summary = _thin(_sort_rows(both), 2, self._next_odd())
+        levels, nothing = self._summaries or [], summary[:, :0]
+        while level < len(levels) and levels[level].shape[1]:
+            both = torch.cat([levels[level], summary], dim=1)
+            levels[level], summary = nothing, self._thin(_sort_rows(both), 2)
             level += 1
-        present[level] = summary
-        self._levels, self._summaries = list(present), list(present.values())
+        levels += [nothing] * (level + 1 - len(levels))
+        levels[level] = summary
+        self._summaries = levels
+
+    def _thin(self, ordered: Tensor, step: int) -> Tensor:
+        """Keep every `step`-th of the sorted values [features, n], from the middle of each group.
+
+        An even group has two middles; taking the lower and the upper one in turn lets the errors of
+        successive calls cancel.
+        """
+        self._odd = 1 - (self._odd or 0)
+        return ordered[:, step // 2 - 1 + self._odd :: step].contiguous()
 
     def _join(self, other: Quantiles) -> None:
-        for level, summary in zip(other._levels or [], other._summaries or [], strict=True):
-            self._carry(level, summary)
-        if other._low is not None:
-            self._widen(other._low, other._high)
+        for level, summary in enumerate(other._summaries or []):
+            if summary.shape[1]:
+                self._carry(level, summary)
+        if other._ends is not None:
+            self._widen(other._ends)
         if other._waiting is not None:
             self._add_rows(other._waiting.unsqueeze(1))
 
@@ -138,23 +144,18 @@ class Quantiles(RowReduction):
             self._buffer.used = 0
 
     def _result(self) -> Tensor:
-        raw = [] if self._waiting is None else [self._waiting.T]
-        kept = torch.cat([*raw, *(self._summaries or [])], dim=1)
-        low, high = kept.amin(1), kept.amax(1)
-        if self._low is not None:
-            low, high = torch.minimum(low, self._low), torch.maximum(high, self._high)
-        values = torch.cat([low[:, None], kept, high[:, None]], dim=1).cpu().numpy()
-        weights, q = self._weights(), np.array(self._q)
-        found = np.array([_read(feature, weights, q) for feature in values])
-        result = torch.from_numpy(found.T.copy()).to(kept.device, self._dtype)
+        parts, weights = list(self._summaries or []), []
+        for level, summary in enumerate(parts):
+            weights += [float(self._block // self._size * 2**level)] * summary.shape[1]
+        if self._waiting is not None:
+            parts.append(self._waiting.T)
+            weights += [1.0] * len(self._waiting)
+        known = torch.cat(parts if self._ends is None else [*parts, self._ends], dim=1)
+        ends = torch.stack(known.aminmax(dim=1), dim=1)
+        values, q = torch.cat([*parts, ends], dim=1).cpu().numpy(), np.array(self._q)
+        found = np.array([_read(feature, np.array(weights), q) for feature in values])
+        result = torch.from_numpy(found.T.copy()).to(known.device, self._dtype)
         return result.squeeze(1) if self._feature_dim is None else result
-
-    def _weights(self) -> NDArray[Any]:
-        """Return for how many values each one stands: the raw ones, then level by level."""
-        levels = np.array(self._levels or [], dtype=np.float64)
-        summarised = np.repeat(2**levels * (self._block // self._size), self._size)
-        rows = 0 if self._waiting is None else len(self._waiting)
-        return np.concatenate([np.ones(rows), summarised])
 
 
 def _sort_rows(values: Tensor) -> Tensor:
@@ -166,27 +167,18 @@ def _sort_rows(values: Tensor) -> Tensor:
     return values.sort(dim=1).values
 
 
-def _thin(ordered: Tensor, step: int, odd: int) -> Tensor:
-    """Keep every `step`-th of the sorted values [features, n], from the middle of each group.
-
-    An even group has two middles; taking the lower and the upper one in turn (`odd` 0 and 1) lets
-    the errors of successive calls cancel.
-    """
-    return ordered[:, step // 2 - 1 + odd :: step].contiguous()
-
-
 def _read(values: NDArray[Any], weights: NDArray[Any], q: NDArray[Any]) -> NDArray[Any]:
     """Interpolate quantiles `q` [k] of weighted values.
 
-    A value of `weights` [n] stands for that many neighbours in rank and sits in their middle.
-    `values` [n + 2] has the exact ends around these. With weights of one this is the linear
+    A value of `weights` [n] stands for that many neighbours in rank and sits in their middle. The
+    last two of `values` [n + 2] are the exact ends. With weights of one this is the linear
     interpolation of ``torch.quantile``.
     """
-    order = np.argsort(values[1:-1])
+    order = np.argsort(values[:-2])
     weight = weights[order]
     last = weight.sum() - 1
     ranks = np.concatenate([[0.0], weight.cumsum() - weight / 2 - 0.5, [last]])
-    known = np.concatenate([values[:1], values[1:-1][order], values[-1:]]).astype(np.float64)
+    known = np.concatenate([values[-2:-1], values[order], values[-1:]]).astype(np.float64)
     found: NDArray[Any] = np.interp(q * last, ranks, known)
     # Where single values are kept beside thinned ones, the first of them has rank 0 as well.
     found[q == 0], found[q == 1] = known[0], known[-1]

@@ -93,6 +93,7 @@ class SampleReduction(Reduction):
             raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
         if other._count == 0:
             return
+        self._check_mergeable(other)
         self._settle()
         other._settle()
         device = self._device() or other._device()
@@ -100,14 +101,13 @@ class SampleReduction(Reduction):
             if self._count == 0:
                 self._adopt(other)
                 return
-            self._agree(other._shape)
             theirs = self.fresh()
             theirs._adopt(other)
             if device is not None:
                 theirs._place(device)
-            if theirs._members:
-                self._join_members(theirs)
-            else:
+            for label, member in theirs._members.items():
+                self._member(label).merge(member)
+            if not theirs._members:
                 self._join(theirs)
             self._dtype = _promote(self._dtype, other._dtype)
             self._count += theirs._count
@@ -248,6 +248,10 @@ class SampleReduction(Reduction):
             )
         self._shape = shape
 
+    def _check_mergeable(self, other: Self) -> None:
+        if self._count:
+            self._agree(other._shape)
+
     def _member(self, label: Label) -> Self:
         if label not in self._members:
             member = self.fresh()
@@ -265,10 +269,6 @@ class SampleReduction(Reduction):
             member._accept(part)
             member._add(part)
             member._count += len(part)
-
-    def _join_members(self, other: Self) -> None:
-        for label, member in other._members.items():
-            self._member(label).merge(member)
 
     def _labelled_result(self) -> Any:
         return {label: self._members[label].compute() for label in in_order(self._members)}
