@@ -69,6 +69,13 @@ class ActivationCheckpointer:
     config : CheckpointConfig, optional
         Which to keep, and how.
 
+    Attributes
+    ----------
+    config : CheckpointConfig
+        The configuration.
+    memory_saved_bytes : int
+        Bytes of the activations that the last :meth:`checkpointed_forward` did not keep.
+
     Notes
     -----
     Keeping every n-th of N activations and recomputing the others needs N / n + n of them in
@@ -89,14 +96,9 @@ class ActivationCheckpointer:
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
-        self._config = config or CheckpointConfig()
+        self.config = config or CheckpointConfig()
+        self.memory_saved_bytes = 0
         self._kept: dict[int, _Checkpoint] = {}
-        self._saved_bytes = 0
-
-    @property
-    def config(self) -> CheckpointConfig:
-        """The configuration."""
-        return self._config
 
     @property
     def num_checkpoints(self) -> int:
@@ -107,11 +109,6 @@ class ActivationCheckpointer:
     def memory_stored_bytes(self) -> int:
         """Bytes that the kept activations take."""
         return sum(_num_bytes(kept.value) for kept in self._kept.values())
-
-    @property
-    def memory_saved_bytes(self) -> int:
-        """Bytes of the activations that the last :meth:`checkpointed_forward` did not keep."""
-        return self._saved_bytes
 
     def is_checkpoint_layer(self, layer: int) -> bool:
         """Whether a layer is a boundary, whose activation is kept.
@@ -126,7 +123,7 @@ class ActivationCheckpointer:
         bool
             True for multiples of ``config.every``.
         """
-        return layer % self._config.every == 0
+        return layer % self.config.every == 0
 
     def save(self, layer: int, activation: Any) -> None:
         """Keep a copy of what a layer returned, in place of one kept before.
@@ -149,15 +146,15 @@ class ActivationCheckpointer:
             raise ArgumentError(
                 f"layer {layer!r}: write the index of a layer, an integer from 0 on"
             )
-        limit = self._config.max_checkpoints
+        limit = self.config.max_checkpoints
         is_extra = layer not in self._kept and not self.is_checkpoint_layer(layer)
         if limit is not None and is_extra and len(self._kept) >= limit:
             raise RecomputeError(
-                f"layer {layer} is no boundary (they are multiples of every={self._config.every}), "
+                f"layer {layer} is no boundary (they are multiples of every={self.config.every}), "
                 f"and max_checkpoints={limit} activations are kept already: raise max_checkpoints, "
                 "or choose `every` so that this layer is a boundary"
             )
-        self._kept[layer] = _Checkpoint(activation, self._config.mixed_precision)
+        self._kept[layer] = _Checkpoint(activation, self.config.mixed_precision)
 
     def get(self, layer: int) -> Any:
         """Return a copy of what was kept of a layer.
@@ -212,13 +209,13 @@ class ActivationCheckpointer:
         """
         _check_distinct(layers)
         self._kept.clear()
-        self._saved_bytes = 0
+        self.memory_saved_bytes = 0
         for layer in layers:
             x = forward_fn(x, layer)
             if self.is_checkpoint_layer(layer):
                 self.save(layer, x)
             else:
-                self._saved_bytes += _num_bytes(x)
+                self.memory_saved_bytes += _num_bytes(x)
         return x
 
     def recompute_from_checkpoint(
@@ -268,9 +265,9 @@ class ActivationCheckpointer:
         return x
 
     def __copy__(self) -> ActivationCheckpointer:
-        copied = ActivationCheckpointer(self._config)
+        copied = ActivationCheckpointer(self.config)
         copied._kept = dict(self._kept)
-        copied._saved_bytes = self._saved_bytes
+        copied.memory_saved_bytes = self.memory_saved_bytes
         return copied
 
     def _shown(self) -> str:

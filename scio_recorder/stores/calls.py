@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ class KeptCalls:
         self.rows: list[int] = []
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
-        self._numbers: dict[Hashable, int] = {}
+        self._numbers: dict[str, int] = {}
         # Of calls that were committed: a batch that fails leaves none.
         self._count = 0
         self.num_bytes = 0

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.layer import describe, shapes_of
-from scio_recorder.nets.state.copying import copy_inputs
+from scio_recorder.nets.state.restoring import copy_inputs
 
 
 @dataclass(eq=False)

@@ -33,13 +33,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
-from scio_recorder.nets.state.copying import (
+from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
+    eager,
+    preserved_rng,
+    quiet,
     refusing_calls,
 )
-from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -298,7 +300,7 @@ def check_static_flow(
 
     def run(at: int = -1, choice: int = 0, max_steps: int = 100_000) -> Flow:
         with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
-            twin = copy_net(net, share_uncopyable=False).cpu().train(mode == "train")
+            twin = copy_net(net).cpu().train(mode == "train")
             flow = Flow(twin, at, choice, max_steps)
             flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
         return flow

@@ -27,13 +27,16 @@ from scio_recorder.nets.labelling.torchinfo import (
     point_to,
     summary,
 )
-from scio_recorder.nets.state.copying import (
+from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
+    eager,
+    preserved_rng,
+    quiet,
     refusing_calls,
+    restored,
 )
-from scio_recorder.nets.state.restoring import eager, preserved_rng, quiet, restored
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -157,7 +160,7 @@ def _label_once(
     if twin is not None:
         with contextlib.suppress(OriginalCalledError), refusing_calls(net):
             return _dry_run(twin, keywords, net, grad)
-    # Something in the net, a closure for one, leads from the copy back to the net.
+    # Something in the net can't be copied, or leads from the copy back to the net, as closures do.
     with restored(net, keep_hooks=keep_hooks):
         return _dry_run(net, keywords, net, grad)
 
