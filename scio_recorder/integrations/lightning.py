@@ -10,8 +10,8 @@ from torch import nn
 
 from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
-from scio_recorder.integrations.modules import choose_modules
 from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.nets.selection import choose_modules
 from scio_recorder.tensors.arguments import whole
 
 try:

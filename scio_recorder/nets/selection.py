@@ -14,6 +14,7 @@ from torch import nn
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.labelling.supported import check_supported
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -104,92 +105,115 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     return tuple(sorted({(row.depth, row.index) for row in rows}))
 
 
-def _matches(architecture: Architecture, selector: object) -> Iterable[DepthIdx]:
-    if isinstance(selector, str):
-        return _by_text(architecture, selector)
-    if isinstance(selector, re.Pattern):
-        pattern = _text_pattern(selector)
-        return _broad(architecture, selector, _by_name(architecture, pattern.search))
-    if isinstance(selector, type) and issubclass(selector, nn.Module):
-        return _broad(architecture, selector, _by_type(architecture, selector))
-    if isinstance(selector, nn.Module):
-        return _by_module(architecture, selector)
+def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn.Module]:
+    """Return the modules of a net without labels that any of the selectors chooses.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The net.
+    selectors : sequence
+        What :func:`select` takes, but for labels; none for all modules that have none inside them.
+
+    Returns
+    -------
+    dict of str to torch.nn.Module
+        By qualified name, in the order of the net; the root by the name of its class.
+
+    Raises
+    ------
+    LayerNotFoundError
+        A selector chooses nothing.
+    SelectorTypeError
+        Something that can't choose modules.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> list(choose_modules(net, [nn.ReLU, "0"]))
+    ['0', '1.1']
+    """
+    for selector in selectors:
+        if label_of(selector) is not None and not isinstance(selector, str):
+            raise SelectorTypeError(f"{selector!r}: labels need a Recorder; here write the name")
+    rows = [
+        Layer(
+            Label((0, i)),
+            name,
+            module,
+            type(module).__name__,
+            0,
+            0,
+            i,
+            None,
+            None,
+            0,
+            True,
+            i,
+            None,
+        )
+        for i, (name, module) in enumerate(root.named_modules())
+    ]
+    unlabelled = Architecture(rows, {row.name: [row.label] for row in rows})
+    chosen = select(unlabelled, selectors or [lambda row: not any(row.module.children())])
+    found: dict[str, nn.Module] = {}
+    for row in map(unlabelled.__getitem__, chosen):
+        check_supported(row.module)
+        found[row.name or row.type_name] = root.get_submodule(row.name)
+    return found
+
+
+def _matches(architecture: Architecture, selector: object) -> list[DepthIdx]:
+    matching = list(_candidates(architecture, selector))
+    ran = [label for label in matching if architecture[label].executed]
+    if ran:
+        return ran
+    if matching:
+        shown = ", ".join(str(architecture[label]) for label in matching[:4])
+        raise LayerNotFoundError(
+            f"{_shown(selector)} matches only layers that did not run at labelling ({shown}), so "
+            "there is nothing to record: select layers inside or around them, or label the net "
+            "with an input at which they run"
+        )
+    raise LayerNotFoundError(_nothing_matched(architecture, selector))
+
+
+def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]:
+    """Return what a selector matches, whether it ran or not."""
     label = label_of(selector)
+    if label is not None and label in architecture:
+        return [label]
+    if isinstance(selector, str) and selector in architecture.names:
+        return architecture.rows_of(selector)
+    if isinstance(selector, str) and _GLOB.search(selector):
+        return _named(architecture, re.compile(r"\A" + fnmatch.translate(selector)))
     if label is not None:
-        return _by_label(architecture, label)
+        raise LayerNotFoundError(architecture.explain_missing_label(label))
+    if isinstance(selector, str):
+        raise LayerNotFoundError(architecture.explain_missing_name(selector))
+    if isinstance(selector, re.Pattern):
+        return _named(architecture, selector)
+    rows = list(architecture.values())
+    if isinstance(selector, type) and issubclass(selector, nn.Module):
+        return [row.label for row in rows if _is_of(row, selector)]
+    if isinstance(selector, nn.Module):
+        return [row.label for row in rows if row.module is selector]
     if callable(selector) and not isinstance(selector, type):
-        return _broad(architecture, selector, _by_predicate(architecture, selector))
+        return [row.label for row in rows if row.executed and _holds(selector, row)]
     raise _unusable(selector)
 
 
-def _by_text(architecture: Architecture, text: str) -> Iterable[DepthIdx]:
-    label = label_of(text)
-    if label is not None and label in architecture:
-        return _by_label(architecture, label)
-    if text in architecture.names:
-        return _executed(architecture, architecture.rows_of(text), f"the module {text!r}")
-    if _GLOB.search(text):
-        matcher = re.compile(fnmatch.translate(text)).match
-        return _broad(architecture, text, _by_name(architecture, matcher))
-    if label is not None:
-        raise LayerNotFoundError(architecture.explain_missing_label(label))
-    raise LayerNotFoundError(architecture.explain_missing_name(text))
-
-
-def _by_label(architecture: Architecture, label: Label) -> Iterable[DepthIdx]:
-    if label not in architecture:
-        raise LayerNotFoundError(architecture.explain_missing_label(label))
-    return _executed(architecture, [label], f"the layer {architecture[label]}")
-
-
-def _by_module(architecture: Architecture, module: nn.Module) -> Iterable[DepthIdx]:
-    rows = [row.label for row in architecture.values() if row.module is module]
-    what = f"the {type(module).__name__} that was given"
-    if not rows and not any(row.module is not None for row in architecture.values()):
-        raise LayerNotFoundError(
-            f"{what} can't be found in an architecture read from disk, which has no modules: "
-            "select by label or name"
-        )
-    if not rows:
-        raise LayerNotFoundError(
-            f"{what} has no layer: it is no module of this net (a copy of one is another module), "
-            "or did not run at labelling"
-        )
-    return _executed(architecture, rows, what)
-
-
-def _executed(
-    architecture: Architecture, labels: Sequence[DepthIdx], what: str
-) -> Iterable[DepthIdx]:
-    ran = [label for label in labels if architecture[label].executed]
-    if not ran:
-        raise LayerNotFoundError(
-            f"{what} did not run at labelling, so there is nothing to record: select the layers "
-            "inside or around it, or label the net with an input at which it runs"
-        )
-    return ran
-
-
-def _by_name(architecture: Architecture, matcher: Callable[[str], object]) -> Iterable[DepthIdx]:
-    matching = (name for name in architecture.names if matcher(name))
-    return [label for name in matching for label in architecture.rows_of(name)]
-
-
-def _by_type(architecture: Architecture, kind: type[nn.Module]) -> Iterable[DepthIdx]:
-    return [row.label for row in architecture.values() if _is_of(row, kind)]
+def _named(architecture: Architecture, pattern: re.Pattern[Any]) -> list[DepthIdx]:
+    if isinstance(pattern.pattern, bytes):
+        raise SelectorTypeError(f"{pattern!r} searches bytes, and names are text: drop the b")
+    names = filter(pattern.search, architecture.names)
+    return [label for name in names for label in architecture.rows_of(name)]
 
 
 def _is_of(layer: Layer, kind: type[nn.Module]) -> bool:
     # An architecture that was read from disk knows classes by name only.
     by_name = layer.module is None and layer.type_name == kind.__name__
     return by_name or isinstance(layer.module, kind)
-
-
-def _by_predicate(
-    architecture: Architecture, predicate: Callable[[Layer], Any]
-) -> Iterable[DepthIdx]:
-    ran = [row for row in architecture.values() if row.executed]
-    return [row.label for row in ran if _holds(predicate, row)]
 
 
 def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
@@ -209,37 +233,23 @@ def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
     return bool(answer)
 
 
-def _broad(
-    architecture: Architecture, selector: object, labels: Iterable[DepthIdx]
-) -> Iterable[DepthIdx]:
-    matching = list(labels)
-    ran = [label for label in matching if architecture[label].executed]
-    if ran:
-        return ran
-    if matching:
-        shown = ", ".join(str(architecture[label]) for label in matching[:4])
-        raise LayerNotFoundError(
-            f"{_shown(selector)} matches only layers that did not run at labelling ({shown}), so "
-            "there is nothing to record"
-        )
-    raise LayerNotFoundError(_nothing_matched(architecture, selector))
-
-
 def _nothing_matched(architecture: Architecture, selector: object) -> str:
     if isinstance(selector, type):
         kinds = sorted({row.type_name for row in architecture.values() if row.executed})
         return f"no layer is a {selector.__name__}; there are {', '.join(kinds[:20])}"
+    if isinstance(selector, str) and selector in architecture.names:
+        return f"the module {selector!r} did not run at labelling"
     if isinstance(selector, str):
         closest = architecture.explain_missing_name(re.sub(r"[*?\[\]]", "", selector))
         hint = closest.partition("; ")[2]
         return f"no name matches {selector!r}" + (f"; {hint}" if hint else "")
-    return f"{_shown(selector)} matches no layer"
-
-
-def _text_pattern(pattern: re.Pattern[Any]) -> re.Pattern[str]:
-    if isinstance(pattern.pattern, bytes):
-        raise SelectorTypeError(f"{pattern!r} searches bytes, and names are text: drop the b")
-    return pattern
+    if not isinstance(selector, nn.Module):
+        return f"{_shown(selector)} matches no layer"
+    if not any(row.module is not None for row in architecture.values()):
+        reason = "the architecture was read from disk, without modules: select by label or name"
+    else:
+        reason = "it is no module of this net (a copy is another one), or did not run at labelling"
+    return f"{_shown(selector)} has no layer: {reason}"
 
 
 def _unusable(selector: object) -> LayerNotFoundError:
@@ -260,4 +270,6 @@ def _unusable(selector: object) -> LayerNotFoundError:
 
 
 def _shown(selector: object) -> str:
+    if isinstance(selector, nn.Module):
+        return f"the {type(selector).__name__} that was given"
     return str(getattr(selector, "__qualname__", None) or repr(selector))
