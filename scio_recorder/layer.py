@@ -103,11 +103,9 @@ class Layer:
         Name of the module's class.
     call : int
         0 for the module's first call, in the order in which calls start.
-    depth, index : int
-        The two halves of the label.
-    input_shape, output_shape : Any
-        Shape of the tensor that went in and came out: a tuple of ints, or a structure of these
-        where the layer takes or returns a structure. None if it did not run.
+    input_shape : Any
+        Shape of the tensor that went in: a tuple of ints, or a structure of these where the layer
+        takes a structure. None if it did not run.
     num_params : int
         Number of parameters, those of submodules included.
     executed : bool
@@ -131,14 +129,26 @@ class Layer:
     module: nn.Module | None
     type_name: str
     call: int
-    depth: int
-    index: int
     input_shape: Any
-    output_shape: Any
     num_params: int
     executed: bool
     completion: int | None
     output_spec: Any
+
+    @property
+    def depth(self) -> int:
+        """How many modules it lies in: the first half of the label."""
+        return self.label[0]
+
+    @property
+    def index(self) -> int:
+        """Its place among the layers of its depth: the second half of the label."""
+        return self.label[1]
+
+    @property
+    def output_shape(self) -> Any:
+        """Shape of the tensor that came out, or a structure of shapes; None if it did not run."""
+        return shapes_of(self.output_spec)
 
     def __str__(self) -> str:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"

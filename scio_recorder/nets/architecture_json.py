@@ -16,6 +16,15 @@ _FORMAT = 1
 _LARGEST = 2**63 - 1
 _DEEPEST = 64
 
+# Fields of a layer that are written as they are.
+_PLAIN: dict[str, type[Any]] = {
+    "name": str,
+    "type_name": str,
+    "call": int,
+    "executed": bool,
+    "num_params": int,
+}
+
 _Kind = TypeVar("_Kind")
 _Names = dict[str, tuple[DepthIdx, ...]]
 
@@ -48,11 +57,7 @@ def decode(data: object) -> tuple[list[Layer], _Names]:
 def _encode_layer(layer: Layer) -> dict[str, Any]:
     return {
         "label": list(layer.label),
-        "name": layer.name,
-        "type_name": layer.type_name,
-        "call": layer.call,
-        "executed": layer.executed,
-        "num_params": layer.num_params,
+        **{name: getattr(layer, name) for name in _PLAIN},
         "completion": layer.completion,
         "input_shape": _encode_shapes(layer.input_shape),
         "output_spec": _encode_spec(layer.output_spec),
@@ -61,26 +66,16 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
 
 def _decode_layer(row: object, where: str) -> Layer:
     entries = _checked(row, dict, where)
-    label = _decode_label(_entry(entries, "label", list, where), where)
-    executed = _entry(entries, "executed", bool, where)
-    completion = _count(entries, "completion", where) if executed else None
-    if not executed and entries.get("completion") is not None:
+    plain = {name: _entry(entries, name, kind, where) for name, kind in _PLAIN.items()}
+    if not plain["executed"] and entries.get("completion") is not None:
         _refuse(f"{where} did not run and yet has a completion")
-    output_spec = _decode_tree(entries.get("output_spec"), where)
     return Layer(
-        label=label,
-        name=_entry(entries, "name", str, where),
+        label=_decode_label(_entry(entries, "label", list, where), where),
         module=None,
-        type_name=_entry(entries, "type_name", str, where),
-        call=_count(entries, "call", where),
-        depth=label[0],
-        index=label[1],
         input_shape=shapes_of(_decode_tree(entries.get("input_shape"), where)),
-        output_shape=shapes_of(output_spec),
-        num_params=_count(entries, "num_params", where),
-        executed=executed,
-        completion=completion,
-        output_spec=output_spec,
+        completion=_entry(entries, "completion", int, where) if plain["executed"] else None,
+        output_spec=_decode_tree(entries.get("output_spec"), where),
+        **plain,
     )
 
 
@@ -144,7 +139,9 @@ def _decode_pair(item: object, where: str) -> tuple[str | int, object]:
 
 
 def _decode_spec(entries: dict[Any, Any], where: str) -> TensorSpec:
-    shape = tuple(_integer(length, -1, where) for length in _entry(entries, "shape", list, where))
+    shape = tuple(
+        _checked(length, int, where, -1) for length in _entry(entries, "shape", list, where)
+    )
     name = entries.get("dtype")
     if name is None:
         # Shapes of inputs carry no type; the specification only lives until it is read off.
@@ -158,7 +155,7 @@ def _decode_label(value: object, where: str) -> Label:
     pair = _checked(value, list, where)
     if len(pair) != 2:
         _refuse(f"{where} has a label of {len(pair)} numbers instead of two")
-    return Label((_integer(pair[0], 0, where), _integer(pair[1], 1, where)))
+    return Label((_checked(pair[0], int, where), _checked(pair[1], int, where, 1)))
 
 
 def _decode_labels(value: object, where: str, known: set[Label]) -> tuple[DepthIdx, ...]:
@@ -175,21 +172,12 @@ def _entry(entries: dict[Any, Any], key: str, kind: type[_Kind], where: str) -> 
     return _checked(entries[key], kind, f"{where}.{key}".lstrip("."))
 
 
-def _count(entries: dict[Any, Any], key: str, where: str) -> int:
-    return _integer(_entry(entries, key, int, where), 0, f"{where}.{key}")
-
-
-def _integer(value: object, least: int, where: str) -> int:
-    number = _checked(value, int, where)
-    if not least <= number <= _LARGEST:
-        _refuse(f"{where} holds the number {number}, which is out of range")
-    return number
-
-
-def _checked(value: object, kind: type[_Kind], where: str) -> _Kind:
+def _checked(value: object, kind: type[_Kind], where: str, least: int = 0) -> _Kind:
     # True is an int to isinstance, and no number here.
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         _refuse(f"{where} must be of type {kind.__name__}, not {type(value).__name__}")
+    if isinstance(value, int) and not least <= value <= _LARGEST:
+        _refuse(f"{where} holds the number {value}, which is out of range")
     return value
 
 

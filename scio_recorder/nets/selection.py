@@ -137,21 +137,7 @@ def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn
         if label_of(selector) is not None and not isinstance(selector, str):
             raise SelectorTypeError(f"{selector!r}: labels need a Recorder; here write the name")
     rows = [
-        Layer(
-            Label((0, i)),
-            name,
-            module,
-            type(module).__name__,
-            0,
-            0,
-            i,
-            None,
-            None,
-            0,
-            True,
-            i,
-            None,
-        )
+        Layer(Label((0, i)), name, module, type(module).__name__, 0, None, 0, True, i, None)
         for i, (name, module) in enumerate(root.named_modules())
     ]
     unlabelled = Architecture(rows, {row.name: [row.label] for row in rows})

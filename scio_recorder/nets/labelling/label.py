@@ -236,23 +236,18 @@ def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo
 
 
 def _layer(info: LayerInfo, call: Call | None, name: str) -> Layer:
-    executed = call is not None and call.completion is not None
-    label = Label((info.depth, info.depth_index or 0))
-    spec = call.output_spec if call is not None and executed else None
+    ran = call if call is not None and call.completion is not None else None
     return Layer(
-        label=label,
+        label=Label((info.depth, info.depth_index or 0)),
         name=name,
         module=info.module,
         type_name=info.class_name,
         call=call.number if call is not None else 0,
-        depth=label[0],
-        index=label[1],
-        input_shape=call.input_shape if call is not None and executed else None,
-        output_shape=shapes_of(spec),
+        input_shape=ran and ran.input_shape,
         num_params=int(info.num_params),
-        executed=executed,
-        completion=call.completion if call is not None else None,
-        output_spec=spec,
+        executed=ran is not None,
+        completion=ran.completion if ran else None,
+        output_spec=ran and ran.output_spec,
     )
 
 
