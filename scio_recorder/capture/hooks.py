@@ -225,7 +225,7 @@ def _remove(module: nn.Module, site: Site) -> None:
 
 def _hooks_of(module: nn.Module, site: Site) -> Iterator[tuple[dict[int, Any], int]]:
     """Yield the hooks of a site, found where they are: handles get lost in interruptions."""
-    for hooks in (private.forward_hooks(module), private.forward_pre_hooks(module)):
+    for hooks in private.forward_hooks(module):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, ModuleHook) and owner.site is site:
@@ -258,7 +258,7 @@ class Hooks:
             if sees_inputs:
                 module.register_forward_pre_hook(hook.before, with_kwargs=True)
             _keep_out_of_copies(module)
-        self._checked_at = private.next_handle()
+        self._checked_at = RemovableHandle.next_id
         self._is_attached = True
 
     def detach(self) -> None:
@@ -281,11 +281,11 @@ class Hooks:
         if not is_complete or is_newly_compiled:
             self._with_inputs = self._with_inputs | indices
             self.attach()
-        elif self._checked_at != private.next_handle():
+        elif self._checked_at != RemovableHandle.next_id:
             for module in self._modules:
                 for hooks, key in list(_hooks_of(module, self._site)):
                     hooks[key] = hooks.pop(key)
-            self._checked_at = private.next_handle()
+            self._checked_at = RemovableHandle.next_id
 
 
 class _Observer(_Uncopied):

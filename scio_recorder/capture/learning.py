@@ -116,7 +116,7 @@ def _may_read_flag(module: nn.Module) -> bool:
     if "training" not in module.__dict__:
         # A scripted part, whose flag lies elsewhere.
         return False
-    hooks = private.forward_hooks(module), private.forward_pre_hooks(module)
+    hooks = private.forward_hooks(module)
     is_patched = "forward" in module.__dict__ or any(hooks)
     is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
     kind: Any = type(module)

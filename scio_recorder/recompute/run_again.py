@@ -12,7 +12,7 @@ their version counters and some numbers of each, in a collected recording a dige
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -182,11 +182,13 @@ class _Rerun:
         if self._posts.on_inputs:
             handles += [precede(watched, self._receive_inputs) for watched in self._starts]
         # The recorded inputs are what forward received: these hooks have acted on them already.
-        before = private.replace_pre_hooks(module, OrderedDict())
+        _, hooks = private.forward_hooks(module)
+        before = dict(hooks)
+        hooks.clear()
         try:
             yield
         finally:
-            private.replace_pre_hooks(module, before)
+            hooks.update(before)
             for handle in handles:
                 handle.remove()
 

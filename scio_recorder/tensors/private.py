@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.tensors import private_examples as examples
 from scio_recorder.tensors.first_use import checked, unsupported
@@ -176,19 +175,14 @@ HOOK_DICTIONARIES = (
 )
 
 
-@checked("Module._forward_hooks", "recording", examples.finds_forward_hook)
-def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks that run after a module, by the numbers of their handles, to be changed.
+@checked("Module._forward_hooks", "recording", examples.finds_both_hooks)
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks that run after a module, and those ahead of it, to be changed.
 
-    Ours must stay behind those of others, and are removed by what they are: handles get lost.
+    By the numbers of their handles. Ours must stay behind those of others, and are removed by what
+    they are: handles get lost.
     """
-    return module._forward_hooks
-
-
-@checked("Module._forward_pre_hooks", "recording", examples.finds_pre_hook)
-def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """Return the hooks that run ahead of a module, by the numbers of their handles."""
-    return module._forward_pre_hooks
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
@@ -197,19 +191,6 @@ def remove_hook(module: nn.Module, number: int) -> None:
     for name in HOOK_DICTIONARIES:
         if name.startswith("_forward_"):
             getattr(module, name).pop(number, None)
-
-
-@checked("Module._forward_pre_hooks", "recomputing", examples.takes_pre_hooks_off)
-def replace_pre_hooks(module: nn.Module, hooks: Any) -> Any:
-    """Give a module other pre-hooks, and return those that it had."""
-    before, module._forward_pre_hooks = module._forward_pre_hooks, hooks
-    return before
-
-
-@checked("RemovableHandle.next_id", "recording", examples.counts_handles)
-def next_handle() -> int:
-    """Return the number that the next handle of a hook will take; every new hook raises it."""
-    return RemovableHandle.next_id
 
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -150,16 +149,11 @@ def nothing(*call: Any) -> None:
     """Do nothing: a hook for examples."""
 
 
-def finds_forward_hook(hooks: Callable[[nn.Module], dict[int, Any]]) -> bool:
+def finds_both_hooks(hooks: Callable[[nn.Module], Any]) -> bool:
     module = nn.Identity()
-    handle = module.register_forward_hook(nothing)
-    return hooks(module) == {handle.id: nothing}
-
-
-def finds_pre_hook(hooks: Callable[[nn.Module], dict[int, Any]]) -> bool:
-    module = nn.Identity()
-    handle = module.register_forward_pre_hook(nothing, with_kwargs=True)
-    return hooks(module) == {handle.id: nothing}
+    after = module.register_forward_hook(nothing)
+    before = module.register_forward_pre_hook(nothing, with_kwargs=True)
+    return bool(hooks(module) == ({after.id: nothing}, {before.id: nothing}))
 
 
 def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
@@ -168,22 +162,6 @@ def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
         handle = register(lambda *call, **options: calls.append(call), with_kwargs=True)
         remove(module, handle.id)
     return bool(module(1) == 1) and not calls
-
-
-def takes_pre_hooks_off(replace: Callable[[nn.Module, Any], Any]) -> bool:
-    module, calls = nn.Identity(), []
-    module.register_forward_pre_hook(lambda *call: calls.append(call))
-    before = replace(module, OrderedDict())
-    module(None)
-    replace(module, before)
-    module(None)
-    return len(calls) == 1
-
-
-def counts_handles(number: Callable[[], int]) -> bool:
-    before = number()
-    handle = nn.Identity().register_forward_hook(nothing)
-    return before <= handle.id < number()
 
 
 def tells_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:

@@ -140,7 +140,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
     # Hooks may have side effects, so they are left out, unless the net can't run without them.
     # Gradients cost memory, so there are none, unless the net differentiates something itself.
-    has_hooks = any(private.forward_hooks(m) or private.forward_pre_hooks(m) for m in net.modules())
+    has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     for keep_hooks, grad in itertools.product(
         (False, True) if has_hooks else (False,), (False, True)
     ):
