@@ -102,7 +102,7 @@ def is_noticed(job: Job, path: Path) -> bool:
     return problem is not None
 
 
-@pytest.mark.parametrize("name", ["recording.json", "manifest-00000.json"])
+@pytest.mark.parametrize("name", ["recording.safetensors", "manifest-00000.safetensors"])
 def test_a_flip_or_an_end_in_what_describes_the_data(collected, name):
     job, path = collected
     file = next(path.rglob(name))

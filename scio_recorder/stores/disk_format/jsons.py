@@ -1,8 +1,4 @@
-"""Checksums, and JSON that is bounded, strict and checksummed.
-
-A sealed file is a JSON object whose every byte counts: a fixed frame around the canonical form of
-its content, and the checksum of that form inside the frame.
-"""
+"""Checksums, and JSON that is bounded and strict."""
 
 from __future__ import annotations
 
@@ -23,9 +19,6 @@ MAX_SIZE = 1 << 48
 
 _T = TypeVar("_T")
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
-_BEFORE_CHECKSUM = b'{"xxh3_64":"'
-_BEFORE_CONTENT = b'","content":'
-_AFTER_CONTENT = b"}\n"
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -68,29 +61,6 @@ def expect(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
         raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
-
-
-def seal(content: object) -> bytes:
-    r"""Return the bytes of a sealed file.
-
-    Examples
-    --------
-    >>> seal({"a": 1})
-    b'{"xxh3_64":"c5e3762ffc8453c6","content":{"a":1}}\n'
-    """
-    payload = dump(content)
-    frame = _BEFORE_CHECKSUM, checksum(payload).encode(), _BEFORE_CONTENT, payload, _AFTER_CONTENT
-    return b"".join(frame)
-
-
-def unseal(data: bytes) -> Any:
-    """Return the content of a sealed file; `ValueError` if any byte of it has changed."""
-    start = len(_BEFORE_CHECKSUM) + DIGITS + len(_BEFORE_CONTENT)
-    payload = data[start : -len(_AFTER_CONTENT)]
-    frame = _BEFORE_CHECKSUM + checksum(payload).encode() + _BEFORE_CONTENT
-    if data[:start] != frame or data[start + len(payload) :] != _AFTER_CONTENT:
-        raise ValueError("its checksum does not match its content")
-    return parse(payload)
 
 
 def differences(stored: Any, given: Any, path: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
-from scio_recorder.stores.disk_format.jsons import JSON, MAX_FILE_BYTES, differences, expect, unseal
+from scio_recorder.stores.disk_format.jsons import JSON, differences, expect
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     table_from_json,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.folder import Folder
 
 
-DESCRIPTION_NAME = "recording.json"
+DESCRIPTION_NAME = "recording.safetensors"
 FORMAT = "scio-recording"
 VERSION = 2
 MAX_RANKS = 100_000
@@ -46,7 +46,7 @@ def state_name(rank: int, token: str) -> str:
 
 def manifest_name(rank: int) -> str:
     """Return the name of the file that says that a rank is complete."""
-    return f"manifest-{rank:05d}.json"
+    return f"manifest-{rank:05d}.safetensors"
 
 
 def manifest(run: str, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """The content of ``recording.json``."""
+    """What a recording says about itself."""
 
     run: str
     world_size: int
@@ -216,19 +216,12 @@ def scan(folder: Folder, rank: int | None = None) -> Run:
 
 
 def read_description(folder: Folder) -> Description:
-    """Return what ``recording.json`` says."""
+    """Return what a recording says about itself."""
     with accessing(folder.path):
         if DESCRIPTION_NAME not in folder.names():
             raise RecordingError(f"{folder.path} holds no recording: it has no {DESCRIPTION_NAME}")
     with parsing(folder.path_of(DESCRIPTION_NAME)):
-        return Description.from_json(_unsealed(folder, DESCRIPTION_NAME))
-
-
-def _unsealed(folder: Folder, name: str) -> Any:
-    with folder.open(name) as file:
-        if file.num_bytes > MAX_FILE_BYTES:
-            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
-        return unseal(file.read(0, file.num_bytes))
+        return Description.from_json(TensorFile(folder, DESCRIPTION_NAME).content)
 
 
 def _read_rank(folder: Folder, run: Run, rank: int, count: int, is_closed: bool) -> None:
@@ -236,7 +229,7 @@ def _read_rank(folder: Folder, run: Run, rank: int, count: int, is_closed: bool)
     if is_closed:
         run.closed.add(rank)
         with parsing(folder.path_of(name)):
-            said = _unsealed(folder, name)
+            said = TensorFile(folder, name).content
             # A writer may have gone on while names were listed, so that they need not be those of
             # one instant: files are looked for by their numbers.
             count = max(count, len(expect(said["chunks"], list)))

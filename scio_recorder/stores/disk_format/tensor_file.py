@@ -170,14 +170,9 @@ class Layout:
         Parameters
         ----------
         content : mapping of str to JSON
-            What the file says besides.
+            What the file says besides; `ValueError` if that is too much.
         blocks : str, optional
             The checksums of all blocks in one text.
-
-        Raises
-        ------
-        ValueError
-            If it would be too long.
         """
         text = dump({"tensors": table_to_json(self.table), **content}).decode()
         entries = dump({name: self._entry(name) for name in self.starts})
@@ -187,7 +182,7 @@ class Layout:
         after += b" " * (-(_CHECKSUM_AT + DIGITS + len(after)) % _PAGE_BYTES)
         num_bytes = _CHECKSUM_AT + DIGITS + len(after)
         if num_bytes > MAX_FILE_BYTES:
-            raise ValueError(f"a header of {num_bytes} bytes: commit fewer samples at a time")
+            raise ValueError(f"{num_bytes} bytes besides data: keep fewer settings, samples or ids")
         before = (num_bytes - 8).to_bytes(8, "little") + _BEFORE_CHECKSUM
         return before + checksum(before + after).encode() + after
 
@@ -210,10 +205,20 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     return layout, blocks, content
 
 
-def write_tensors(
+def prepared(tensors: Mapping[str, Tensor], content: Mapping[str, JSON]) -> Callable[[int], str]:
+    """Return what writes a file and returns the checksum of its header.
+
+    `ValueError` or `TypeError` for what no file can hold: before anything is written.
+    """
+    layout = Layout(table_of(tensors))
+    layout.header(content)
+    return partial(_write, tensors=tensors, layout=layout, content=content)
+
+
+def _write(
     descriptor: int, tensors: Mapping[str, Tensor], layout: Layout, content: Mapping[str, JSON]
 ) -> str:
-    """Write a file from the tensors' own memory; return the checksum of its header.
+    """Write a file from the tensors' own memory.
 
     The header is written last. While a block is in the processor's cache for its checksum, it is
     copied to that of the system.

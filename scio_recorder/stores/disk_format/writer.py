@@ -7,15 +7,14 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder, write_at
+from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import MAX_FILE_BYTES, differences, dump, parse, seal
+from scio_recorder.stores.disk_format.jsons import differences, dump, parse
 from scio_recorder.stores.disk_format.run import (
     DESCRIPTION_NAME,
     VALUES,
@@ -30,7 +29,7 @@ from scio_recorder.stores.disk_format.run import (
     scan,
     state_name,
 )
-from scio_recorder.stores.disk_format.tensor_file import Layout, Table, table_of, write_tensors
+from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.reader import KeptBatches
 
 # What writers that were killed while creating a recording leave, before there is one.
-_REMAINS = re.compile(r"lock-\d{5}|recording\.json\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
+_REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
 # A file that is not whole yet, or the tensors of a state.
 _LEFTOVER = re.compile(
     r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
@@ -141,13 +140,11 @@ class RunWriter:
         """
         description = Description(uuid.uuid4().hex, world_size, dict(layers), dict(header))
         try:
-            data = dump(description.to_json())
             # What other types JSON took for its own now reads as it will be read back.
-            description = Description.from_json(parse(data))
+            description = Description.from_json(parse(dump(description.to_json())))
+            prepared({}, description.to_json())
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
-        if len(data) > MAX_FILE_BYTES - 100:
-            raise CollectError(f"a header of {len(data)} bytes is too long: give fewer settings")
         return cls(os.fspath(path), rank, description)
 
     @classmethod
@@ -216,17 +213,20 @@ class RunWriter:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             content = self._content(ids, state, token, kept)
-            files = [(chunk_name(self._rank, len(self._checksums)), held, content)]
+            files = [(chunk_name(self._rank, len(self._checksums)), prepared(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
                 place = self._description.state_place(self._rank, token)
-                files.insert(0, (state_name(self._rank, token), named, place))
+                files.insert(0, (state_name(self._rank, token), prepared(named, place)))
                 # It has stayed for readers who had just come upon it.
                 self._remove(self._states[:-1])
                 del self._states[:-1]
-            self._put(files)
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
+        with accessing(self._folder.path):
+            for name, write in files:
+                checksum = self._folder.put(name, f"{self._rank:05d}", write)
+        self._checksums.append(checksum)
         self.sample_ids.add(ids)
         if token is not None:
             self._states.append(state_name(self._rank, token))
@@ -241,7 +241,7 @@ class RunWriter:
         content = manifest(self._description.run, self._rank, self.durable, self._checksums)
         with accessing(self._folder.path):
             self._clear()
-            _put_sealed(self._folder, manifest_name(self._rank), self._rank, content)
+            self._folder.put(manifest_name(self._rank), f"{self._rank:05d}", prepared({}, content))
         self.abort()
 
     def abort(self) -> None:
@@ -293,18 +293,6 @@ class RunWriter:
             "state": saved,
         }
 
-    def _put(self, files: Sequence[tuple[str, Mapping[str, Tensor], Mapping[str, JSON]]]) -> None:
-        """Put the files of a commit in place, the chunk last."""
-        layouts = [Layout(table_of(tensors)) for _, tensors, _ in files]
-        for layout, (_, _, content) in zip(layouts, files, strict=True):
-            # Nothing may have been written when it turns out that something can't be.
-            layout.header(content)
-        with accessing(self._folder.path):
-            for layout, (name, tensors, content) in zip(layouts, files, strict=True):
-                write = partial(write_tensors, tensors=tensors, layout=layout, content=content)
-                checksum = self._folder.put(name, f"{self._rank:05d}", write)
-            self._checksums.append(checksum)
-
     def _clear(self) -> None:
         """Remove this rank's files that never counted or no longer do."""
         kept = self._states[-1:]
@@ -317,10 +305,6 @@ class RunWriter:
             # What can't be removed now does no harm.
             with suppress(OSError):
                 self._folder.unlink(name)
-
-
-def _put_sealed(folder: Folder, name: str, rank: int, content: Any) -> None:
-    folder.put(name, f"{rank:05d}", partial(write_at, offset=0, data=seal(content)))
 
 
 def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
@@ -342,7 +326,7 @@ def _begun(folder: Folder, description: Description, rank: int) -> Run:
     others = [name for name in folder.names() if not _REMAINS.fullmatch(name)]
     if not others:
         with suppress(FileExistsError):
-            _put_sealed(folder, DESCRIPTION_NAME, rank, description.to_json())
+            folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
     elif DESCRIPTION_NAME not in others:
         raise RecordingError(f"{folder.path} is not empty: it holds {others[0]!r}; take another")
     run = scan(folder, rank)

@@ -32,17 +32,6 @@ def compact(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def seal(text: bytes) -> bytes:
-    return b'{"xxh3_64":"' + digest(text).encode() + b'","content":' + text + b"}\n"
-
-
-def unseal(data: bytes) -> Any:
-    sealed = json.loads(data)
-    text = data[data.index(b'"content":') + 10 : -2]
-    assert sealed["xxh3_64"] == digest(text)
-    return sealed["content"]
-
-
 class Parts(NamedTuple):
     """A file of tensors, taken apart."""
 
@@ -83,13 +72,24 @@ def put_together(parts: Parts, *, text: bytes | None = None) -> bytes:
     return header[: DIGITS.start] + own + header[DIGITS.stop :] + parts.data
 
 
+def seal(text: bytes) -> bytes:
+    """Make a file without tensors that says this."""
+    return put_together(Parts(None, "", {}, b""), text=text)
+
+
+def unseal(data: bytes) -> Any:
+    parts = take_apart(data)
+    assert (parts.content["tensors"], parts.entries, parts.data) == ([], {}, b"")
+    return parts.content
+
+
 def chunks_of(root: Path) -> list[tuple[Path, Any]]:
     """Return the commits of a finished recording, in order, and what they say."""
-    description = unseal((root / "recording.json").read_bytes())
+    description = unseal((root / "recording.safetensors").read_bytes())
     assert (description["format"], description["version"]) == ("scio-recording", 2)
     found = []
     for rank in range(description["world_size"]):
-        manifest = unseal((root / f"manifest-{rank:05d}.json").read_bytes())
+        manifest = unseal((root / f"manifest-{rank:05d}.safetensors").read_bytes())
         assert (manifest["run"], manifest["rank"]) == (description["run"], rank)
         before = 0
         for number, checksum in enumerate(manifest["chunks"]):
@@ -114,7 +114,7 @@ def ids_of(content: Any) -> list[Any]:
 
 def read_run(root: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Read a finished recording, in the slowest way there is."""
-    description = unseal((root / "recording.json").read_bytes())
+    description = unseal((root / "recording.safetensors").read_bytes())
     names = [name for name, _ in description["layers"]]
     ids: list[Any] = []
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}

@@ -25,9 +25,9 @@ from tests.stores.disk_format.runs import (
 )
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
-MANIFEST = "manifest-00000.json"
+MANIFEST = "manifest-00000.safetensors"
 CHUNK = "chunk-00000-0000000"
-FILES = ("recording.json", MANIFEST, f"{CHUNK}1.safetensors", "state-00000-*.safetensors")
+FILES = ("recording.safetensors", MANIFEST, f"{CHUNK}1.safetensors", "state-00000-*.safetensors")
 
 
 @pytest.fixture(scope="module", params=["complete", "interrupted"])
@@ -180,7 +180,7 @@ def test_a_commit_behind_the_manifest(tmp_path):
     with start(run) as writer:
         writer.append(rows(9, 10), [9])
     shutil.copy(run / f"{CHUNK}3.safetensors", tmp_path / "finished")
-    with pytest.raises(RecordingError, match=r"manifest-00000\.json does not match the chunks"):
+    with pytest.raises(RecordingError, match=r"manifest-00000\S* does not match the chunks"):
         RunReader(tmp_path / "finished")
 
 

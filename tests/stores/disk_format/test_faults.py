@@ -240,7 +240,7 @@ def test_finishing_can_be_tried_again(tmp_path, point):
         with pytest.raises(RecordingError, match="finished"):
             writer.append(rows(0, 1), [0])
         writer.finish()
-    assert (path / "manifest-00000.json").exists()
+    assert (path / "manifest-00000.safetensors").exists()
     check_complete(path)
 
 
@@ -265,10 +265,10 @@ def test_what_is_synced_before_what(tmp_path):
     chunk = "chunk-00000-00000000.safetensors"
     with intercepted(act), RunWriter.create(path, layers=LAYERS, header=HEADER) as writer:
         assert f"sync {tmp_path.name}" in events
-        created = events.index("rename to recording.json")
+        created = events.index("rename to recording.safetensors")
         assert [plain(event) for event in events[created - 1 : created + 2]] == [
-            "sync recording.json.tmp",
-            "rename to recording.json",
+            "sync recording.safetensors.tmp",
+            "rename to recording.safetensors",
             "sync run",
         ]
         events.clear()

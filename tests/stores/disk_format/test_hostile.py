@@ -59,7 +59,7 @@ def test_a_reader_written_from_the_specification_agrees(tmp_path):
 
 def described(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     def apply(run: Path) -> None:
-        file = run / "recording.json"
+        file = run / "recording.safetensors"
         content = unseal(file.read_bytes())
         file.write_bytes(seal(json.dumps(change(content) or content).encode()))
 
@@ -67,7 +67,7 @@ def described(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 
 def sealed(text: str) -> Callable[[Path], None]:
-    return lambda run: (run / "recording.json").write_bytes(seal(text.encode())) and None
+    return lambda run: (run / "recording.safetensors").write_bytes(seal(text.encode())) and None
 
 
 def committed(number: int, change: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -108,9 +108,9 @@ def chunk(data: bytes) -> Callable[[Path], None]:
 
 def listed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     def apply(run: Path) -> None:
-        file = run / "manifest-00000.json"
+        file = run / "manifest-00000.safetensors"
         content = unseal((run.parents[1] / "honest" / "run" / file.name).read_bytes())
-        content["run"] = unseal((run / "recording.json").read_bytes())["run"]
+        content["run"] = unseal((run / "recording.safetensors").read_bytes())["run"]
         file.write_bytes(seal(json.dumps(change(content) or content).encode()))
 
     return apply
@@ -139,7 +139,7 @@ def sparse(file: Path) -> None:
 
 
 CHUNK = "chunk-00000-0000000"
-FILES = ("recording.json", f"{CHUNK}1.safetensors")
+FILES = ("recording.safetensors", f"{CHUNK}1.safetensors")
 HOSTILE: dict[str, Callable[[Path], None]] = {
     **{f"link for {name}": replaced(name, to_outside) for name in FILES},
     **{f"pipe for {name}": replaced(name, os.mkfifo) for name in FILES},
@@ -264,7 +264,7 @@ def verdicts(tmp_path_factory) -> dict[str, str]:
         paths[name] = folder / str(index) / "run"
         shutil.copytree(paths["honest"], paths[name])
         # The manifest would give most of them away.
-        (paths[name] / "manifest-00000.json").unlink()
+        (paths[name] / "manifest-00000.safetensors").unlink()
         attack(paths[name])
     before = snapshot(folder)
     result = subprocess.run(
@@ -293,7 +293,7 @@ def test_an_honest_recording_is_read_under_guard(verdicts):
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_a_hostile_recording_is_refused(verdicts, attack):
     assert verdicts[attack] != "none"
-    names = ("recording.json", "chunk-00000", "state-00000", "manifest-00000", "mixed")
+    names = ("recording.safetensors", "chunk-00000", "state-00000", "manifest-00000", "mixed")
     assert any(name in verdicts[attack] for name in names)
 
 
@@ -331,6 +331,6 @@ def test_a_number_that_no_writer_comes_to_is_no_work(tmp_path):
 def test_a_manifest_of_another_kind(tmp_path):
     make_run(tmp_path)
     for text in (b"[]", b'{"run":1}', b"null", b'{"chunks":[]}'):
-        (tmp_path / "manifest-00000.json").write_bytes(seal(text))
-        with pytest.raises(RecordingError, match=r"manifest-00000\.json"):
+        (tmp_path / "manifest-00000.safetensors").write_bytes(seal(text))
+        with pytest.raises(RecordingError, match=r"manifest-00000\.safetensors"):
             RunReader(tmp_path)

@@ -175,7 +175,7 @@ def test_samples_and_what_is_kept_of_them_are_both_there_or_both_not(
 
         with contextlib.suppress(OSError, KeyboardInterrupt), intercepted(act):
             write(path)
-        if (path / "recording.json").exists():
+        if (path / "recording.safetensors").exists():
             with RunReader(path, verify=True) as reader:
                 chunks = len(reader.kept.rows) // 2
                 check(reader, chunks)

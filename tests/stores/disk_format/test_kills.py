@@ -199,7 +199,7 @@ def test_power_lost_at_every_system_call(tmp_path):
         disk.restore(found)
         survived(found, durable[-1])
         if target >= num_calls:
-            assert (found / "manifest-00000.json").exists()
+            assert (found / "manifest-00000.safetensors").exists()
         shutil.rmtree(path)
         shutil.rmtree(found)
 

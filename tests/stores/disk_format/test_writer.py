@@ -128,14 +128,14 @@ def test_what_does_not_count_is_cleared_away(tmp_path, then):
     for name in (
         "state-00000-0123456789abcdef.safetensors",
         "chunk-00000-00000003.safetensors.00000-0123456789abcdef.tmp",
-        "recording.json.00000-0123456789abcdef.tmp",
+        "recording.safetensors.00000-0123456789abcdef.tmp",
     ):
         (tmp_path / name).write_bytes(b"left by a killed writer")
     others = {"notes.txt", "chunk-00001-00000003.safetensors.00001-0123456789abcdef.tmp"}
     for name in others:
         (tmp_path / name).write_text("of somebody else")
     then(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()} - {"manifest-00000.json"}
+    names = {path.name for path in tmp_path.iterdir()} - {"manifest-00000.safetensors"}
     states = {name for name in kept if name.startswith("state")} - {state.name}
     assert names == kept - states | others
     write_rest(tmp_path, []) if then is resume else None
