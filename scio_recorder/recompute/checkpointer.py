@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, RecomputeError
 from scio_recorder.nets.state.restoring import preserved_rng, random_state, restore_random
+from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.structures import flatten, tensors
 
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
@@ -46,15 +47,9 @@ class CheckpointConfig:
     mixed_precision: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_index(self.every) or self.every < 1:
-            raise ArgumentError(
-                f"every={self.every!r}: write an integer from 1 on, such as every=4"
-            )
-        limit = self.max_checkpoints
-        if limit is not None and not _is_index(limit):
-            raise ArgumentError(
-                f"max_checkpoints={limit!r}: write an integer from 0 on, or None for no limit"
-            )
+        whole("every", self.every, 1, ArgumentError)
+        if self.max_checkpoints is not None:
+            whole("max_checkpoints", self.max_checkpoints, 0, ArgumentError)
 
 
 class ActivationCheckpointer:
@@ -142,10 +137,7 @@ class ActivationCheckpointer:
         RecomputeError
             There are ``config.max_checkpoints`` already, and this layer is no boundary.
         """
-        if not _is_index(layer):
-            raise ArgumentError(
-                f"layer {layer!r}: write the index of a layer, an integer from 0 on"
-            )
+        layer = whole("layer", layer, 0, ArgumentError)
         limit = self.config.max_checkpoints
         is_extra = layer not in self._kept and not self.is_checkpoint_layer(layer)
         if limit is not None and is_extra and len(self._kept) >= limit:
@@ -296,10 +288,6 @@ def _copy(leaf: Tensor, shrinks: bool) -> Tensor:
 
 def _num_bytes(activation: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors(activation))
-
-
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_distinct(layers: Sequence[int]) -> None:

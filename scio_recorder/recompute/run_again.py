@@ -29,6 +29,7 @@ from scio_recorder.nets.state.restoring import preserved_rng, restored
 from scio_recorder.postprocessors.assigning import Assigned, Postprocessor
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
+from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten, map_tensors
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Call:
         The layer.
     inputs : Inputs
         What its forward received.
-    is_output : callable
-        Whether what it is given is just what the call returned then.
+    output : str
+        The digest of what the call returned then, see `digest_of`.
     moment : Moment
         The state at that call.
     explain_change : callable
@@ -70,7 +71,7 @@ class Call:
 
     label: DepthIdx
     inputs: Inputs
-    is_output: Callable[[Any], bool]
+    output: str
     moment: Moment
     explain_change: Callable[[nn.Module], str | None]
     posts: Mapping[DepthIdx, Postprocessor] = field(default_factory=dict)
@@ -209,7 +210,7 @@ class _Rerun:
         if label in self._targets:
             self.found[label] = map_tensors(copied, output)
         if label == self._call.label:
-            self._is_other |= not self._call.is_output(output)
+            self._is_other |= digest_of(output) != self._call.output
         return None if handed is output else handed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.selection import select
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
 from scio_recorder.stores.room import labelled_bytes
-from scio_recorder.tensors.copies import is_plain, same_bits
+from scio_recorder.tensors.copies import is_plain
+from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ class Recomputing:
 
     def _recorded_call(self, label: DepthIdx) -> Call:
         moments, posts = self._capture.state
-        inputs, output = self.inputs.peek(label), self.activations.peek(label)
+        inputs, output = self.inputs.peek(label), digest_of(self.activations.peek(label))
         moment = moments[label]
-        return Call(label, inputs, partial(_equal, output), moment, moment.explain_change, posts)
+        return Call(label, inputs, output, moment, moment.explain_change, posts)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -161,10 +161,3 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
         return id(tensor), tensor.nbytes
     memory = tensor.untyped_storage()
     return memory.data_ptr(), memory.nbytes()
-
-
-def _equal(recorded: Any, output: Any) -> bool:
-    ours, theirs = tensors(output), tensors(recorded)
-    return len(ours) == len(theirs) and all(
-        same_bits(one.to(other.device), other) for one, other in zip(ours, theirs, strict=True)
-    )

@@ -19,7 +19,7 @@ from scio_recorder.postprocessors.assigning import Postprocessor, assign
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.room import labelled_bytes
-from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.digests import Weights
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -204,8 +204,7 @@ class _Recomputation:
         for label, targets in self._wanted.items():
             kept = self._recording.calls.call(number, label)
             explain_change = partial(_explain_change, kept, self._weights)
-            is_output = partial(_has_digest, kept.output)
-            call = Call(label, kept.inputs, is_output, kept.moment, explain_change, self._posts)
+            call = Call(label, kept.inputs, kept.output, kept.moment, explain_change, self._posts)
             found.update(rerun(self._architecture, call, targets))
         return found
 
@@ -260,10 +259,6 @@ def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
                 "recompute_batches(...)"
             )
         array.copy_(tensor)
-
-
-def _has_digest(digest: str, output: Any) -> bool:
-    return digest_of(output) == digest
 
 
 def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str | None:

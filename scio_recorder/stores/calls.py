@@ -162,6 +162,15 @@ class Calls:
         The layers.
     names : iterable of str
         Those whose calls are kept, as they are called there.
+
+    Attributes
+    ----------
+    labels : tuple of (int, int)
+        The layers whose calls are kept.
+    rows : sequence of int
+        How many samples each batch has.
+    num_bytes : int
+        What all calls take together.
     """
 
     def __init__(
@@ -173,25 +182,15 @@ class Calls:
         self._source = source
         self._names = {architecture.resolve(name): str(name) for name in names}
 
+        kept = self._kept
+        self.rows: Sequence[int] = kept.rows
+        self.num_bytes = kept.num_bytes
+        self.labels = tuple(self._names) if kept.rows else ()
+
     @property
     def _kept(self) -> KeptCalls | KeptReader:
         # A reader of a recording can be pickled, and a reader of its calls can't.
         return self._source if isinstance(self._source, KeptCalls) else self._source.kept
-
-    @property
-    def labels(self) -> Sequence[DepthIdx]:
-        """The layers whose calls are kept."""
-        return tuple(self._names) if self._kept.rows else ()
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """How many samples each batch has."""
-        return self._kept.rows
-
-    @property
-    def num_bytes(self) -> int:
-        """What all calls take together."""
-        return self._kept.num_bytes
 
     def call(self, number: int, label: DepthIdx) -> KeptCall:
         """Return the call of a layer in a batch, in memory of its own on the CPU.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,15 +73,10 @@ class Feed:
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
-        remaining = self._limit
-        for number, batch in enumerate(self._batches):
+        stop = None if self._limit is None else (self._limit - 1) * self.every + 1
+        for number, batch in enumerate(islice(self._batches, stop)):
             self._number = number
-            is_taken = number % self.every == 0
-            yield batch, is_taken
-            if is_taken and remaining is not None:
-                remaining -= 1
-                if remaining == 0:
-                    return
+            yield batch, number % self.every == 0
 
     @property
     def num_batches(self) -> int | None:

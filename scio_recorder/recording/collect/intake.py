@@ -52,10 +52,6 @@ class LayerIntake:
         self.transform = transform
         self.current = current
 
-    def receive(self, activation: Any) -> None:
-        """Take in an activation before the net goes on."""
-        raise NotImplementedError
-
     def _transformed(self, activation: Any) -> Tensor:
         """Return the tensor to keep: what was returned, or what the transform makes of it."""
         result = activation
