@@ -118,12 +118,10 @@ def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
 
 
 def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx, str]:
-    layers = {label: architecture[label] for label in labels}
-    names = {label: layer.name or layer.type_name for label, layer in layers.items()}
     calls = Counter(row.name or row.type_name for row in architecture.values())
-    depth_index = {label: text_of(label) for label in labels}
+    names = {row.label: row.name or row.type_name for row in map(architecture.__getitem__, labels)}
     return {
-        label: name if calls[name] == 1 else f"{name}_{depth_index[label]}"
+        label: name if calls[name] == 1 else f"{name}_{text_of(label)}"
         for label, name in names.items()
     }
 

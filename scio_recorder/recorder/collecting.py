@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.postprocessors.assigning import Postprocessors
+from scio_recorder.recorder.reading import Reading
 from scio_recorder.recording import Recording
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.feed import Feed
@@ -17,25 +18,9 @@ from scio_recorder.recording.collect.options import Options, Reduce, Transforms
 from scio_recorder.stores import Plan, Store
 from scio_recorder.stores.room import labelled_bytes, make_plan
 
-if TYPE_CHECKING:
-    from torch.nn.parameter import Parameter
 
-    from scio_recorder.capture.engine import Capture
-    from scio_recorder.nets.architecture import Architecture
-
-
-class Collecting:
+class Collecting(Reading):
     """What a recorder can do with a dataset."""
-
-    architecture: Architecture
-    _capture: Capture
-    _net: nn.Module
-
-    if TYPE_CHECKING:
-
-        @property
-        def recorded_params(self) -> dict[str, Parameter]:  # noqa: D102  # the recorder's own
-            ...
 
     def collect(
         self,
@@ -118,6 +103,7 @@ class Collecting:
 
         Examples
         --------
+        >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
         >>> rnet.record("1")
@@ -157,6 +143,7 @@ class Collecting:
 
         Examples
         --------
+        >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
         >>> rnet.record("0-1")
@@ -181,6 +168,7 @@ class Collecting:
 
         Examples
         --------
+        >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
         >>> rnet.record("0-1")

@@ -13,26 +13,17 @@ from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.saved_tensors import SavedTensors
 from scio_recorder.errors import SelectorTypeError
-from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.records import LayerMapping
+from scio_recorder.recorder.reading import Reading
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.engine import Capture
     from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
 
 
-class Differentiating:
+class Differentiating(Reading):
     """The part of a recorder that deals with autograd."""
-
-    architecture: Architecture
-    _capture: Capture
-
-    @property
-    def activations(self) -> Records:
-        """The activations of the latest pass."""
-        raise NotImplementedError
 
     @property
     def _gradient_hooks(self) -> GradientHooks:

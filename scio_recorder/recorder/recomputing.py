@@ -8,35 +8,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from scio_recorder.errors import RecomputeError, SelectorTypeError
-from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
+from scio_recorder.recorder.reading import Reading
 from scio_recorder.stores.room import labelled_bytes
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.engine import Capture
     from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
 
 
-class Recomputing:
+class Recomputing(Reading):
     """The part of a recorder that recomputes."""
-
-    architecture: Architecture
-    _capture: Capture
-
-    @property
-    def activations(self) -> Records:
-        """The activations of the latest pass."""
-        raise NotImplementedError
-
-    @property
-    def inputs(self) -> Records:
-        """The inputs of the latest pass."""
-        raise NotImplementedError
 
     def recompute(self, *selectors: Any) -> LayerMapping[Any]:
         """Return activations of the latest pass that were not recorded.

@@ -16,7 +16,7 @@ from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.layer import text_of
 from scio_recorder.nets.labelling.label import label_net
-from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.collecting import Collecting
@@ -25,10 +25,8 @@ from scio_recorder.recorder.recomputing import Recomputing
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
-    from torch.nn.parameter import Parameter
     from torchinfo import ModelStatistics
 
-    from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
 
 
@@ -311,55 +309,6 @@ class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
         ['0', '']
         """
         return track(self._net, **options)
-
-    @property
-    def recording(self) -> tuple[DepthIdx, ...]:
-        """The labels of the recorded layers, sorted."""
-        return self._capture.program.recording
-
-    @property
-    def activations(self) -> Records:
-        """What the recorded layers returned in the latest pass that this thread has run.
-
-        A read-only mapping; keys are ``(1, 3)``, ``"1-3"`` or unambiguous qualified names. It stays
-        as it is when the next pass runs.
-        """
-        return self._capture.activations
-
-    @property
-    def inputs(self) -> Records:
-        """What the forward of the recorded modules received, after ``record(..., inputs=True)``.
-
-        Values are named tuples ``(args, kwargs)``.
-        """
-        return self._capture.inputs
-
-    @property
-    def gradients(self) -> Records:
-        """Gradients of what was differentiated with respect to the activations.
-
-        After ``record(..., gradients=True)``, a pass and a backward pass. A layer that got none is
-        absent; a new backward pass replaces them. Under gradient scaling they are scaled.
-        """
-        return self._capture.gradients
-
-    @property
-    def recorded_modules(self) -> LayerMapping[nn.Module]:
-        """The modules of the recorded layers, by label."""
-        modules = {label: self.architecture[label].module for label in self.recording}
-        found = {label: module for label, module in modules.items() if module is not None}
-        return LayerMapping(self.architecture, found, "module")
-
-    @property
-    def recorded_params(self) -> dict[str, Parameter]:
-        """The parameters inside recorded layers by their names in this module.
-
-        A parameter that the net holds under several names appears under each.
-        """
-        modules = self.recorded_modules.values()
-        own = {id(parameter) for module in modules for parameter in module.parameters()}
-        every = self.named_parameters(remove_duplicate=False)
-        return {name: parameter for name, parameter in every if id(parameter) in own}
 
     def __repr__(self) -> str:
         table = "\n".join(map(visible, repr(self.summary).split("\n")))

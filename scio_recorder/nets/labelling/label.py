@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.labelling.calls import Call, CallTrace
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
@@ -133,7 +133,89 @@ def _understood_by_torchinfo(input_data: Any) -> Any:
     return input_data if known else [input_data]
 
 
-_Labelled = tuple[ModelStatistics, Architecture, CallTrace, Flow]
+@dataclass(eq=False)
+class _Call:
+    """One call of a module; ``completion`` stays None if it did not return."""
+
+    module: nn.Module
+    number: int
+    input_shape: Any
+    handled_error: BaseException | None
+    completion: int | None = None
+    output_spec: Any = None
+
+
+class _CallTrace:
+    """The calls of one pass, in the order in which they started.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net to observe, from the constructor until :meth:`detach`.
+    grad : bool
+        Whether the net runs with gradients, although the caller has turned them off.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> net = nn.Sequential(nn.ReLU())
+    >>> trace = _CallTrace(net)
+    >>> _ = net(torch.ones(2))
+    >>> trace.detach()
+    >>> [(type(call.module).__name__, call.completion) for call in trace.calls]
+    [('Sequential', 1), ('ReLU', 0)]
+    """
+
+    def __init__(self, net: nn.Module, *, grad: bool = False) -> None:
+        self.calls: list[_Call] = []
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._net = net
+        self.grad = grad
+        self._open: dict[int, list[_Call]] = {}
+        self._counts: dict[int, int] = {}
+        self._completed = 0
+        self._handles: list[RemovableHandle] = []
+        for module in net.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._attach(module)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach(self, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(self._start, with_kwargs=True),
+            module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self._net and self.inputs is None:
+            # As they were before the pass, which may resize them or fill a cache among them.
+            self.inputs = copy_inputs((args, kwargs))
+            if self.grad:
+                # The caller's `no_grad` puts this back.
+                torch.set_grad_enabled(True)
+        number = self._counts.get(id(module), 0)
+        self._counts[id(module)] = number + 1
+        call = _Call(module, number, _input_shape(args, kwargs), sys.exc_info()[1])
+        self.calls.append(call)
+        self._open.setdefault(id(module), []).append(call)
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self._open[id(module)].pop()
+        # A hook that is always called can't tell an exception from an output of None otherwise. A
+        # call that the net makes while it handles an exception has had this one from its start.
+        if sys.exc_info()[1] is call.handled_error:
+            call.completion = self._completed
+            call.output_spec = describe(output)
+            self._completed += 1
+
+
+_Labelled = tuple[ModelStatistics, Architecture, _CallTrace, Flow]
 
 
 def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
@@ -187,7 +269,7 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bo
     originals = {
         id(module): names[name] for name, module in twin.named_modules(remove_duplicate=False)
     }
-    trace, flow = CallTrace(twin, grad=grad), Flow(twin)
+    trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
         with quiet(), eager(), forgiving(), flow.followed():
             statistics = summary(twin, **_dry_run_keywords(keywords))
@@ -218,7 +300,15 @@ def _dry_run_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {**keywords, **copied, "verbose": verbose}
 
 
-def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo, Call | None]]:
+def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = shapes_of(describe(args))
+    named = shapes_of(describe(kwargs))
+    if not kwargs:
+        return shapes[0] if len(args) == 1 else shapes
+    return (*shapes, named) if args else named
+
+
+def _rows(infos: list[LayerInfo], calls: list[_Call]) -> Iterator[tuple[LayerInfo, _Call | None]]:
     """Pair each row with its call.
 
     torchinfo adds a row at every start of a call, and later inserts rows for containers that were
@@ -235,7 +325,7 @@ def _rows(infos: list[LayerInfo], calls: list[Call]) -> Iterator[tuple[LayerInfo
             yield info, None
 
 
-def _layer(info: LayerInfo, call: Call | None, name: str) -> Layer:
+def _layer(info: LayerInfo, call: _Call | None, name: str) -> Layer:
     ran = call if call is not None and call.completion is not None else None
     return Layer(
         label=Label((info.depth, info.depth_index or 0)),

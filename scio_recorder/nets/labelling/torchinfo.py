@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,20 +100,13 @@ def _computed_once(name: str) -> _Replacement:
     def replacement(original: _Function) -> _Function:
         def computed_once(info: LayerInfo) -> Any:
             result = original(info)
-            setattr(info, name, _Constant(result))
+            # A summary is pickled with its recorder, so this is no lambda.
+            setattr(info, name, partial(int, result))
             return result
 
         return computed_once
 
     return replacement
-
-
-@dataclass(frozen=True)
-class _Constant:
-    value: Any
-
-    def __call__(self) -> Any:
-        return self.value
 
 
 def _flat(size_of: _Function) -> _Function:
