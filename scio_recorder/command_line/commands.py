@@ -31,7 +31,7 @@ from scio_recorder.command_line.arguments import (
     whole_from,
 )
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
-from scio_recorder.display.progress import lines_every
+from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 
 # Between lines about long work, where there is no terminal.
@@ -257,15 +257,18 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
     """Read all of a recording and compare its checksums."""
     from scio_recorder.stores.disk_format.reader import RunReader
 
-    with RunReader(_there(parsed.path)) as reader:
-        reports = reader.verify()
-        damaged = [one.problem for one in reports if one.problem is not None]
-        if damaged:
-            raise FailureError("; ".join(damaged))
-        num_bytes = sum(one.num_bytes for one in reports)
-        state = "complete" if reader.complete else "interrupted: collect with resume to go on"
-        text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    reports = []
+    with RunReader(_there(parsed.path)) as reader, progress_bar("verifying", None) as advance:
+        for one in reader.verify():
+            reports.append(one)
+            advance(0, one.num_bytes)
+    damaged = [one.problem for one in reports if one.problem is not None]
+    if damaged:
+        raise FailureError("; ".join(damaged))
+    num_bytes = sum(one.num_bytes for one in reports)
+    state = "complete" if reader.complete else "interrupted: collect with resume to go on"
+    text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def report(parsed: argparse.Namespace, console: Console) -> None:

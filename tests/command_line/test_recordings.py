@@ -158,6 +158,8 @@ def test_a_pipe_gets_lines_about_long_work(capsys, monkeypatch):
     for command in ("inspect", "report"):
         assert main([command, "run"]) == 0
         assert "reading layers 1/1" in capsys.readouterr().err
+    assert main(["verify", "run"]) == 0
+    assert "verifying 1/?, " in capsys.readouterr().err
 
 
 SLOW = """

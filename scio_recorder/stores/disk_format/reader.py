@@ -171,7 +171,7 @@ class RunReader:
         # The number of samples before each chunk.
         self._starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
         if verify:
-            for report in self._verified():
+            for report in self.verify():
                 if report.problem is not None:
                     raise RecordingError(report.problem)
 
@@ -216,12 +216,17 @@ class RunReader:
         """Return the state that one rank committed last, or None where it committed none."""
         return read_state(self._folder, self._run, rank)
 
-    def verify(self) -> tuple[FileReport, ...]:
-        """Read every byte of data and compare it with its checksum.
+    def verify(self) -> Iterator[FileReport]:
+        """Read every byte of data and compare it with its checksum, file by file.
 
         The other files have been checked whole at opening.
         """
-        return tuple(self._verified())
+        for rank, chunks in self._run.chunks.items():
+            for chunk in chunks:
+                yield _report(chunk.name, chunk.verify)
+            name = self._run.state_file(rank)
+            if name is not None:
+                yield _report(name, partial(_verify, self._folder, name))
 
     def close(self) -> None:
         """Close the folder; tensors that were read stay."""
@@ -248,14 +253,6 @@ class RunReader:
             end = min(stop, self._starts[number + 1])
             yield number, start, end
             start, number = end, number + 1
-
-    def _verified(self) -> Iterator[FileReport]:
-        for rank, chunks in self._run.chunks.items():
-            for chunk in chunks:
-                yield _report(chunk.name, chunk.verify)
-            name = self._run.state_file(rank)
-            if name is not None:
-                yield _report(name, partial(_verify, self._folder, name))
 
 
 def _verify(folder: Folder, name: str) -> int:

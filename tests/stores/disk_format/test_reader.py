@@ -126,7 +126,7 @@ def test_a_reader_travels_to_another_process(tmp_path):
 def test_verify_reports_every_file(tmp_path):
     make_run(tmp_path)
     with RunReader(tmp_path) as recording:
-        reports = recording.verify()
+        reports = list(recording.verify())
     files = {path.name: path.stat().st_size for path in tmp_path.glob("[cs]*-*.safetensors")}
     assert {report.name: report.num_bytes for report in reports} == files
     assert [report.problem for report in reports] == [None] * 4
