@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from scio_recorder.tensors.dtypes import DTYPES
 
@@ -48,12 +49,13 @@ def current_folder_on_path() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def call(target: str, function: Any) -> Any:
-    """Return what a function makes without arguments."""
-    if not callable(function):
-        raise UsageError(f"{target} is {kind_of(function)}, which can't be called")
+def made(target: str) -> Any:
+    """Return what ``MODULE:NAME`` says, or what that makes where it is called without arguments."""
+    found = load(target)
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
     try:
-        return function()
+        return found()
     except (Exception, SystemExit) as error:
         raise UsageError(f"{target}, called without arguments, failed: {said(error)}") from error
 

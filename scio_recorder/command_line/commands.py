@@ -21,11 +21,10 @@ from torch import nn
 
 from scio_recorder.command_line.arguments import (
     UsageError,
-    call,
     current_folder_on_path,
     dtype_of,
     kind_of,
-    load,
+    made,
     said,
     size,
     whole_from,
@@ -187,8 +186,7 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
 
     if parsed.input_data is not None and parsed.dtype:
         raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
-    net = load(parsed.net)
-    net = call(parsed.net, net) if not isinstance(net, nn.Module) else net
+    net = made(parsed.net)
     if not isinstance(net, nn.Module):
         raise UsageError(f"{parsed.net} gives {kind_of(net)}, not a torch.nn.Module")
     if is_eval:
@@ -203,8 +201,7 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
     """
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
-    data = load(parsed.data)
-    batches = call(parsed.data, data) if callable(data) else data
+    batches = made(parsed.data)
     try:
         recording = rnet.collect(
             batches,
@@ -314,8 +311,7 @@ def demo(parsed: argparse.Namespace, console: Console) -> None:
 
 def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.input_data is not None:
-        data = load(parsed.input_data)
-        return {"input_data": call(parsed.input_data, data) if callable(data) else data}
+        return {"input_data": made(parsed.input_data)}
     sizes, dtypes = parsed.input_size, parsed.dtype or [torch.float32]
     if len(dtypes) not in (1, len(sizes)):
         raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")

@@ -184,8 +184,7 @@ def _definitions() -> str:
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. Values outside are counted below it. "
-        "Bins of integers hold equally many each, and begin half before the first.",
+        "further than 6 standard deviations from the mean. Values outside are counted below it.",
     }
     listed = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in words.items())
     return (

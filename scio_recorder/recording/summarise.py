@@ -42,8 +42,6 @@ _BLOCK = 1 << 17
 _KEPT_BYTES = 1 << 28
 # Bins reach no further from the mean than so many standard deviations.
 _REACH = 6.0
-# Up to here float64 has every integer and every half between two of them.
-_EXACT = 2.0**52
 
 
 def summarise(
@@ -86,8 +84,6 @@ def _of_samples(
         survey.update(part)
     values, span, bars = survey.values, survey.span, None
     if span and bins is not None:
-        if not (samples.is_floating_point() or samples.dtype.is_complex):
-            span, bins = _whole_bins(span, bins)
         parts = parts if is_kept else _read(recording, label, advance)
         bars = _count(parts, span, bins, has_nan=bool(values.nans))
     lost = recording.relative_errors.get(label)
@@ -286,26 +282,6 @@ class Survey:
         std = self.finite.std
         reach = _REACH * std if std is not None and math.isfinite(std) else math.inf
         return widened(max(self._low, self._mean - reach), min(self._high, self._mean + reach))
-
-
-def _whole_bins(span: tuple[float, float], bins: int) -> tuple[tuple[float, float], int]:
-    """Return a range and a number of bins in which all bins hold equally many integers.
-
-    Edges lie half between integers. Others would leave bins empty or doubly filled by themselves.
-
-    Examples
-    --------
-    >>> _whole_bins((0.0, 9.0), 4)
-    ((-0.5, 11.5), 4)
-    >>> _whole_bins((0.0, 1.0), 50)
-    ((-0.5, 1.5), 2)
-    """
-    low, high = math.ceil(span[0]), math.floor(span[1])
-    if max(-low, high) >= _EXACT:
-        return span, bins
-    width = -(-(high - low + 1) // bins)
-    count = -(-(high - low + 1) // width)
-    return (low - 0.5, low - 0.5 + width * count), count
 
 
 def _unit_dimension(layer: Layer, ndim: int) -> int:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.labels import By
 from scio_recorder.reductions.rows import RowBuffer, RowReduction
+from scio_recorder.reductions.samples import By
 
 
 class Quantiles(RowReduction):

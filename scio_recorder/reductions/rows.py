@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.labels import By
-from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.reductions.samples import By, SampleReduction
 
 
 class RowReduction(SampleReduction):

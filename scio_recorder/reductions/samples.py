@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import Reduction
-from scio_recorder.reductions.labels import By, Label, in_order, labels_of
 from scio_recorder.reductions.numerics import undisturbed, working_dtype
 from scio_recorder.tensors.copies import gathered, is_dense
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import map_tensors
+
+Label: TypeAlias = int | float | str
+By: TypeAlias = Callable[[Any], Any]
 
 
 class SampleReduction(Reduction):
@@ -304,3 +306,44 @@ def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype 
     if known is None or new is None:
         return new or known
     return torch.promote_types(known, new)
+
+
+def labels_of(by: By, batch: object, count: int) -> list[Label]:
+    """Return the labels of a batch of `count` samples, converted to Python values."""
+    if batch is None:
+        raise CollectError(
+            "A reduction with by= needs the batch that the labels are read from; "
+            "write update(activation, batch)."
+        )
+    given = by(batch)
+    # Tensors and NumPy arrays convert as a whole much faster than element by element.
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise CollectError(
+            f"by= returned {type(given).__name__}, which is no sequence of labels; "
+            f"return one label for each of the {count} samples."
+        )
+    labels = [_plain(value) for value in values]
+    if len(labels) != count:
+        raise CollectError(
+            f"by= returned {len(labels)} labels for an activation of {count} samples; "
+            "return one label for each sample (dimension 0)."
+        )
+    return labels
+
+
+def _plain(value: Any) -> Label:
+    item = value.item() if hasattr(value, "item") else value
+    for kind in (bool, int, float, str):
+        # Subclasses (numpy.str_, IntEnum) become the plain type; nan, unequal to itself, no key.
+        if isinstance(item, kind) and item == item:
+            return kind(item)
+    raise CollectError(
+        f"by= returned the label {value!r}; labels must be numbers (not nan) or strings, "
+        "one for each sample."
+    )
+
+
+def in_order(labels: Iterable[Label]) -> list[Label]:
+    """Sort labels, numbers before strings: independent of the order in which they were seen."""
+    return sorted(labels, key=lambda label: (isinstance(label, str), label))

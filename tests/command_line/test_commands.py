@@ -140,7 +140,7 @@ def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
         (["no_such_module_at_all:net"], ["ModuleNotFoundError", "no_such_module_at_all"]),
         (["cli_broken:net"], ["cli_broken:net", "no_such_module_anywhere"]),
         (["cli_nets:missing"], ["AttributeError", "missing"]),
-        (["cli_nets:number"], ["is an int", "can't be called"]),
+        (["cli_nets:number"], ["gives an int", "not a torch.nn.Module"]),
         (["cli_leaving:net"], ["can't load cli_leaving:net", "it called sys.exit(3)"]),
         (["cli_nets:leaving"], ["cli_nets:leaving", "it called sys.exit(4)"]),
         (["cli_nets:broken"], ["failed", "RuntimeError: no weights here"]),
