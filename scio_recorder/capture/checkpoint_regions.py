@@ -217,31 +217,31 @@ class Reruns(Marks):
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None to go on with them as they are."""
-        mark, _ = self._mark_and_inner()
-        position = None if mark is None else mark.next_position(index, starts=True)
-        label = None if position is None else mark.rerun.labels[position]
-        return None if label is None else mark.rerun.inputs_again(label, args, kwargs)
+        mark, label, _ = self._next_event(index, starts=True)
+        return None if mark is None else mark.rerun.inputs_again(label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None to go on with it as it is."""
-        mark, inner = self._mark_and_inner()
-        position = None if mark is None else mark.next_position(index)
-        label = None if position is None else mark.rerun.labels[position]
-        if label is None:
-            return None
-        task = private.backward_pass() if mark.root is None else mark.root
-        for region in inner:
-            # Checkpointing inside a checkpointed region: its own re-run comes later.
-            own = self.on(region) or self.put(region, _Mark(mark.rerun, task))
-            own.positions.append(position)
-        return mark.rerun.again(label, output, task)
+        mark, label, task = self._next_event(index)
+        return None if mark is None else mark.rerun.again(label, output, task)
 
-    def _mark_and_inner(self) -> tuple[Any, list[Any]]:
-        """Return the mark of the nearest region that is run again, and the regions inside it."""
+    def _next_event(self, index: int, *, starts: bool = False) -> tuple[Any, Any, int]:
+        """Return the mark of the nearest region that is run again, and what starts or returns.
+
+        That is the label of a call, and the backward pass that it belongs to.
+        """
         inner: list[Any] = []
         for region in regions() if self else ():
             mark = self.on(region.kept) if region.is_rerun else None
-            if mark is not None:
-                return mark, inner
-            inner.append(region.kept)
-        return None, []
+            if mark is None:
+                inner.append(region.kept)
+                continue
+            position = mark.next_position(index, starts=starts)
+            label = None if position is None else mark.rerun.labels[position]
+            task = private.backward_pass() if mark.root is None else mark.root
+            for around in inner if label is not None and not starts else ():
+                # Checkpointing inside a checkpointed region: its own re-run comes later.
+                own = self.on(around) or self.put(around, _Mark(mark.rerun, task))
+                own.positions.append(position)
+            return (None if label is None else mark), label, task
+        return None, None, -1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from scio_recorder.errors import FlowError, PostprocessorError
-from scio_recorder.nets.records import Copied, Records
+from scio_recorder.nets.records import Records, copied
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class CompiledPass:
     def __init__(
         self, program: Program, posts: dict[DepthIdx, Postprocessor] | None, keeps: bool
     ) -> None:
+        self.program = program
         self.counts_calls = program.counts_calls
         self.positions = program.positions
         self.labels = program.labels
@@ -29,6 +30,7 @@ class CompiledPass:
         self.keeps = keeps
         self.counts: dict[int, int] = {}
         self.values: dict[DepthIdx, Any] = {}
+        # Whether copies were taken off a graph.
         self.is_on_graph = False
 
     def receive(self, index: int, output: Any) -> Any:
@@ -57,17 +59,7 @@ class CompiledPass:
             self.values[label] = (*self.values.get(label, ()), before)
         return handed
 
-
-class CompiledRecords:
-    """What the latest compiled pass has left."""
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] | None = None
-        self.values: dict[DepthIdx, Any] = {}
-        # Whether copies were taken off a graph.
-        self.is_on_graph = False
-
-    def records(self, program: Program) -> Records:
+    def records(self) -> Records:
         """Return the activations.
 
         Raises
@@ -76,14 +68,14 @@ class CompiledRecords:
             Layers ran more or less often than at labelling. Only here: in a compiled pass there is
             no place to raise it without a graph break.
         """
+        program, values = self.program, self.values
         if not program.counts_calls:
-            calls = {label: Copied(self.values.get(label, ())) for label in program.order}
-            return Records(program.architecture, calls)
+            values = {label: values.get(label, ()) for label in program.order}
         wrong = [
             str(program.architecture[label])
             for index, positions in enumerate(program.positions)
             for label in (program.labels[at] for at in positions)
-            if label is not None and (self.counts or {}).get(index, 0) != len(positions)
+            if program.counts_calls and label and self.counts.get(index, 0) != len(positions)
         ]
         if wrong:
             raise FlowError(
@@ -91,7 +83,7 @@ class CompiledRecords:
                 f"labelling: {', '.join(wrong)}. Compile the recorder after record(), and call it "
                 "as it was labelled"
             )
-        copies = {label: Copied(value) for label, value in self.values.items()}
+        copies = {label: copied(value) for label, value in values.items()}
         return Records(program.architecture, copies)
 
 

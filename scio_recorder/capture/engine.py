@@ -7,13 +7,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
-from scio_recorder.capture.compiled import CompiledPass, CompiledRecords
+from scio_recorder.capture.compiled import CompiledPass
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
@@ -40,20 +40,14 @@ if TYPE_CHECKING:
 _MAX_SETTINGS = 64
 
 
-class PassState(NamedTuple):
-    """The state in which recorded calls ran, by label, and the post-processors of the pass."""
-
-    moments: dict[DepthIdx, LiveMoment]
-    posts: Mapping[DepthIdx, Postprocessor]
-
-
 class _Latest(threading.local):
     """The latest pass of each thread."""
 
     activations: Records | None = None
     inputs: Records | None = None
     gradients: Gradients | None = None
-    state: PassState | None = None
+    # The state in which recorded calls ran, and the post-processors of the pass.
+    state: tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]] = ({}, {})
     is_exported = False
 
 
@@ -80,7 +74,8 @@ class Capture:
         self._site = Site(self._reruns)
         self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
         self._latest = _Latest()
-        self._compiled = CompiledRecords()
+        # The latest pass, if it was compiled.
+        self._compiled: CompiledPass | None = None
         self._active: set[int] = set()
         self._lock = threading.Lock()
         self._is_removed = False
@@ -97,15 +92,15 @@ class Capture:
         self._is_removed = True
         self._reruns.when_over(self._hooks.detach)
         self._latest = _Latest()
-        self._compiled = CompiledRecords()
+        self._compiled = None
         self._known.clear()
 
     @property
     def activations(self) -> Records:
         """The activations of the latest pass that this thread has run."""
-        if self._compiled.counts is not None:
-            self._warn_of_detached()
-            return self._compiled.records(self.program)
+        if self._compiled is not None:
+            self._warn_of_detached(self._compiled)
+            return self._compiled.records()
         return self._latest.activations or self._none("activation")
 
     @property
@@ -123,9 +118,9 @@ class Capture:
         return self._latest.gradients.records(self.program.architecture)
 
     @property
-    def state(self) -> PassState:
-        """What a call of the latest pass needs to run again, besides its inputs."""
-        return self._latest.state or PassState({}, {})
+    def state(self) -> tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]]:
+        """What calls of the latest pass need to run again: their states and post-processors."""
+        return self._latest.state
 
     def run(
         self,
@@ -169,13 +164,12 @@ class Capture:
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
         local = self._site.local
         outer, outer_log = local.active, local.log
-        finished = False
-        output = None
         try:
             self._active.add(id(current))
             self._expect_rerun(current)
             local.active = current
             local.log = current.log if current.is_fast else None
+            output = None
             try:
                 output = net(*args, **kwargs)
             except StopForward as stop:
@@ -183,15 +177,15 @@ class Capture:
                     raise
             local.active, local.log = outer, outer_log
             self._finish(current)
-            finished = True
-            return output
-        finally:
+            self._active.discard(id(current))
+        except BaseException:
             # An interruption can come anywhere, also before the pass has begun to run.
             local.active, local.log = outer, outer_log
             self._active.discard(id(current))
-            if not finished:
-                current.abandon()
-                self._detach_if_idle()
+            current.abandon()
+            self._detach_if_idle()
+            raise
+        return output
 
     def _finish(self, current: Pass) -> None:
         activations, inputs = current.finish()
@@ -204,7 +198,7 @@ class Capture:
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
-            latest.state = PassState(current.received.moments, current.posts.functions)
+            latest.state = current.received.moments, current.posts.functions
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients
@@ -239,8 +233,8 @@ class Capture:
             )
         return records
 
-    def _warn_of_detached(self) -> None:
-        if self._compiled.is_on_graph and not self._has_warned_of_detached:
+    def _warn_of_detached(self, compiled: CompiledPass) -> None:
+        if compiled.is_on_graph and not self._has_warned_of_detached:
             self._has_warned_of_detached = True
             warnings.warn(
                 "activations of a compiled pass are detached copies: a loss on them has no "
@@ -249,7 +243,7 @@ class Capture:
             )
 
     def _refuse_compiled(self, what: str) -> None:
-        if self._compiled.counts is not None:
+        if self._compiled is not None:
             raise UnsupportedNetError(
                 f"the latest pass was compiled, and has left activations only, no {what}: run the "
                 "recorder without torch.compile for these"
@@ -257,8 +251,7 @@ class Capture:
 
     def _forget_latest(self) -> None:
         vars(self._latest).clear()
-        if self._compiled.counts is not None:
-            self._compiled = CompiledRecords()
+        self._compiled = None
 
     def _detach_if_idle(self) -> None:
         """After an exception nothing may stay behind, unless others still need the hooks."""
@@ -306,9 +299,7 @@ class Capture:
         finally:
             self._site.compiled = None
         if not private.is_exporting():
-            self._compiled.counts = current.counts
-            self._compiled.values = current.values
-            self._compiled.is_on_graph = current.is_on_graph
+            self._compiled = current
         elif not torch.compiler.is_dynamo_compiling():
             self._forget_latest()
             self._latest.is_exported = True

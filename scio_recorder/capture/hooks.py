@@ -151,9 +151,13 @@ class ModuleHook(_Uncopied):
                     pass
         if self.site.compiled is not None:
             return self.site.compiled.receive(self.index, output)
-        if active is None:
-            return self._outside(output)
-        return active.receive(self.index, args, output)
+        if active is not None:
+            return active.receive(self.index, args, output)
+        # A call that belongs to no pass, unless a backward pass runs the module again.
+        reruns = self.site.reruns
+        if reruns and private.backward_pass() != -1:
+            return reruns.again(self.index, output)
+        return None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Take what the module's forward is about to receive; return what it receives instead."""
@@ -170,13 +174,6 @@ class ModuleHook(_Uncopied):
         """Take what a compiled module returned, while the network around it is compiled."""
         compiled = self.site.compiled
         return None if compiled is None else compiled.receive(self.index, output)
-
-    def _outside(self, output: Any) -> Any:
-        """Serve a call that belongs to no pass, unless a backward pass runs the module again."""
-        reruns = self.site.reruns
-        return (
-            reruns.again(self.index, output) if reruns and private.backward_pass() != -1 else None
-        )
 
 
 class AroundCompiled:

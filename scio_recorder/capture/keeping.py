@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.capture.learning import BARE, COPY, LEARN, REFERENCE
-from scio_recorder.nets.records import Copied, Recorded
+from scio_recorder.nets.records import Recorded, copied
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, exchange, own_copy, version_of
 from scio_recorder.tensors.structures import Rebuild, flatten, tensors
@@ -133,7 +133,7 @@ class Keeper:
         return kept
 
 
-def offload(value: Any) -> Copied:
+def offload(value: Any) -> Recorded:
     """Start copying every tensor of a structure to host memory, while the network runs on.
 
     The copies are issued on the stream that computes: an in-place operation queued later can't
@@ -144,7 +144,7 @@ def offload(value: Any) -> Copied:
         copies = [_to_host(leaf.detach()) for leaf in leaves]
     devices = {leaf.device for leaf in leaves if leaf.device.type == "cuda"}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
-    return Copied(rebuild(copies), events)
+    return copied(rebuild(copies), events)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

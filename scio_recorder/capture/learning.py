@@ -142,11 +142,7 @@ def _structure(value: Any) -> object:
     if isinstance(value, Tensor):
         return value.dtype
     if isinstance(value, Mapping):
-        return (type(value), _all(value), _all(value.values()))
+        return (type(value), *map(_structure, value), *map(_structure, value.values()))
     if isinstance(value, list | tuple):
-        return (type(value), _all(value))
-    return type(value)
-
-
-def _all(values: Iterable[Any]) -> tuple[object, ...]:
-    return tuple(value if isinstance(value, str) else _structure(value) for value in values)
+        return (type(value), *map(_structure, value))
+    return value if isinstance(value, str) else type(value)

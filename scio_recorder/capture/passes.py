@@ -14,7 +14,7 @@ from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
 from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Keeping, Setting
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from scio_recorder.nets.records import Copied, Entry, Inputs, Recorded, Records
+from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
@@ -265,7 +265,7 @@ class ReceivedInputs:
         self._posts = posts
         self._sink = sink
         # By position; several of one position only where calls are not counted.
-        self.kept: list[tuple[int, Kept | Copied]] = []
+        self.kept: list[tuple[int, Kept | Recorded]] = []
         # The state in which the calls ran whose inputs are recorded.
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self._starts: Counter[int] = Counter()

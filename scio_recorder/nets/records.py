@@ -103,26 +103,6 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
 
 
-class Copied:
-    """Copies that nothing else holds, and that may still be under way."""
-
-    __slots__ = ("_events", "_value")
-
-    is_intact = True
-
-    def __init__(self, value: Any, events: Sequence[Any] = ()) -> None:
-        self._value = value
-        self._events = events
-
-    def peek(self) -> Any:
-        """Return the copies once they are complete."""
-        for event in self._events:
-            event.synchronize()
-        return self._value
-
-    read = peek
-
-
 class Recorded:
     """What a pass has kept of one structure: its parts, and how it is built of them."""
 
@@ -152,9 +132,20 @@ class Recorded:
         return self._value
 
 
+def copied(value: Any, events: Sequence[Any] = ()) -> Recorded:
+    """Return copies that nothing else holds, and that are complete after some events."""
+
+    def completed(parts: Sequence[Any]) -> Any:
+        for event in events:
+            event.synchronize()
+        return value
+
+    return Recorded((), completed)
+
+
 # What a pass keeps of a layer. Each tells whether it `is_intact`, and can be looked at by `peek`
 # and handed out by `read`.
-Entry: TypeAlias = Held | Copied | Recorded
+Entry: TypeAlias = Held | Recorded
 
 
 class Records(LayerMapping[Any]):

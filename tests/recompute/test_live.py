@@ -474,7 +474,7 @@ def test_memory_kept_and_memory_saved() -> None:
         rnet(torch.randn(500, 64))
     row = 4 * 64 * 500
     # Inputs that are the activation before are there once, but for what a first pass copies.
-    states = sum(t.nbytes for t in rnet._capture.state.moments[1, 1].tensors)
+    states = sum(t.nbytes for t in rnet._capture.state[0][1, 1].tensors)
     assert 4 * row <= rnet.memory_stored_bytes <= 6 * row + 3 * states
     # Two inner layers of 256 features, and one of 64, in each of three.
     assert rnet.memory_saved_bytes == 3 * (2 * 4 + 1) * row
