@@ -111,13 +111,7 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
             parameter.grad = None
         if not keep_hooks:
             for module in modules:
-                vars(module).update(
-                    {
-                        name: OrderedDict()
-                        for name in private.HOOK_DICTIONARIES
-                        if name in vars(module)
-                    }
-                )
+                vars(module).update((name, OrderedDict()) for name in _hook_dictionaries(module))
         yield
     finally:
         for module, saved in zip(modules, attributes, strict=True):
@@ -356,15 +350,16 @@ def _first_memo(net: nn.Module, keep_hooks: bool) -> dict[int, Any]:
     shares = are_large(net)
     for module in net.modules():
         if not keep_hooks:
-            memo |= {
-                id(vars(module)[name]): OrderedDict()
-                for name in private.HOOK_DICTIONARIES
-                if name in vars(module)
-            }
+            names = _hook_dictionaries(module)
+            memo |= {id(vars(module)[name]): OrderedDict() for name in names}
         if shares:
             for parameter in module.parameters(recurse=False):
                 memo.setdefault(id(parameter), _share(parameter))
     return memo
+
+
+def _hook_dictionaries(module: nn.Module) -> list[str]:
+    return [name for name in private.HOOK_DICTIONARIES if name in vars(module)]
 
 
 def are_large(net: nn.Module) -> bool:
