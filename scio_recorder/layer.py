@@ -173,7 +173,7 @@ def describe(value: Any) -> Any:
     >>> describe((torch.ones(2, 3), {"scale": 4}))
     (TensorSpec(shape=(2, 3), dtype=torch.float32), {'scale': None})
     """
-    return _map_leaves(_spec, value)
+    return map_leaves(_spec, value)
 
 
 def shapes_of(spec: Any) -> Any:
@@ -194,7 +194,7 @@ def shapes_of(spec: Any) -> Any:
     >>> shapes_of([TensorSpec((2, 3), torch.float32)])
     [(2, 3)]
     """
-    return _map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
+    return map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
 
 
 def text_of(label: DepthIdx) -> str:
@@ -227,20 +227,21 @@ def label_of(key: object) -> Label | None:
         return None
 
 
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a structure with the result of a function in the place of whatever is no container."""
     if isinstance(value, TensorSpec):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _map_leaves(function, item) for key, item in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_map_leaves(function, item) for item in value]
+        return [map_leaves(function, item) for item in value]
     if isinstance(value, tuple):
-        items = [_map_leaves(function, item) for item in value]
+        items = [map_leaves(function, item) for item in value]
         # Some named tuples, PackedSequence for one, check what their constructor is given.
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        return {name: _map_leaves(function, getattr(value, name)) for name in fields}
+        return {name: map_leaves(function, getattr(value, name)) for name in fields}
     return function(value)
 
 

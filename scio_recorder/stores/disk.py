@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import TensorSpec, text_of
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
@@ -158,7 +158,7 @@ class DiskWriter(StoreWriter):
     def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the samples of the next chunk."""
         if self._found_layers is not None:
-            stored = self._found_layers.get(self._name(label))
+            stored = self._found_layers.get(text_of(label))
             if stored != spec:
                 raise RecordingError(
                     f"{self._path}: layer {self._architecture[label]} gives {spec}, and {stored} "
@@ -236,7 +236,7 @@ class DiskWriter(StoreWriter):
         writer = self._writer = self._writer or self._created()
         chunk: dict[str, Tensor] = {}
         for label, column in self._columns.items():
-            chunk[self._name(label)] = column.array[: self.start]
+            chunk[text_of(label)] = column.array[: self.start]
             self._resting[label] = column.turn_to(self._resting[label])
         ids, kept = _joined(self._staged), self.calls.take()
 
@@ -253,15 +253,12 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
-        layers = {self._name(label): column.spec for label, column in self._columns.items()}
+        layers = {text_of(label): column.spec for label, column in self._columns.items()}
         numbers = {"rank": self._store.rank, "world_size": self._store.world_size}
         return RunWriter.create(self._path, layers=layers, header=self._header, **numbers)
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
-
-    def _name(self, label: DepthIdx) -> str:
-        return str(self._architecture[label].label)
 
     def _go_on(self, resume: bool) -> None:
         rank = self._store.rank

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.filesize import decimal
 
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import TensorSpec, map_leaves
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
@@ -134,24 +135,16 @@ def labelled_bytes(architecture: Architecture, labels: Sequence[DepthIdx]) -> di
     dict of (int, int) to int
         Bytes by label.
     """
-    return {
-        label: sum(
-            spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] > 0 else spec.nbytes
-            for spec in _specs(architecture[label].output_spec)
-        )
-        for label in labels
-    }
+    num_bytes = dict.fromkeys(labels, 0)
 
+    def add(label: DepthIdx, spec: TensorSpec | None) -> None:
+        if spec is not None:
+            is_batch = bool(spec.shape) and spec.shape[0] > 0
+            num_bytes[label] += spec.nbytes // (spec.shape[0] if is_batch else 1)
 
-def _specs(value: Any) -> Iterator[TensorSpec]:
-    if isinstance(value, TensorSpec):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _specs(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _specs(item)
+    for label in labels:
+        map_leaves(partial(add, label), architecture[label].output_spec)
+    return num_bytes
 
 
 def _free_host_bytes() -> int:

@@ -63,7 +63,8 @@ class KeptReader:
         self._starts = list(accumulate((len(one.batches) for one in self._chunks), initial=0))
         if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
             raise ValueError("something is kept of some batches and not of others")
-        self.num_bytes = sum(chunk.kept_bytes for chunk in self._chunks)
+        tables = [item for chunk in self._chunks for item in chunk.table.items()]
+        self.num_bytes = sum(spec.nbytes for name, spec in tables if name.startswith("#"))
         # Cache: batches are mostly read in order.
         self._last: tuple[Chunk, list[JSON]] | None = None
 

@@ -140,11 +140,6 @@ class Chunk(TensorFile):
                 if token is not None and not _TOKEN.fullmatch(token):
                     raise ValueError("its state is nowhere")
 
-    @property
-    def kept_bytes(self) -> int:
-        """What is kept of batches takes."""
-        return sum(spec.nbytes for name, spec in self.table.items() if name.startswith("#"))
-
     def _check_kept(self, names: list[str]) -> None:
         wanted: list[str] = []
         if self.batches is not None:

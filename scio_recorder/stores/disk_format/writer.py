@@ -25,7 +25,6 @@ from scio_recorder.stores.disk_format.run import (
     manifest,
     manifest_name,
     read_description,
-    read_state,
     scan,
     state_name,
 )
@@ -68,8 +67,6 @@ class RunWriter:
     ----------
     sample_ids : SampleIds
         The ids of this rank's durable samples, those of earlier writers included.
-    state : Packed or None
-        The state that this rank had committed last when it was resumed.
     """
 
     def __init__(self, path: str, rank: int, new: Description | None) -> None:
@@ -96,7 +93,6 @@ class RunWriter:
         self._description = run.description
         self._checksums = [chunk.checksum for chunk in run.all_chunks()]
         self.sample_ids = run.sample_ids()
-        self.state = read_state(folder, run, rank)
         self._is_finishing = False
         # The files with the tensors of the last states, of which the last one counts.
         self._states = list(filter(None, [run.state_file(rank)]))
