@@ -114,8 +114,8 @@ class Histogram(SampleReduction):
         edges = self._edges()
         if values.device.type == "cpu" and (edges.diff() > 0).all():
             counts, _ = np.histogram(values.numpy(), self._bins, (self._low, self._high))
-            below, above = int((values < self._low).sum()), int((values > self._high).sum())
-            return torch.tensor([below, *counts, above])
+            below = int(np.count_nonzero(values.numpy() < self._low))
+            return torch.tensor([below, *counts, len(values) - below - int(counts.sum())])
         # Several times slower than NumPy on a CPU, but nothing waits for an accelerator, and bins
         # may be narrower than float64 can tell apart.
         edges = edges.to(values.device)

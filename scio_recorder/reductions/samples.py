@@ -235,10 +235,10 @@ class SampleReduction(Reduction):
             self._place(samples.device)
 
     def _refuse_nan(self, samples: Tensor, fault: str) -> None:
-        missing = int(samples.isnan().sum())
-        if missing:
+        is_nan = samples.isnan()
+        if is_nan.any():
             raise CollectError(
-                f"{self!r} was given {missing} nan among {samples.numel()} values, which {fault}; "
+                f"{self!r} was given {int(is_nan.sum())} nan among {samples.numel()} values, which {fault}; "
                 "replace or drop them with transform=, for example torch.nan_to_num."
             )
 
