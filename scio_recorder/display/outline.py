@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,30 +48,16 @@ def outline(what: str, rows: Sequence[Layer], recorded: Collection[DepthIdx] | N
     return Outline(f"{what}:{net} {len(recorded):,} of {count} recorded", rows, recorded)
 
 
-def nodes(shown: Outline) -> Iterator[Node]:
-    """Yield the rows with their nesting, which follows from their order and their depths."""
-    rows, recorded = shown.rows, set(shown.recorded)
-    followed = _followed(rows)
-    path: list[tuple[int, bool]] = []
-    for place, row in enumerate(rows):
-        while path and path[-1][0] >= row.depth:
-            path.pop()
-        path.append((row.depth, followed[place]))
-        has_children = place + 1 < len(rows) and rows[place + 1].depth > row.depth
-        flags = tuple(flag for _, flag in path)
-        yield Node(row, flags, has_children, tuple(row.label) in recorded)
-
-
-def _followed(rows: Sequence[Layer]) -> list[bool]:
-    """Whether another row of the same depth follows each under the same parent."""
-    found: list[bool] = []
-    later: list[int] = []
-    for row in reversed(rows):
-        while later and later[-1] > row.depth:
-            later.pop()
-        found.append(bool(later) and later[-1] == row.depth)
-        if not found[-1]:
-            later.append(row.depth)
+def nodes(shown: Outline) -> list[Node]:
+    """Return the rows with their nesting, which follows from their order and their depths."""
+    recorded, found = set(shown.recorded), list[Node]()
+    # Seen from the last row on: the depths at which another row follows under the same parent.
+    followed, depth_below = set[int](), -1
+    for row in reversed(shown.rows):
+        flags = tuple(depth in followed for depth in range(row.depth + 1))
+        found.append(Node(row, flags, depth_below > row.depth, tuple(row.label) in recorded))
+        followed = {depth for depth in followed if depth < row.depth} | {row.depth}
+        depth_below = row.depth
     return found[::-1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from scio_recorder.display.outline import Outline
 from scio_recorder.display.statistics_table import bars_svg, number_text, statistics_table
@@ -20,9 +19,14 @@ from scio_recorder.layer import Layer
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-@dataclass(frozen=True)
-class Page:
-    """The content of a page.
+def page_html(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    outline: Outline,
+    layers: Sequence[LayerSummary],
+    notes: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yield the pieces of the page.
 
     Parameters
     ----------
@@ -36,22 +40,6 @@ class Page:
         The recorded layers in the order in which they are to be listed.
     notes : sequence of str
         Warnings about the recording as a whole.
-    """
-
-    title: str
-    facts: Sequence[tuple[str, str]]
-    outline: Outline
-    layers: Sequence[LayerSummary]
-    notes: Sequence[str] = ()
-
-
-def page_html(page: Page) -> Iterator[str]:
-    """Yield the pieces of the page.
-
-    Parameters
-    ----------
-    page : Page
-        Its content.
 
     Returns
     -------
@@ -60,26 +48,26 @@ def page_html(page: Page) -> Iterator[str]:
 
     Examples
     --------
-    >>> html = "".join(page_html(Page("<empty>", [], Outline("no net", []), [])))
+    >>> html = "".join(page_html("<empty>", [], Outline("no net", []), []))
     >>> "<h1>&lt;empty&gt;</h1>" in html, "://" in html
     (True, False)
     """
     yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>{text(page.title)}</title>"
+    yield f"<title>{text(title)}</title>"
     yield f"<style>\n{asset('page.css')}{asset('tree.css')}</style></head>\n<body><main>"
-    yield f"<header><h1>{text(page.title)}</h1>{_contents()}</header>"
-    yield from _facts(page.facts)
-    yield from _warnings(page)
+    yield f"<header><h1>{text(title)}</h1>{_contents()}</header>"
+    yield from _facts(facts)
+    yield from _warnings(notes, layers)
     yield '<section id="statistics" aria-labelledby="h-statistics">'
     yield '<h2 id="h-statistics">Statistics</h2>'
-    yield from _search_box(page)
-    yield from statistics_table(page.layers)
+    yield _search_box(layers)
+    yield from statistics_table(layers)
     yield "</section>\n"
-    yield from _histograms(page.layers)
+    yield from _histograms(layers)
     yield '<section aria-labelledby="h-architecture"><h2 id="h-architecture">Architecture</h2>'
-    yield from tree_html(page.outline, _address)
+    yield from tree_html(outline, _address)
     yield f"</section>\n{_definitions()}</main>\n"
     yield f"<script>\n{asset('tree.js')}</script>\n<script>\n{asset('page.js')}</script>"
     yield "</body></html>\n"
@@ -98,9 +86,9 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield "</dl>\n"
 
 
-def _warnings(page: Page) -> Iterator[str]:
-    found = [f"<li>{text(note)}</li>" for note in page.notes]
-    found += [_warning(one) for one in page.layers if _troubles(one)]
+def _warnings(notes: Sequence[str], layers: Sequence[LayerSummary]) -> Iterator[str]:
+    found = [f"<li>{text(note)}</li>" for note in notes]
+    found += [_warning(one) for one in layers if _troubles(one)]
     if found:
         yield '<section class="warning" aria-labelledby="h-warnings">'
         yield f'<h2 id="h-warnings">Look at this first</h2><ul>{"".join(found)}</ul></section>\n'
@@ -121,15 +109,14 @@ def _troubles(summary: LayerSummary) -> list[str]:
     return [f"{counts} value{plural}"] * bool(counts) + list(summary.warnings)
 
 
-def _search_box(page: Page) -> Iterator[str]:
-    if page.layers:
-        yield (
-            '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers"'
-            ' aria-label="Search statistics and histograms by label, name or type">'
-            '<output id="found" aria-live="polite"></output></div>'
-        )
-    else:
-        yield "<p>No layer was recorded.</p>"
+def _search_box(layers: Sequence[LayerSummary]) -> str:
+    if not layers:
+        return "<p>No layer was recorded.</p>"
+    return (
+        '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers" '
+        'aria-label="Search statistics and histograms by label, name or type">'
+        '<output id="found" aria-live="polite"></output></div>'
+    )
 
 
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:

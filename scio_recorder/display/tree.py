@@ -54,7 +54,7 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
     """
     yield f'<div class="scio-net"><div class="sn-title">{text(shown.title)}</div>'
     yield '<ul class="sn-tree">'
-    placed = list(nodes(shown))
+    placed = nodes(shown)
     depth = 0
     for node, opens in zip(placed, _open_branches(placed), strict=True):
         yield "</ul></details></li>" * (depth - node.level)

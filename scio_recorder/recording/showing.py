@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from scio_recorder.display import Outline, Outlined, outline
 from scio_recorder.display.figure import draw
-from scio_recorder.display.page import Page, page_html
+from scio_recorder.display.page import page_html
 from scio_recorder.display.summary import LayerSummary
 from scio_recorder.display.writing import write_page
 from scio_recorder.errors import ArgumentError
@@ -87,7 +87,7 @@ class Showing(Outlined, Readable):
                 f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
-        return draw(kind, self._summaries(labels, whole("bins", bins, 1, ArgumentError)))
+        return draw(kind, summarise(self, labels, whole("bins", bins, 1, ArgumentError)))
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
@@ -170,26 +170,22 @@ class Showing(Outlined, Readable):
         list of dict
             One for each layer.
         """
-        return [_row(self, one) for one in self._summaries(list(self), None)]
+        return [_row(self, one) for one in summarise(self, list(self), None)]
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
-        page = Page(
+        yield from page_html(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
             facts=_facts(self),
             outline=self._outline(),
-            layers=self._summaries(self._chosen(None), bins),
+            layers=summarise(self, self._chosen(None), bins),
             notes=_notes(self),
         )
-        yield from page_html(page)
 
     def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
         """Return labels in the order of the architecture."""
         wanted = set(self) if layers is None else {self._label(key) for key in layers}
         return [label for label in self._architecture if label in wanted]
-
-    def _summaries(self, labels: Sequence[DepthIdx], bins: int | None) -> list[LayerSummary]:
-        return summarise(self, labels, bins)
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -237,8 +237,9 @@ class SampleReduction(Reduction):
     def _refuse_nan(self, samples: Tensor, fault: str) -> None:
         is_nan = samples.isnan()
         if is_nan.any():
+            count = f"{int(is_nan.sum())} nan among {samples.numel()} values"
             raise CollectError(
-                f"{self!r} was given {int(is_nan.sum())} nan among {samples.numel()} values, which {fault}; "
+                f"{self!r} was given {count}, which {fault}; "
                 "replace or drop them with transform=, for example torch.nan_to_num."
             )
 
