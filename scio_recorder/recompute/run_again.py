@@ -15,7 +15,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,15 +160,15 @@ class _Rerun:
         modules = {architecture[label].module for label in targets | {*call.posts, call.label}}
         # Rows stand in the order in which calls start, and a call inside returns before this one.
         rows, own = list(architecture.values()), architecture[call.label]
+        last = own.completion or 0
         inside = [
-            (row.completion, row)
+            row
             for row in rows[rows.index(own) :]
-            if row.module in modules and row.completion is not None
+            if row.module in modules and row.completion is not None and row.completion <= last
         ]
-        inside = [(ended, row) for ended, row in inside if ended <= (own.completion or 0)]
         # The calls of each module that are still to come.
-        self._starts = _by_module(row for _, row in inside)
-        self._returns = _by_module(row for _, row in sorted(inside, key=itemgetter(0)))
+        self._starts = _by_module(inside)
+        self._returns = _by_module(sorted(inside, key=lambda row: row.completion or 0))
 
     @property
     def differs(self) -> bool:
@@ -228,12 +227,8 @@ def _inputs_again(call: Call) -> Inputs:
     moment = call.moment
     if len(leaves) != len(moment.devices):
         raise RecomputeError("the recorded inputs have changed since that pass")
-    copies = [
-        _input_again(leaf.to(device), requires_grad)
-        for leaf, device, requires_grad in zip(
-            leaves, moment.devices, moment.requires_grad, strict=True
-        )
-    ]
+    noted = zip(leaves, moment.devices, moment.requires_grad, strict=True)
+    copies = [_input_again(leaf.to(device), requires) for leaf, device, requires in noted]
     again: Inputs = rebuild(copies)
     return again
 

@@ -37,7 +37,6 @@ from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
-    eager,
     preserved_rng,
     quiet,
     refusing_calls,
@@ -306,7 +305,7 @@ def check_static_flow(
         return flow
 
     try:
-        with quiet(), eager():
+        with quiet():
             place = _deciding_place(run)
     except UnsupportedTorchError:
         raise

@@ -31,7 +31,6 @@ from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
-    eager,
     preserved_rng,
     quiet,
     refusing_calls,
@@ -271,7 +270,7 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bo
     }
     trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
-        with quiet(), eager(), forgiving(), flow.followed():
+        with quiet(), forgiving(), flow.followed():
             statistics = summary(twin, **_dry_run_keywords(keywords))
     except UnsupportedTorchError:
         raise

@@ -146,36 +146,25 @@ def preserved_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what this thread prints, and warnings.
+    """Silence what this thread prints, and warnings, and run compiled modules as if they were not.
+
+    Compiling a copy takes long, and what is learnt from it is thrown away.
 
     Examples
     --------
     >>> with quiet():
     ...     print("not seen")
     """
-    with _QUIET, warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_QUIET)
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        with (
-            contextlib.redirect_stdout(_Muted(sys.stdout)),
-            contextlib.redirect_stderr(_Muted(sys.stderr)),
-        ):
-            yield
-
-
-def eager() -> Any:
-    """Return a context in which compiled modules run as if they were not.
-
-    Compiling a copy takes long, and what is learnt from it is thrown away.
-
-    Examples
-    --------
-    >>> with eager():
-    ...     pass
-    """
-    # Where nothing was compiled, this would import the compiler.
-    if not private.dynamo_is_loaded():
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
+        # Where nothing was compiled, this would import the compiler.
+        if private.dynamo_is_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 class _Muted:
