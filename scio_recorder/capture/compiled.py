@@ -23,9 +23,6 @@ class CompiledPass:
         self, program: Program, posts: dict[DepthIdx, Postprocessor] | None, keeps: bool
     ) -> None:
         self.program = program
-        self.counts_calls = program.counts_calls
-        self.positions = program.positions
-        self.labels = program.labels
         self.posts = posts
         self.keeps = keeps
         self.counts: dict[int, int] = {}
@@ -37,9 +34,9 @@ class CompiledPass:
         """Take what a module returned; return what the network goes on with, None for the same."""
         count = self.counts.get(index, 0)
         self.counts[index] = count + 1
-        positions = self.positions[index]
-        position = count if self.counts_calls else 0
-        label = self.labels[positions[position]] if position < len(positions) else None
+        positions = self.program.positions[index]
+        position = count if self.program.counts_calls else 0
+        label = self.program.labels[positions[position]] if position < len(positions) else None
         if label is None:
             return None
         handed = None
@@ -53,7 +50,7 @@ class CompiledPass:
                 )
             # A post-processor that works in place changes the record too.
             before = _copy(output) if self.keeps else None
-        if self.keeps and self.counts_calls:
+        if self.keeps and self.program.counts_calls:
             self.values[label] = before
         elif self.keeps:
             self.values[label] = (*self.values.get(label, ()), before)

@@ -119,7 +119,7 @@ class SavedTensors:
         if is_rerun() or (active is not None and _is_ours_or_checkpointing(active[0], self)):
             return None
         packer = _Packer(self, module, active)
-        return saved_tensors_hooks(packer.pack, _unpack)
+        return saved_tensors_hooks(packer.pack, _Packed.unpack)
 
     def shrink(self, tensor: Tensor) -> StridedCopy | None:
         """Return a copy to be kept, or None for what stays as it is; one copy for one tensor."""
@@ -160,7 +160,7 @@ class _Packer:
         outer = getattr(self._outer_pack, "__self__", None)
         self._checks: bool = active is None or (isinstance(outer, _Packer) and outer._checks)
         own = [*module.parameters(), *module.buffers()]
-        self._own = {_storage(tensor) for tensor in own if is_plain(tensor)}
+        self._own = {private.memory_of(tensor) for tensor in own if is_plain(tensor)}
 
     def pack(self, tensor: Tensor) -> _Packed:
         stays = (
@@ -182,7 +182,7 @@ class _Packer:
         is_alias = isinstance(tensor, nn.Parameter) or isinstance(
             private.base_of(tensor), nn.Parameter
         )
-        return is_alias or _storage(tensor) in self._own
+        return is_alias or private.memory_of(tensor) in self._own
 
 
 class _Packed:
@@ -222,10 +222,6 @@ class _Packed:
         return self._value
 
 
-def _unpack(packed: _Packed) -> Tensor:
-    return packed.unpack()
-
-
 def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
     packer = getattr(pack, "__self__", None)
     if isinstance(packer, _Packer) and packer.owner is owner:
@@ -241,10 +237,6 @@ def _is_input_of_a_region() -> bool:
             return True
         callers = None if callers is None else callers.f_back
     return False
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device | None:
