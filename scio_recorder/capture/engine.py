@@ -198,7 +198,7 @@ class Capture:
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
-            latest.state = current.received.moments, current.posts.functions
+            latest.state = current.moments, current.posts.functions
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients

@@ -165,7 +165,7 @@ class ModuleHook(_Uncopied):
         if site.compiled is not None or torch.compiler.is_dynamo_compiling():
             return None
         if site.local.active is not None:
-            return site.local.active.received.receive(self.index, args, kwargs)
+            return site.local.active.receive_inputs(self.index, args, kwargs)
         if site.reruns and private.backward_pass() != -1:
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None

@@ -89,15 +89,11 @@ NOTHING = Kept([], lambda leaves: None, is_tensor=False)
 class Keeper:
     """Keeps what modules receive and return in one pass."""
 
-    __slots__ = ("_copied",)
+    __slots__ = ("copied",)
 
     def __init__(self) -> None:
         # Modules often return what an inner module returned: one copy serves both.
-        self._copied: dict[int, KeptLeaf] = {}
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._copied.clear()
+        self.copied: dict[int, KeptLeaf] = {}
 
     def keep(self, value: Any, kind: int, onward: Any = None) -> tuple[Kept, list[Tensor]]:
         """Keep a structure, and return also the tensors that have its place on the graph.
@@ -117,7 +113,7 @@ class Keeper:
         return Kept(kept, rebuild, isinstance(value, Tensor)), places
 
     def _keep(self, leaf: Tensor, kind: int, is_output: bool) -> KeptLeaf:
-        known = self._copied.get(id(leaf))
+        known = self.copied.get(id(leaf))
         if known is not None and known.used_version == version_of(leaf) >= 0:
             return known
         if kind in (REFERENCE, BARE) and not leaf.is_inference():
@@ -125,9 +121,9 @@ class Keeper:
         view = inner = None
         if is_output and leaf.grad_fn is not None:
             # Nothing here may hold what the leaf is a view of.
-            inner = self._copied.get(id(private.base_of(leaf)))
+            inner = self.copied.get(id(private.base_of(leaf)))
             view = exchange(leaf, own_references=inner is not None)
-        kept = self._copied[id(leaf)] = KeptLeaf(own_copy(leaf) if view is None else view, leaf)
+        kept = self.copied[id(leaf)] = KeptLeaf(own_copy(leaf) if view is None else view, leaf)
         if view is not None and inner is not None:
             inner.exposed_by = kept
         return kept

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
-from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Keeping, Setting
+from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
@@ -75,7 +75,13 @@ class Pass:
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
         self.keeper = Keeper()
-        self.received = ReceivedInputs(program, self.keeping, self.keeper, posts, sink)
+        # By position; several of one position only where calls are not counted. Which call received
+        # inputs shows only when it returns.
+        self._inputs: list[tuple[int, Kept | Recorded]] = []
+        self._starts: Counter[int] = Counter()
+        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
+        # The state in which the calls ran whose inputs are recorded.
+        self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
@@ -95,7 +101,7 @@ class Pass:
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
                 self.rerun.note(positions[count])
-            self.received.assign(index, args, positions[count], label)
+            self._assign_inputs(index, args, positions[count], label)
         if label is None:
             self.log += index, NOTHING, 0
             return None
@@ -107,11 +113,52 @@ class Pass:
                 raise StopForward(self)
         return None if handed is output else handed
 
+    def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Take what a module's forward is about to receive; return what it receives instead."""
+        changed = None
+        if self.posts.on_inputs:
+            starts, count = self.program.starts[index], self._starts[index]
+            self._starts[index] += 1
+            label = starts[min(count, len(starts) - 1)]
+            if label in self.posts.on_inputs:
+                layer = self.program.architecture[label]
+                changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
+        if self.program.options.inputs:
+            self._keep_inputs(index, args, kwargs)
+        return changed
+
+    def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
+        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
+        pending = self._pending.get(index)
+        if not pending:
+            return
+        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
+        _, kept, moment = pending[own]
+        del pending[own:]
+        if label is not None and self._sink is not None:
+            self._sink.receive_inputs(label, kept)
+        elif label is not None and moment is not None:
+            self._inputs.append((position, kept))
+            self.moments[label] = moment
+
+    def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
+        """Keep inputs until the call returns: calls fail, and modules call themselves."""
+        value, module = Inputs(args, dict(kwargs)), self.program.modules[index]
+        kept: Any
+        if self._sink is not None:
+            kept = self._sink.keep_inputs(module, value)
+        elif self.program.options.offload:
+            kept = offload(value)
+        else:
+            kinds = {self.keeping.kinds[INPUT][at] for at in self.program.positions[index]}
+            kept, _ = self.keeper.keep(value, LEARN if LEARN in kinds else max(kinds))
+        moment = LiveMoment.of(module, value) if self._sink is None else None
+        self._pending.setdefault(index, []).append((args, kept, moment))
+
     def abandon(self) -> None:
         """Let go of everything: a traceback may keep this object alive."""
-        self.log.clear()
-        self.received.clear()
-        self.keeper.clear()
+        for held in (self.log, self._inputs, self._pending, self.moments, self.keeper.copied):
+            held.clear()
         self.gradients = None
         self.rerun = None
 
@@ -123,8 +170,8 @@ class Pass:
         options = self.program.options
         kept: Any
         if options.offload:
-            places, rebuild = flatten(output) if options.gradients else ([], None)
             kept = offload(output)
+            places, rebuild = flatten(output)
         else:
             _refuse_unkeepable(output, self.program.architecture[label])
             # What a sink is given at the end of the pass must still be what it was.
@@ -133,7 +180,6 @@ class Pass:
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
-            assert rebuild is not None
             self.gradients.attach(label, places, rebuild)
         return kept
 
@@ -160,17 +206,17 @@ class Pass:
                 self._sink.receivers[label](activations.peek(label))
         if not program.options.inputs or self._sink is not None:
             return activations, None
-        inputs = sorted(self.received.kept, key=operator.itemgetter(0))
+        inputs = sorted(self._inputs, key=operator.itemgetter(0))
         return activations, self._records([(at, kept, 0) for at, kept in inputs], hold, "input")
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this one has shown to be right."""
         options = self.program.options
-        keeps_nothing = (self._is_bare or self._sink is not None) and not self.received.kept
+        keeps_nothing = (self._is_bare or self._sink is not None) and not self._inputs
         if keeps_nothing or options.copy == "always" or options.offload:
             return
         events = [(OUTPUT, *event) for event in zip(self._positions, self.log[1::3], strict=True)]
-        events += [(INPUT, *event) for event in self.received.kept]
+        events += [(INPUT, *event) for event in self._inputs]
         kinds, lasting = self.keeping.kinds, set()
         if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
             # Batch norm and fused optimisers write buffers and parameters without a new version.
@@ -246,78 +292,6 @@ class Pass:
         else:
             entries = {label: Recorded(calls.get(label, []), tuple) for label in program.order}
         return Records(program.architecture, entries, what)
-
-
-class ReceivedInputs:
-    """The inputs of one pass. Which call received them shows only when it returns."""
-
-    def __init__(
-        self,
-        program: Program,
-        keeping: Keeping,
-        keeper: Keeper,
-        posts: Assigned,
-        sink: Sink | None,
-    ) -> None:
-        self._program = program
-        self._kinds = keeping.kinds[INPUT]
-        self._keeper = keeper
-        self._posts = posts
-        self._sink = sink
-        # By position; several of one position only where calls are not counted.
-        self.kept: list[tuple[int, Kept | Recorded]] = []
-        # The state in which the calls ran whose inputs are recorded.
-        self.moments: dict[DepthIdx, LiveMoment] = {}
-        self._starts: Counter[int] = Counter()
-        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
-
-    def receive(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Take what a module's forward is about to receive; return what it receives instead."""
-        changed = None
-        if self._posts.on_inputs:
-            starts, count = self._program.starts[index], self._starts[index]
-            self._starts[index] += 1
-            label = starts[min(count, len(starts) - 1)]
-            if label in self._posts.on_inputs:
-                layer = self._program.architecture[label]
-                changed = args, kwargs = self._posts.before(label, args, kwargs, layer)
-        if self._program.options.inputs:
-            self._keep(index, args, kwargs)
-        return changed
-
-    def assign(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
-        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
-        pending = self._pending.get(index)
-        if not pending:
-            return
-        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
-        _, kept, moment = pending[own]
-        del pending[own:]
-        if label is not None and self._sink is not None:
-            self._sink.receive_inputs(label, kept)
-        elif label is not None and moment is not None:
-            self.kept.append((position, kept))
-            self.moments[label] = moment
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self.kept.clear()
-        self.moments.clear()
-        self._pending.clear()
-
-    def _keep(self, index: int, args: Any, kwargs: Any) -> None:
-        """Keep inputs until the call returns: calls fail, and modules call themselves."""
-        value, module = Inputs(args, dict(kwargs)), self._program.modules[index]
-        kept: Any
-        if self._sink is not None:
-            kept = self._sink.keep_inputs(module, value)
-        elif self._program.options.offload:
-            kept = offload(value)
-        else:
-            kinds = {self._kinds[at] for at in self._program.positions[index]}
-            kept, _ = self._keeper.keep(value, LEARN if LEARN in kinds else max(kinds))
-        moment = LiveMoment.of(module, value) if self._sink is None else None
-        self._pending.setdefault(index, []).append((args, kept, moment))
 
 
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:
