@@ -250,10 +250,7 @@ def _spec(value: Any) -> TensorSpec | None:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    try:
-        return tuple(int(length) for length in tensor.shape)
-    except (RuntimeError, ValueError, TypeError, AttributeError):
-        return tuple(_length(tensor, dim) for dim in range(tensor.dim()))
+    return tuple(_length(tensor, dim) for dim in range(tensor.dim()))
 
 
 def _length(tensor: Tensor, dim: int) -> int:

@@ -178,7 +178,7 @@ class Flow(TorchFunctionMode):
         step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
         result = func(*args, **kwargs)
         if self._is_on_data and func in _HANDING_OUT:
-            result = self._answer([result, *(_filled(result, number) for number in _REALS)])
+            result = self._answer([result, *_other_values(result)])
         made = [part for part in _parts(result) if isinstance(part, Tensor)]
         for position, tensor in enumerate(made):
             if tensor not in self._origins:
@@ -365,7 +365,7 @@ def _other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     numbers = _INTEGERS if isinstance(value, int) else _REALS
-    return [type(value)(number) for number in numbers if number != value]
+    return [_filled(value, number) for number in numbers]
 
 
 def _filled(value: Any, number: float) -> Any:
