@@ -168,24 +168,23 @@ class Covariance(RowReduction):
 
     def _add_rows(self, rows: Tensor, labels: list[Label]) -> None:
         rows = rows.byte() if rows.dtype == torch.bool else rows
-        positions, width = rows.shape[1:]
+        width = rows.shape[1]
         if self._scatter is None:
             self._scatter = torch.zeros(width, width, dtype=torch.float64, device=rows.device)
             self._means = self._scatter[:0]
             self._counts = self._scatter[:0, 0].long()
-        codes = self._encode(labels).to(rows.device).repeat_interleave(positions)
-        strided = rows.stride(-1) != 1 and rows.stride(1) == 1
-        capacity = max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width))
-        buffer = self._buffer_for(rows, capacity, feature_major=strided)
+        codes = self._encode(labels).to(rows.device).repeat_interleave(len(rows) // len(labels))
+        buffer = self._ready_buffer(rows, max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width)))
         if self._shift is None or self._shift.dtype != self._dtype:
-            self._shift = rows.to(self._dtype).mean((0, 1)).nan_to_num(0.0, 0.0, 0.0)
-        for values, place, which in buffer.fill(rows):
+            self._shift = rows.to(self._dtype).mean(0).nan_to_num(0.0, 0.0, 0.0)
+        for values, place, is_full in self._fill(buffer, rows):
             # Near the first batch's mean, float32 is too coarse for the mean of the raw values;
             # differences from that mean are exact.
             torch.sub(values, self._shift, out=place)
             if self._by is not None:
-                self._waiting.append(codes[which])
-            if buffer.full:
+                self._waiting.append(codes[: len(values)])
+                codes = codes[len(values) :]
+            if is_full:
                 self._settle()
 
     def _encode(self, labels: list[Label]) -> Tensor:
@@ -200,10 +199,13 @@ class Covariance(RowReduction):
 
     def _settle(self) -> None:
         """Bring the rows that wait in the buffer into the state."""
-        if self._buffer is None or not self._buffer.used or self._shift is None:
+        if self._buffer is None or not self._used or self._shift is None:
             return
-        rows, codes = self._buffer.filled, torch.cat(self._waiting) if self._waiting else None
-        self._buffer.used, self._waiting = 0, []
+        rows, codes = (
+            self._buffer[: self._used],
+            torch.cat(self._waiting) if self._waiting else None,
+        )
+        self._used, self._waiting = 0, []
         present, counts, means = _centre_by_class(rows, codes)
         _add_product(self._scatter, rows)
         self._advance(present, counts, self._shift.double() + means)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.rows import RowBuffer, RowReduction
+from scio_recorder.reductions.rows import RowReduction
 from scio_recorder.reductions.samples import By
 
 
@@ -87,20 +87,19 @@ class Quantiles(RowReduction):
 
     def _add(self, samples: Tensor) -> None:
         alone = self._feature_dim is None
-        self._add_rows(samples.reshape(-1, 1, 1) if alone else self._rows_of(samples))
+        self._add_rows(samples.reshape(-1, 1) if alone else self._rows_of(samples))
 
     def _add_rows(self, rows: Tensor) -> None:
-        buffer = self._buffer_for(rows, self._block, feature_major=True)
+        buffer = self._ready_buffer(rows, self._block)
         waiting, self._waiting = self._waiting, None
-        for more in (rows,) if waiting is None else (waiting.unsqueeze(1), rows):
-            for values, place, _ in buffer.fill(more):
+        for more in (rows,) if waiting is None else (waiting, rows):
+            for values, place, is_full in self._fill(buffer, more):
                 place.copy_(values)
-                if buffer.full:
-                    self._summarise(buffer)
+                if is_full:
+                    self._used = 0
+                    self._summarise(_sort_rows(buffer.T.contiguous()))
 
-    def _summarise(self, buffer: RowBuffer) -> None:
-        ordered = _sort_rows(buffer.rows.T)
-        buffer.used = 0
+    def _summarise(self, ordered: Tensor) -> None:
         self._widen(ordered[:, [0, -1]])
         self._carry(0, self._thin(ordered, self._block // self._size))
 
@@ -135,13 +134,13 @@ class Quantiles(RowReduction):
         if other._ends is not None:
             self._widen(other._ends)
         if other._waiting is not None:
-            self._add_rows(other._waiting.unsqueeze(1))
+            self._add_rows(other._waiting)
 
     def _settle(self) -> None:
         """Bring the rows that wait in the buffer into the state, as they are."""
-        if self._buffer is not None and self._buffer.used:
-            self._waiting = self._buffer.filled.clone()
-            self._buffer.used = 0
+        if self._buffer is not None and self._used:
+            self._waiting = self._buffer[: self._used].clone()
+            self._used = 0
 
     def _result(self) -> Tensor:
         parts, weights = list(self._summaries or []), []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +34,8 @@ class RowReduction(SampleReduction):
     def reset(self) -> None:
         """Forget all that was seen."""
         super().reset()
-        self._buffer: RowBuffer | None = None
+        self._buffer: Tensor | None = None
+        self._used = 0
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         shape, dim = samples.shape, self._feature_dim
@@ -50,67 +50,28 @@ class RowReduction(SampleReduction):
         return (shape[dim],)
 
     def _rows_of(self, samples: Tensor) -> Tensor:
-        """View samples as [samples, positions, features]; copies only where it must."""
+        """Return samples as [rows, features]; copies only where it must."""
         if self._feature_dim is None:
-            return samples.reshape(len(samples), 1, samples[0].numel())
+            return samples.reshape(len(samples), -1)
         moved = samples.movedim(self._feature_dim, -1)
-        return moved.reshape(len(samples), math.prod(moved.shape[1:-1]), moved.shape[-1])
+        return moved.reshape(-1, moved.shape[-1])
 
-    def _buffer_for(self, rows: Tensor, capacity: int, *, feature_major: bool) -> RowBuffer:
+    def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
         """Return the buffer; what waits in one of another dtype or device is settled first."""
-        assert self._dtype is not None
         wanted = self._dtype, rows.device
-        if self._buffer is None or (self._buffer.rows.dtype, self._buffer.rows.device) != wanted:
+        if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
             self._settle()
-            shape = (rows.shape[-1], capacity) if feature_major else (capacity, rows.shape[-1])
-            memory = torch.empty(shape, dtype=self._dtype, device=rows.device)
-            self._buffer = RowBuffer(memory.T if feature_major else memory)
+            shape = capacity, rows.shape[1]
+            self._buffer = torch.empty(shape, dtype=self._dtype, device=rows.device)
         return self._buffer
 
+    def _fill(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield pieces of `rows`, the place of each in the buffer, and whether that is full then.
 
-class RowBuffer:
-    """A block of rows of features, filled piece by piece.
-
-    Parameters
-    ----------
-    rows : Tensor
-        Memory, [rows, features]. Where the values of one feature lie side by side in it, writing is
-        fast for convolution maps, whose features are strided, and each feature can be sorted in
-        place.
-    """
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-        self.used = 0
-
-    @property
-    def filled(self) -> Tensor:
-        """The rows that were written, [used, features]."""
-        return self.rows[: self.used]
-
-    @property
-    def full(self) -> bool:
-        """Whether no row is left; the user of the buffer then sets `used` back to 0."""
-        return self.used == len(self.rows)
-
-    def fill(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """Yield pieces of `samples` [n, positions, features], and where to write them.
-
-        Each comes as ``(piece, place, rows)``, the last saying which of n * positions rows it is.
-        Blocks are filled exactly, also through the middle of a sample. Empty the buffer between
-        two pieces when it is full.
+        It is filled exactly. Set `_used` back to 0 where it is full.
         """
-        positions = samples.shape[1]
-        row, total = 0, samples.shape[0] * positions
-        while row < total:
-            sample, position = divmod(row, positions)
-            free = len(self.rows) - self.used
-            if position == 0 and free >= positions:
-                source = samples[sample : sample + free // positions]
-            else:
-                source = samples[sample : sample + 1, position : position + free]
-            size = source.shape[0] * source.shape[1]
-            target = self.rows[self.used : self.used + size].view(source.shape)
-            self.used += size
-            row += size
-            yield source, target, slice(row - size, row)
+        while len(rows):
+            place = buffer[self._used : self._used + len(rows)]
+            self._used += len(place)
+            yield rows[: len(place)], place, self._used == len(buffer)
+            rows = rows[len(place) :]

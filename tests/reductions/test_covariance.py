@@ -11,7 +11,6 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Covariance, CovarianceResult
 from scio_recorder.reductions.covariance import _add_product
 from scio_recorder.reductions.numerics import float32_products_are_exact
-from scio_recorder.reductions.rows import RowBuffer
 from tests.reductions.parts import offset_normal
 
 
@@ -132,19 +131,6 @@ def test_a_wider_dtype_halfway() -> None:
     assert result.covariance.dtype == torch.float64
     exact = torch.cov(data.double().T)
     torch.testing.assert_close(result.covariance, exact, rtol=1e-6, atol=1e-6)
-
-
-def test_buffer_is_filled_exactly() -> None:
-    buffer = RowBuffer(torch.empty(2, 5).T)
-    samples = torch.arange(24.0).reshape(4, 3, 2)
-    rows = []
-    for values, place, _ in buffer.fill(samples):
-        place.copy_(values)
-        if buffer.full:
-            rows.append(buffer.filled.clone())
-            buffer.used = 0
-    assert [len(block) for block in rows] == [5, 5]
-    assert torch.equal(torch.cat([*rows, buffer.filled]), samples.reshape(-1, 2))
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
