@@ -101,10 +101,14 @@ def dataset_rows(rnet: Recorder, rounds: int) -> list[tuple[str, ...]]:
         for name in random.sample(list(arms), len(arms)):
             spent[name].append(timed(arms[name]))
     rows = [(name, "bare passes", *ratio(spent[name], spent["bare"])) for name in list(arms)[1:]]
-    wanted = collected("all").memory_stored_bytes
-    inputs = kept.memory_stored_bytes / wanted
+    inputs = held_bytes(kept) / held_bytes(collected("all"))
     rows.append(("bytes of 12 blocks with inputs", "48 inner layers", f"{inputs:.2f}", ""))
     return rows
+
+
+def held_bytes(recording: Recording) -> int:
+    samples = sum(recording[label].nbytes for label in recording.stored)
+    return int(samples + recording.calls.num_bytes)
 
 
 def bare(net: nn.Module, x: Tensor) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from scio_recorder.errors import RecomputeError, SelectorTypeError
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
 from scio_recorder.recorder.reading import Reading
-from scio_recorder.stores.room import labelled_bytes
-from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
-from scio_recorder.tensors.structures import map_tensors, tensors
+from scio_recorder.tensors.structures import map_tensors
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
@@ -78,35 +73,6 @@ class Recomputing(Reading):
                 found.update(rerun(self.architecture, self._recorded_call(label), targets))
         return LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
 
-    @property
-    def memory_stored_bytes(self) -> int:
-        """What activations, inputs and states of calls of the latest pass take.
-
-        Memory that they share counts once. Where a record refers to a tensor of the pass instead of
-        copying it, the memory of that tensor counts.
-        """
-        moments, _ = self._capture.state
-        held = [each.peek(at) for each in (self.activations, self.inputs) for at in each]
-        found = [moment.tensors for moment in moments.values()] + [tensors(one) for one in held]
-        return sum(dict(map(_memory, chain.from_iterable(found))).values())
-
-    @property
-    def memory_saved_bytes(self) -> int:
-        """What the layers that can be recomputed, and are not recorded, would take.
-
-        By their shapes at labelling, for so many samples as the recorded module around them
-        received; 0 without a pass that recorded inputs.
-        """
-        architecture, activations, inputs = self.architecture, self.activations, self.inputs
-        total = 0
-        for label, layer in architecture.items():
-            around = architecture.enclosing(label) if layer.executed else []
-            nearest = next((one for one in around if one in inputs), None)
-            if nearest is not None and label not in activations:
-                rows = next((t.shape[0] for t in tensors(inputs.peek(nearest)) if t.ndim), 1)
-                total += rows * labelled_bytes(architecture, [label])[label]
-        return total
-
     def _enclosing(self, target: DepthIdx) -> DepthIdx:
         around = self.architecture.enclosing(target)
         recorded = self._capture.program.recording
@@ -139,11 +105,3 @@ class Recomputing(Reading):
         inputs, output = self.inputs.peek(label), digest_of(self.activations.peek(label))
         moment = moments[label]
         return Call(label, inputs, output, moment, moment.explain_change, posts)
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory is, and how much of it there is."""
-    if not is_plain(tensor):
-        return id(tensor), tensor.nbytes
-    memory = tensor.untyped_storage()
-    return memory.data_ptr(), memory.nbytes()

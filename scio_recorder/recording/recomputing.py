@@ -18,7 +18,6 @@ from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, assign
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.calls import KeptCall
-from scio_recorder.stores.room import labelled_bytes
 from scio_recorder.tensors.digests import Weights
 from scio_recorder.tensors.structures import map_tensors, tensors
 
@@ -122,28 +121,6 @@ class RecomputingRecording(Readable):
         [4, 2]
         """
         return _Recomputation(self, rnet, selectors, activation_postproc).batches()
-
-    @property
-    def memory_stored_bytes(self) -> int:
-        """What samples, and inputs with the states of their calls, take."""
-        samples: list[Tensor] = [self[label] for label in self.stored]
-        return sum(tensor.nbytes for tensor in samples) + self.calls.num_bytes
-
-    @property
-    def memory_saved_bytes(self) -> int:
-        """What the layers that can be recomputed, and are not kept, would take as samples.
-
-        By their shapes at labelling.
-        """
-        architecture, kept = self.architecture, set(self.calls.labels)
-        missing = [
-            label
-            for label, layer in architecture.items()
-            if layer.executed
-            and label not in self.stored
-            and not kept.isdisjoint([label, *architecture.enclosing(label)])
-        ]
-        return sum(labelled_bytes(architecture, missing).values()) * sum(self.calls.rows)
 
 
 class _Recomputation:

@@ -304,12 +304,6 @@ def test_a_transformer_from_the_inputs_of_its_blocks(training: bool) -> None:
     assert len(found) == 12 * 10
     for label, value in found.items():
         assert same_bits(value, truth(watch, rnet.architecture[label].name)), label
-    stored, saved = recording.memory_stored_bytes, recording.memory_saved_bytes
-    # Twelve residual streams, the cache of keys and values that grows along them, and the states
-    # of random numbers; against twenty such tensors in each block.
-    tokens = 11 * 7 * 16 * 4
-    assert saved >= 12 * 15 * tokens
-    assert stored <= saved / 2
 
 
 def test_changed_weights_are_an_error() -> None:

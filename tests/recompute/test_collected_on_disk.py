@@ -167,7 +167,6 @@ def test_what_two_batches_of_a_chunk_share_is_there_once(tmp_path: Path) -> None
     rnet.collect(batches(*SIZES), store=f"disk:{tmp_path / 'run'}")
     recording = open_recording(tmp_path / "run")
     assert 800_000 < recording.calls.num_bytes < 900_000
-    assert recording.memory_stored_bytes == recording.calls.num_bytes + sum(SIZES) * 4 * 4
     for args, _ in recording.inputs["inner"]:
         assert torch.equal(args[1], torch.ones(4, 50_000))
 

@@ -180,11 +180,6 @@ class LiveMoment(Moment):
         moment.samples = moment._sampled()
         return moment
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What takes memory in this."""
-        return tensors([self.random, self.buffers, self.samples])
-
     def explain_change(self, module: nn.Module) -> str | None:
         """Say what of the module is known to have changed since; None if nothing is."""
         now = dict(module.named_parameters())
