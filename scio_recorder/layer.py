@@ -137,12 +137,12 @@ class Layer:
 
     @property
     def depth(self) -> int:
-        """How many modules it lies in: the first half of the label."""
+        """How many modules it lies in, which is the first half of the label."""
         return self.label[0]
 
     @property
     def index(self) -> int:
-        """Its place among the layers of its depth: the second half of the label."""
+        """Its place among the layers of its depth, which is the second half of the label."""
         return self.label[1]
 
     @property

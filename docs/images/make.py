@@ -16,8 +16,7 @@ import torch
 from rich.console import Console
 
 from scio_recorder import Recorder
-from scio_recorder.command_line.demo.digits import load_digits
-from scio_recorder.command_line.demo.network import DigitNet, train
+from scio_recorder.command_line.demo import KNOWN, digit_net, load_digits, train
 
 HERE = Path(__file__).parent
 
@@ -27,8 +26,8 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     digits = load_digits()
-    net = DigitNet(7)
-    train(net, digits, epochs=5, after_epoch=lambda reached: None)
+    net = digit_net(KNOWN)
+    train(net, digits.train, epochs=5)
     rnet = Recorder(net, input_size=(1, 1, 8, 8))
     rnet.record("stem.0", "stem.2", "body.2", "embed", "relu", "classify")
     with tempfile.TemporaryDirectory() as folder:

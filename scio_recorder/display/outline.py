@@ -1,12 +1,27 @@
-"""The rows of a net as tables and trees show them: which are recorded, and how they nest."""
+"""The rows of a net, as a table on a terminal and as a tree in HTML that folds without a script."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from html import escape
+from importlib.resources import files
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from scio_recorder.layer import DepthIdx, Layer
+
+# A structure of outputs, mostly that of the net itself, must not push everything else apart.
+_WIDEST_SHAPE = 36
+_ASCII = str.maketrans("●│├└…", "*||`~")
+# A larger net starts folded in HTML, open along what is recorded.
+_SMALL = 60
+
+Link = Callable[[Layer], str]
 
 
 @dataclass(frozen=True)
@@ -76,11 +91,194 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shape_text(shape: Any) -> str:
-    """Return the shape of a tensor, or of each in a structure, in one line."""
-    return "-" if shape is None else visible(str(shape))
+def _texts(layer: Layer) -> tuple[str, str, str]:
+    """Return a layer's own name, the shapes of what it returned in one line, its parameters."""
+    shape = "-" if layer.output_shape is None else visible(str(layer.output_shape))
+    params = f"{layer.num_params:,}" if layer.num_params else "-"
+    return layer.name.rpartition(".")[2], shape if layer.executed else "did not run", params
 
 
 def call_text(layer: Layer) -> str:
     """Say which call of its module a layer is, unless it is the first."""
     return f"call {layer.call + 1}" if layer.call else ""
+
+
+def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> RenderResult:
+    """Yield a line for each row, none of them wider than the console.
+
+    Parameters
+    ----------
+    shown : Outline
+        The rows to show. A recorded row has a ● in front and is bold, one that did not run is dim.
+    console : rich.console.Console
+        Where they go.
+    options : rich.console.ConsoleOptions
+        Width, and whether only ASCII can be shown.
+
+    Yields
+    ------
+    rich.segment.Segment
+        Title, header, rows.
+
+    Examples
+    --------
+    >>> from rich.console import Console
+    >>> from torch import nn
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> _, architecture = label_net(nn.Sequential(nn.Linear(4, 3)), input_size=(1, 4))
+    >>> Console(width=60).print(architecture)
+    Architecture: Sequential, 2 layers
+      Label  Module      Output shape  Params
+      0-1    Sequential  (1, 3)            15
+      1-1    └ 0 Linear  (1, 3)            15
+    """
+    title = Text(visible(shown.title), "bold", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("  Label", no_wrap=True)
+    # Text that does not wrap, in columns that may: these are the ones to be narrowed.
+    table.add_column(_line("Module"))
+    table.add_column(_line("Output shape"), max_width=_WIDEST_SHAPE)
+    table.add_column("Params", justify="right", no_wrap=True)
+    for node in nodes(shown):
+        layer = node.layer
+        style = "bold" if node.is_recorded else "" if layer.executed else "dim"
+        name, shape, params = _texts(layer)
+        label = f"{'●' if node.is_recorded else '':<2}{layer.label}"
+        # However deep, most of the column is left for the name.
+        module = _branch(node, name, options.max_width // 3)
+        table.add_row(label, module, _line(shape), params, style=style)
+    for renderable in (title, table):
+        for segment in console.render(renderable, options):
+            text = segment.text.translate(_ASCII) if options.ascii_only else segment.text
+            yield Segment(text, segment.style, segment.control)
+
+
+def _branch(node: Node, name: str, width: int) -> Text:
+    layer = node.layer
+    last = "├ " if node.followed[-1] else "└ "
+    guides = "".join("│ " if flag else "  " for flag in node.followed[1:-1]) + last
+    if len(guides) > width:
+        guides = f"…{guides[len(guides) - width + 1 :]}"
+    return _line(
+        (guides if node.level else "", "dim"),
+        f"{visible(name)} " if name else "",
+        (visible(layer.type_name), "cyan" if layer.executed else ""),
+        (f" ({call_text(layer)})" if layer.call else "", "italic"),
+    )
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+
+
+@cache
+def asset(name: str) -> str:
+    """Return a style sheet or script that lies beside this file."""
+    return (files("scio_recorder.display") / name).read_text(encoding="utf-8")
+
+
+def text(value: str) -> str:
+    """Return a text as HTML, in an element or a quoted attribute."""
+    return escape(visible(value))
+
+
+def searched(layer: Layer) -> str:
+    """Return what a search looks through, as an attribute."""
+    return text(f"{layer.label} {layer.name} {layer.type_name}")
+
+
+def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
+    """Yield the pieces of a tree; ``tree.css`` and ``tree.js`` make it look and be searched well.
+
+    Parameters
+    ----------
+    shown : Outline
+        The rows to show.
+    link : callable, optional
+        Gives the address that the label of a recorded row leads to.
+
+    Returns
+    -------
+    iterator of str
+        One element of class ``scio-net``.
+
+    Examples
+    --------
+    >>> print("".join(tree_html(Outline("no net", []))))
+    <div class="scio-net"><div class="sn-title">no net</div><ul class="sn-tree"></ul></div>
+    """
+    yield f'<div class="scio-net"><div class="sn-title">{text(shown.title)}</div>'
+    yield '<ul class="sn-tree">'
+    placed = nodes(shown)
+    depth = 0
+    for node, opens in zip(placed, _open_branches(placed), strict=True):
+        yield "</ul></details></li>" * (depth - node.level)
+        depth = node.level + node.has_children
+        if node.has_children:
+            yield f"<li><details{' open' * opens}><summary {_row(node, link)}</summary>"
+            yield '<ul class="sn-children">'
+        else:
+            yield f"<li><div {_row(node, link)}</div></li>"
+    yield "</ul></details></li>" * depth
+    yield "</ul></div>\n"
+
+
+def _open_branches(placed: list[Node]) -> list[bool]:
+    """Whether each branch starts open: all of a small net, else what leads to recorded rows."""
+    found = [len(placed) <= _SMALL or node.level == 0 for node in placed]
+    wanted = -1
+    for place in reversed(range(len(placed))):
+        node = placed[place]
+        if node.level < wanted:
+            found[place], wanted = True, node.level
+        if node.is_recorded:
+            wanted = max(wanted, node.level)
+    return found
+
+
+def _row(node: Node, link: Link | None) -> str:
+    layer = node.layer
+    kinds = ["sn-row"]
+    kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
+    name, shape, params = _texts(layer)
+    # Isolated, so that names in scripts from right to left don't reorder the row.
+    own_name = f"<bdi>{text(name)}</bdi> " if name else ""
+    call = f" ({call_text(layer)})" if layer.call else ""
+    mark = '<span role="img" aria-label="recorded">●</span>' if node.is_recorded else ""
+    # Spaces between the parts, for where a notebook strips styles.
+    return (
+        f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
+        f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
+        f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>{call}'
+        f"</span> "
+        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
+        f'<span class="sn-params" title="parameters">{params}</span>'
+    )
+
+
+def _label(node: Node, link: Link | None) -> str:
+    label = text(str(node.layer.label))
+    if link is None or not node.is_recorded:
+        return f'<span class="sn-label">{label}</span>'
+    return f'<a class="sn-label" href="{escape(link(node.layer))}">{label}</a>'
+
+
+class Outlined:
+    """An object that is shown as the rows of a net."""
+
+    def _outline(self) -> Outline:
+        """Return what to show."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of a table that fits the console."""
+        yield from table_lines(self._outline(), console, options)
+
+    def _repr_html_(self) -> str:
+        """Return a tree that can be folded and searched, to be put into a page any number of times.
+
+        There are no ids that could clash, each rule of the style begins with the tree's own class,
+        and colours are those of the page around it. It folds without scripts too.
+        """
+        tree = "".join(tree_html(self._outline()))
+        return f"<style>\n{asset('tree.css')}</style>{tree}<script>\n{asset('tree.js')}</script>"

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
 from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
-from scio_recorder.events.event import Event, Journal, Stash
-from scio_recorder.events.frame import Statistic, event_frame
+from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from scio_recorder.display import Outline, Outlined, outline, visible
+from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Layer, label_of, text_of
 from scio_recorder.nets import architecture_json

@@ -1,23 +1,32 @@
-"""What can be read from a recorder at any time: what is recorded, and what the latest pass left."""
+"""What can be read from a recorder at any time, and what it offers on the side of autograd."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.saved_tensors import SavedTensors
+from scio_recorder.errors import SelectorTypeError
 from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
 
     from scio_recorder.capture.engine import Capture
+    from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.layer import DepthIdx
     from scio_recorder.nets.architecture import Architecture
 
 
 class Reading:
-    """The part of a recorder that the others build on."""
+    """What is recorded, what the latest pass left, and what autograd makes of it."""
 
     architecture: Architecture
     _capture: Capture
@@ -71,3 +80,131 @@ class Reading:
         own = {id(parameter) for module in modules for parameter in module.parameters()}
         every = self._net.named_parameters("_net", remove_duplicate=False)
         return {name: parameter for name, parameter in every if id(parameter) in own}
+
+    @property
+    def _gradient_hooks(self) -> GradientHooks:
+        hooks: GradientHooks = self.__dict__.setdefault("_hooks_on_gradients", OrderedDict())
+        return hooks
+
+    @property
+    def grad_nodes(self) -> LayerMapping[Any]:
+        """The node of autograd's graph behind each recorded activation.
+
+        After a pass with gradients on. Where a layer returns a structure, so is this, with None for
+        tensors without a node; a layer without any is absent. A leaf's node is the one that
+        accumulates its gradient.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("1")
+        >>> _ = rnet(torch.ones(1, 2))
+        >>> rnet.grad_nodes["1"].name()
+        'ReluBackward0'
+        """
+        activations = self.activations
+        peeked = {label: activations.peek(label) for label in activations}
+        differentiable = {
+            label: map_tensors(_node, activation)
+            for label, activation in peeked.items()
+            if any(tensor.requires_grad for tensor in tensors(activation))
+        }
+        return LayerMapping(self.architecture, differentiable, "autograd node")
+
+    def on_gradients(self, hook: Callable[[dict[DepthIdx, Any]], object]) -> RemovableHandle:
+        """Have a function called with the gradients of the recorded layers.
+
+        Once for each pass and each backward pass through it, when that ends: then all gradients
+        that come have come. Layers that got none are absent. Passes count that are no longer the
+        latest, too.
+
+        Parameters
+        ----------
+        hook : callable
+            Called with a dictionary, label -> gradient.
+
+        Returns
+        -------
+        torch.utils.hooks.RemovableHandle
+            Its ``remove()`` ends the calls. A later :meth:`record` does not.
+
+        Raises
+        ------
+        SelectorTypeError
+            Gradients are not recorded, or ``hook`` is not callable.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("*", gradients=True)
+        >>> handle = rnet.on_gradients(lambda gradients: print(list(gradients)))
+        >>> rnet(torch.ones(1, 2)).sum().backward()
+        [(0, 1), (1, 1), (1, 2)]
+        >>> handle.remove()
+        """
+        if not callable(hook):
+            raise SelectorTypeError(
+                f"on_gradients({hook!r}): give a function of a dictionary, label -> gradient"
+            )
+        if not self._capture.program.options.gradients:
+            raise SelectorTypeError(
+                "no gradients are recorded: write record(..., gradients=True) first"
+            )
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = hook
+        return handle
+
+    def saved_tensors(
+        self,
+        *selectors: Any,
+        device: torch.device | str | None = "cpu",
+        pin_memory: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> SavedTensors:
+        """Move or shrink what autograd keeps for the backward pass inside the chosen layers.
+
+        For passes inside the block, whether they go through this recorder or not. Parameters and
+        buffers, views of these, and regions under activation checkpointing are left alone.
+
+        Parameters
+        ----------
+        *selectors
+            What :meth:`record` takes; the layers need not be recorded.
+        device : torch.device or str, default "cpu"
+            Where to keep tensors; None to leave them where they are.
+        pin_memory : bool, default False
+            Keep what comes from a GPU in pinned host memory, from where it comes back without
+            holding up the host.
+        dtype : torch.dtype, optional
+            Keep wider floating-point tensors in this dtype. Without it, gradients are bit for bit
+            what they are without the block.
+
+        Returns
+        -------
+        SavedTensors
+            A context manager. Backward may run after its block.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches no layer.
+        SelectorTypeError
+            The dtype is not one of floating-point numbers, or the device is not available.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), input_size=(1, 2))
+        >>> with rnet.saved_tensors("1", dtype=torch.bfloat16):
+        ...     rnet(torch.ones(1, 2)).sum().backward()
+        """
+        return SavedTensors(self.architecture, selectors, device, pin_memory, dtype)
+
+
+def _node(tensor: Tensor) -> Any:
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None

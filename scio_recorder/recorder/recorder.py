@@ -11,7 +11,7 @@ from torch import nn
 
 from scio_recorder.capture.engine import Capture, detach_when_dead
 from scio_recorder.capture.program import CopyPolicy, Options
-from scio_recorder.display import Outline, Outlined, outline, visible
+from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.events import Tracker, track
 from scio_recorder.layer import text_of
@@ -20,7 +20,6 @@ from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.collecting import Collecting
-from scio_recorder.recorder.differentiating import Differentiating
 from scio_recorder.recorder.recomputing import Recomputing
 from scio_recorder.tensors import private
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
 
 
-class Recorder(Collecting, Differentiating, Recomputing, Outlined, nn.Module):
+class Recorder(Collecting, Recomputing, Outlined, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

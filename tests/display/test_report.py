@@ -16,7 +16,7 @@ from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
 from scio_recorder.command_line import main
-from scio_recorder.display.writing import write_page
+from scio_recorder.display.page import write_page
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording.summarise import Survey
 from tests.display.examples import hostile_recording, small_recording

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from scio_recorder import Recorder
-from scio_recorder.display.tree import asset
+from scio_recorder.display.outline import asset
 from tests.display.examples import (
     HOSTILE,
     hostile_recording,
