@@ -1,11 +1,24 @@
-"""The numbers that a page or a plot shows of a layer, without its samples."""
+"""The numbers that a page or a plot shows of a layer without its samples, and figures of them."""
 
 from __future__ import annotations
 
+import functools
+import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from scio_recorder.display.outline import visible
 from scio_recorder.layer import Layer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 # A value is saturated within this share of the range from a bound, a unit from this share of its
 # values on.
@@ -20,6 +33,13 @@ SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Softsign": (-1.0, 1.0),
     "Tanh": (-1.0, 1.0),
 }
+_COLUMNS = 5
+# Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.
+_BLUE, _VERMILION = "#0072B2", "#D55E00"
+_MOST_TICKS = 40
+_MOST_DECADES = 8
+# Inches around a grid of histograms (left, right, bottom, top) and between them.
+_MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 
 
 @dataclass(frozen=True)
@@ -88,3 +108,181 @@ class LayerSummary:
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
     """Faults in results of reductions."""
+
+
+def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
+    """Draw layers as histograms or over the depth of the net.
+
+    Parameters
+    ----------
+    kind : {"histograms", "depth"}
+        The kind of drawing.
+    layers : sequence of LayerSummary
+        The layers in order.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The figure.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plots need matplotlib: pip install 'scio-recorder[plot]'", name=error.name
+        ) from error
+    has = {one.layer.label for one in layers if _can_draw(kind, one)}
+    drawn = [one for one in layers if one.layer.label in has]
+    # To measure hundreds of axes takes longer than to draw them: the grid is laid out by sizes.
+    figure = Figure(figsize=_size(kind, len(drawn)))
+    if kind == "depth":
+        figure.set_layout_engine("constrained")
+    # A notebook shows figures that pyplot knows; this one says itself how it looks.
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
+    if not drawn:
+        figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
+    elif kind == "depth":
+        _depth(figure.subplots(), drawn)
+        figure.legend(loc="outside upper right", ncols=3, fontsize=8)
+    else:
+        _histograms(figure, drawn)
+    _note(figure, [one for one in layers if one.layer.label not in has])
+    return figure
+
+
+def _can_draw(kind: str, summary: LayerSummary) -> bool:
+    if kind == "histograms":
+        return summary.bars is not None
+    return bool(np.isfinite(_finite(summary)[0]))
+
+
+def _finite(summary: LayerSummary) -> NDArray[np.float64]:
+    """Return mean, std, low and high of the finite values; NaN where there is none."""
+    one = summary.finite or summary.values
+    found = np.array([one.mean, one.std, one.low, one.high], dtype=np.float64)
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _size(kind: str, count: int) -> tuple[float, float]:
+    if kind == "depth":
+        return min(14.0, max(6.0, 2.5 + 0.25 * count)), 4.2
+    columns, rows = _grid(count)
+    return max(4.8, 2.4 * columns), max(3.0, 1.6 * rows + 0.5)
+
+
+def _grid(count: int) -> tuple[int, int]:
+    columns = max(1, min(_COLUMNS, count))
+    return columns, max(1, math.ceil(count / columns))
+
+
+def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
+    columns, rows = _grid(len(layers))
+    width, height = figure.get_size_inches()
+    left, right, bottom, top, across, down = _MARGINS
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=bottom / height,
+        top=1 - top / height,
+        # Shares of the width and height that are left for each of the axes.
+        wspace=across * columns / (width - left - right - across * (columns - 1)),
+        hspace=down * rows / (height - bottom - top - down * (rows - 1)),
+    )
+    for place, summary in enumerate(layers):
+        _histogram(figure.add_subplot(rows, columns, place + 1), summary)
+    figure.supxlabel("value", fontsize=9, y=0.05 / height)
+    figure.supylabel("share of values, square-root scale", fontsize=9, x=0.08 / width)
+
+
+def _histogram(axis: Axes, summary: LayerSummary) -> None:
+    bars, layer = summary.bars, summary.layer
+    assert bars is not None
+    total = sum(bars.counts) + bars.below + bars.above or 1
+    edges = np.linspace(bars.low, bars.high, len(bars.counts) + 1)
+    axis.set_yscale("function", functions=(_root, np.square))
+    axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=_BLUE)
+    axis.set_title(_title(summary), fontsize=8, parse_math=False)
+    axis.set_ylim(bottom=0)
+    axis.tick_params(labelsize=7)
+    axis.xaxis.get_offset_text().set_fontsize(7)
+    axis.locator_params(axis="x", nbins=4)
+    axis.set_yticks(_shares(max(bars.counts, default=0) / total))
+    outside = bars.below + bars.above
+    if outside:
+        text = f"{outside:,} outside"
+        axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
+    axis.set_gid(f"layer-{layer.label}")
+
+
+def _shares(top: float) -> list[float]:
+    """Return marks for an axis from 0 to a share, readable on a square-root scale."""
+    if top <= 0:
+        return [0.0]
+    step = 10.0 ** math.floor(math.log10(top))
+    highest = next(mark for mark in (5 * step, 2 * step, step) if mark <= top)
+    return [0.0, highest / 10, highest]
+
+
+def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
+    places = np.arange(len(layers))
+    mean, std, low, high = np.array([_finite(one) for one in layers]).T
+    spread = mean - std, mean + std
+    axis.fill_between(places, *spread, color=_BLUE, alpha=0.25, label="mean ± std")
+    # The band is invisible where there is one layer only.
+    axis.vlines(places, *spread, color=_BLUE, alpha=0.5, linewidth=1)
+    axis.plot(places, mean, color=_BLUE, marker="o", markersize=3, label="mean")
+    for values, marker in ((low, "v"), (high, "^")):
+        axis.plot(places, values, color=_VERMILION, marker=marker, markersize=3, linestyle=":")
+    axis.plot([], [], color=_VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
+    _scale(axis, std)
+    ticks = places[:: math.ceil(len(layers) / _MOST_TICKS)]
+    axis.set_xticks(ticks, [str(layers[place].layer.label) for place in ticks])
+    axis.tick_params(axis="x", labelrotation=90, labelsize=7)
+    axis.set_xlabel("layer, in the order of the architecture")
+    axis.set_ylabel("value")
+    axis.grid(axis="y", alpha=0.3)
+
+
+def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
+    """Let far extremes not flatten everything else."""
+    spreads = np.sort(std[np.isfinite(std)])
+    typical = float(spreads[len(spreads) // 2]) if len(spreads) else 0.0
+    bottom, top = axis.dataLim.intervaly
+    if typical > 0 and max(-bottom, top) > 1000 * typical:
+        # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
+        axis.set_ylim(2 * min(0.0, bottom), 2 * max(0.0, top))
+        linear = 10.0 ** math.floor(math.log10(typical))
+        # As wide as the distance between two marks, so that those around 0 keep apart as well.
+        width = max(1.0, math.log10(max(-bottom, top) / linear) / _MOST_DECADES)
+        axis.set_yscale("symlog", linthresh=linear, linscale=2 * width)
+        locator: Any = axis.yaxis.get_major_locator()
+        locator.set_params(numticks=_MOST_DECADES)
+        axis.minorticks_off()
+
+
+def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
+    if not left_out:
+        return
+    names = ", ".join(str(one.layer.label) for one in left_out[:8])
+    more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
+    text = f"Nothing to draw: {names}{more}"
+    y = 1 - 0.05 / figure.get_size_inches()[1]
+    figure.suptitle(text, x=0.01, y=y, ha="left", va="top", fontsize=8)
+
+
+def _title(summary: LayerSummary) -> str:
+    layer = summary.layer
+    name = visible(layer.name or layer.type_name)
+    # The end of a qualified name tells layers apart.
+    name = name if len(name) <= 20 else f"…{name[-19:]}"
+    return f"{layer.label} {name}"
+
+
+def _root(shares: Any) -> Any:
+    return abs(shares) ** 0.5
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

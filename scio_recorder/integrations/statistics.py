@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
-from scio_recorder.reductions.numerics import join_means
+from scio_recorder.reductions.base import join_means
 from scio_recorder.tensors.structures import tensors
 
 __all__ = ["STATISTICS", "Portion", "check_names", "values_of"]

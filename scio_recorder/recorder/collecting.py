@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recorder.reading import Reading
-from scio_recorder.recording import Recording
-from scio_recorder.recording.collect.collection import Collection
-from scio_recorder.recording.collect.feed import Feed
-from scio_recorder.recording.collect.options import Options, Reduce, Transforms
-from scio_recorder.stores import Plan, Store
-from scio_recorder.stores.room import labelled_bytes, make_plan
+
+# A program that records passes does not wait for what collects datasets.
+if TYPE_CHECKING:
+    from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recording import Recording
+    from scio_recorder.recording.collect.options import Reduce, Transforms
+    from scio_recorder.stores import Plan, Store
 
 
 class Collecting(Reading):
@@ -111,6 +111,10 @@ class Collecting(Reading):
         >>> rnet.collect(loader)["1"].shape
         torch.Size([4, 4])
         """
+        from scio_recorder.recording.collect.collection import Collection
+        from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.options import Options
+
         return Collection(
             self._capture,
             self._net,
@@ -153,6 +157,8 @@ class Collecting(Reading):
         recording = self._capture.program.recording
         if not recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
+        from scio_recorder.stores.room import labelled_bytes, make_plan
+
         device = next((p.device for p in self._net.parameters()), torch.device("cpu"))
         sizes = labelled_bytes(self.architecture, recording)
         return make_plan(self.architecture, sizes, num_samples, device)

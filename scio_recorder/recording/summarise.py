@@ -30,8 +30,8 @@ from scio_recorder.reductions import (
     MomentsResult,
     Reduction,
 )
+from scio_recorder.reductions.base import join_means
 from scio_recorder.reductions.histogram import widened
-from scio_recorder.reductions.numerics import join_means
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
 from scio_recorder.tensors.threads import one_thread

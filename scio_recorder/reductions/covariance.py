@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.numerics import float32_products_are_exact, join_means
-from scio_recorder.reductions.rows import RowReduction
-from scio_recorder.reductions.samples import By, Label, in_order
+from scio_recorder.reductions.base import (
+    By,
+    Label,
+    float32_products_are_exact,
+    in_order,
+    join_means,
+)
+from scio_recorder.reductions.samples import RowReduction
 
 # So many rows are multiplied at once: enough that the work for each block is cheap beside the
 # product, few enough that the block stays in the cache.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.samples import By, SampleReduction, cannot_go_on
+from scio_recorder.reductions.base import By
+from scio_recorder.reductions.samples import SampleReduction, cannot_go_on
 
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "dict": dict}
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.samples import By, Label, SampleReduction
+from scio_recorder.reductions.base import By, Label
+from scio_recorder.reductions.samples import SampleReduction
 from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions.numerics import join_means, portions
+from scio_recorder.reductions.base import join_means, portions
 from scio_recorder.reductions.samples import SampleReduction
 
 

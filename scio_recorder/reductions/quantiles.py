@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.rows import RowReduction
-from scio_recorder.reductions.samples import By
+from scio_recorder.reductions.base import By
+from scio_recorder.reductions.samples import RowReduction
 
 
 class Quantiles(RowReduction):

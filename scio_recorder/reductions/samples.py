@@ -1,25 +1,29 @@
-"""What all reductions over samples have in common."""
+"""What reductions over samples have in common, and those over rows of features."""
 
 from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import Reduction
-from scio_recorder.reductions.numerics import undisturbed, working_dtype
+from scio_recorder.reductions.base import (
+    By,
+    Label,
+    Reduction,
+    in_order,
+    labels_of,
+    undisturbed,
+    working_dtype,
+)
 from scio_recorder.tensors.copies import gathered, is_dense
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import map_tensors
-
-Label: TypeAlias = int | float | str
-By: TypeAlias = Callable[[Any], Any]
 
 
 class SampleReduction(Reduction):
@@ -309,42 +313,66 @@ def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype 
     return torch.promote_types(known, new)
 
 
-def labels_of(by: By, batch: object, count: int) -> list[Label]:
-    """Return the labels of a batch of `count` samples, converted to Python values."""
-    if batch is None:
-        raise CollectError(
-            "A reduction with by= needs the batch that the labels are read from; "
-            "write update(activation, batch)."
-        )
-    given = by(batch)
-    # Tensors and NumPy arrays convert as a whole much faster than element by element.
-    values = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise CollectError(
-            f"by= returned {type(given).__name__}, which is no sequence of labels; "
-            f"return one label for each of the {count} samples."
-        )
-    labels = [_plain(value) for value in values]
-    if len(labels) != count:
-        raise CollectError(
-            f"by= returned {len(labels)} labels for an activation of {count} samples; "
-            "return one label for each sample (dimension 0)."
-        )
-    return labels
+class RowReduction(SampleReduction):
+    """A reduction over rows of features, which gathers them into blocks.
 
+    Parameters
+    ----------
+    feature_dim : int or None
+        The dimension that holds the features; every other position is a row. None flattens all but
+        dimension 0.
+    by : callable, optional
+        ``batch -> labels [batch]``.
+    **options
+        The other arguments.
+    """
 
-def _plain(value: Any) -> Label:
-    item = value.item() if hasattr(value, "item") else value
-    for kind in (bool, int, float, str):
-        # Subclasses (numpy.str_, IntEnum) become the plain type; nan, unequal to itself, no key.
-        if isinstance(item, kind) and item == item:
-            return kind(item)
-    raise CollectError(
-        f"by= returned the label {value!r}; labels must be numbers (not nan) or strings, "
-        "one for each sample."
-    )
+    def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
+        self._feature_dim = feature_dim
+        self._options = {"feature_dim": feature_dim, **options}
+        super().__init__(by=by)
 
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._buffer: Tensor | None = None
+        self._used = 0
 
-def in_order(labels: Iterable[Label]) -> list[Label]:
-    """Sort labels, numbers before strings: independent of the order in which they were seen."""
-    return sorted(labels, key=lambda label: (isinstance(label, str), label))
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        shape, dim = samples.shape, self._feature_dim
+        if dim is None:
+            return tuple(shape[1:])
+        if not (0 < dim < len(shape) or -len(shape) < dim < 0):
+            raise CollectError(
+                f"feature_dim={dim} is no dimension of features of an activation of shape "
+                f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "
+                f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
+            )
+        return (shape[dim],)
+
+    def _rows_of(self, samples: Tensor) -> Tensor:
+        """Return samples as [rows, features]; copies only where it must."""
+        if self._feature_dim is None:
+            return samples.reshape(len(samples), -1)
+        moved = samples.movedim(self._feature_dim, -1)
+        return moved.reshape(-1, moved.shape[-1])
+
+    def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
+        """Return the buffer; what waits in one of another dtype or device is settled first."""
+        wanted = self._dtype, rows.device
+        if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
+            self._settle()
+            shape = capacity, rows.shape[1]
+            self._buffer = torch.empty(shape, dtype=self._dtype, device=rows.device)
+        return self._buffer
+
+    def _fill(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield pieces of `rows`, the place of each in the buffer, and whether that is full then.
+
+        It is filled exactly. Set `_used` back to 0 where it is full.
+        """
+        while len(rows):
+            place = buffer[self._used : self._used + len(rows)]
+            self._used += len(place)
+            yield rows[: len(place)], place, self._used == len(buffer)
+            rows = rows[len(place) :]
