@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, shapes_of
-from scio_recorder.tensors.dtypes import DTYPES
+from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
 _FORMAT = 1
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
@@ -17,169 +15,131 @@ _LARGEST = 2**63 - 1
 _DEEPEST = 64
 
 # Fields of a layer that are written as they are.
-_PLAIN: dict[str, type[Any]] = {
-    "name": str,
-    "type_name": str,
-    "call": int,
-    "executed": bool,
-    "num_params": int,
-}
+_PLAIN = {"name": str, "type_name": str, "call": int, "executed": bool, "num_params": int}
 
 _Kind = TypeVar("_Kind")
-_Names = dict[str, tuple[DepthIdx, ...]]
+_Names = dict[str, tuple[Label, ...]]
 
 
 def encode(layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> dict[str, Any]:
     """Return layers and names as dictionaries, lists, strings and numbers."""
     return {
         "format": _FORMAT,
-        "layers": [_encode_layer(layer) for layer in layers],
+        "layers": [
+            {
+                "label": list(layer.label),
+                **{name: getattr(layer, name) for name in _PLAIN},
+                "completion": layer.completion,
+                "input_shape": _encode_tree(layer.input_shape, of_shapes=True),
+                "output_spec": _encode_tree(layer.output_spec),
+            }
+            for layer in layers
+        ],
         "names": {name: [list(label) for label in labels] for name, labels in names.items()},
     }
 
 
-def decode(data: object) -> tuple[list[Layer], _Names]:
+def decode(data: Any) -> tuple[list[Layer], _Names]:
     """Read what :func:`encode` wrote; :class:`RecordingError` for anything that it can't be."""
-    entries = _checked(data, dict, "it")
-    if _entry(entries, "format", int, "") != _FORMAT:
-        _refuse(f"format {entries['format']!r} is unknown; this version reads format {_FORMAT}")
-    rows = _entry(entries, "layers", list, "")
-    layers = [_decode_layer(row, f"layers[{i}]") for i, row in enumerate(rows)]
-    _check_rows(layers)
-    known = {layer.label for layer in layers}
-    names = _entry(entries, "names", dict, "")
-    return layers, {
-        _checked(name, str, "a name"): _decode_labels(labels, f"names[{name!r}]", known)
-        for name, labels in names.items()
-    }
+    layers: list[Layer] = []
+    where = ""
+    try:
+        if data["format"] != _FORMAT:
+            raise ValueError(
+                f"format {data['format']!r} is unknown; this version reads format {_FORMAT}"
+            )
+        for number, row in enumerate(_checked(data["layers"], list)):
+            where = f"layers[{number}]: "
+            layers.append(_decode_layer(row))
+        where = "names: "
+        names = {
+            name: tuple(map(_decode_label, _checked(labels, list)))
+            for name, labels in _checked(data["names"], dict).items()
+        }
+        where = ""
+        _check(layers, names)
+    # Anything may stand in any place, so that looking there can fail in any of these ways.
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        problem = f"entry {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise RecordingError(f"architecture: {where}{problem}") from error
+    return layers, names
 
 
-def _encode_layer(layer: Layer) -> dict[str, Any]:
-    return {
-        "label": list(layer.label),
-        **{name: getattr(layer, name) for name in _PLAIN},
-        "completion": layer.completion,
-        "input_shape": _encode_shapes(layer.input_shape),
-        "output_spec": _encode_spec(layer.output_spec),
-    }
-
-
-def _decode_layer(row: object, where: str) -> Layer:
-    entries = _checked(row, dict, where)
-    plain = {name: _entry(entries, name, kind, where) for name, kind in _PLAIN.items()}
-    if not plain["executed"] and entries.get("completion") is not None:
-        _refuse(f"{where} did not run and yet has a completion")
+def _decode_layer(row: Any) -> Layer:
+    plain: dict[str, Any] = {name: _checked(row[name], kind) for name, kind in _PLAIN.items()}
+    completion = row["completion"]
+    if not plain["executed"] and completion is not None:
+        raise ValueError("it did not run and yet has a completion")
     return Layer(
-        label=_decode_label(_entry(entries, "label", list, where), where),
+        label=_decode_label(row["label"]),
         module=None,
-        input_shape=shapes_of(_decode_tree(entries.get("input_shape"), where)),
-        completion=_entry(entries, "completion", int, where) if plain["executed"] else None,
-        output_spec=_decode_tree(entries.get("output_spec"), where),
+        input_shape=shapes_of(_decode_tree(row["input_shape"])),
+        completion=_checked(completion, int) if plain["executed"] else None,
+        output_spec=_decode_tree(row["output_spec"]),
         **plain,
     )
 
 
-def _check_rows(layers: list[Layer]) -> None:
-    if len({layer.label for layer in layers}) != len(layers):
-        _refuse("two layers have the same label")
+def _check(layers: list[Layer], names: _Names) -> None:
+    known = {layer.label for layer in layers}
+    if len(known) != len(layers):
+        raise ValueError("two layers have the same label")
     ranks = sorted(layer.completion for layer in layers if layer.completion is not None)
     if ranks != list(range(len(ranks))):
-        _refuse("the order in which layers returned is not an order")
+        raise ValueError("the order in which layers returned is not an order")
+    for name, labels in names.items():
+        for label in labels:
+            if label not in known:
+                raise ValueError(f"{name!r} refers to the label {label}, which no layer has")
 
 
-def _encode_spec(spec: Any) -> Any:
-    if isinstance(spec, TensorSpec):
-        return {"shape": list(spec.shape), "dtype": str(spec.dtype)[6:]}
-    return _encode_container(spec, _encode_spec)
-
-
-def _encode_shapes(shapes: Any) -> Any:
-    if isinstance(shapes, tuple) and all(isinstance(length, int) for length in shapes):
-        return {"shape": list(shapes), "dtype": None}
-    return _encode_container(shapes, _encode_shapes)
-
-
-def _encode_container(value: Any, encode_item: Any) -> Any:
-    if isinstance(value, tuple):
-        return {"tuple": [encode_item(item) for item in value]}
-    if isinstance(value, list):
-        return {"list": [encode_item(item) for item in value]}
+def _encode_tree(value: Any, *, of_shapes: bool = False) -> Any:
+    if isinstance(value, TensorSpec):
+        return {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+    if of_shapes and isinstance(value, tuple) and all(isinstance(length, int) for length in value):
+        return {"shape": list(value), "dtype": None}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encode_tree(item, of_shapes=of_shapes) for item in value]}
     if isinstance(value, dict):
         # JSON has string keys only, and a key that is no string must not collide with one that is.
         keys = (key if isinstance(key, str | int) else repr(key) for key in value)
-        items = (encode_item(item) for item in value.values())
+        items = (_encode_tree(item, of_shapes=of_shapes) for item in value.values())
         return {"dict": [list(pair) for pair in zip(keys, items, strict=True)]}
     return None
 
 
-def _decode_tree(value: object, where: str, depth: int = 0) -> Any:
+def _decode_tree(value: Any, depth: int = 0) -> Any:
     if value is None:
         return None
     if depth > _DEEPEST:
-        _refuse(f"{where} is nested more than {_DEEPEST} deep")
-    entries = _checked(value, dict, where)
-    if "shape" in entries:
-        return _decode_spec(entries, where)
-    if len(entries) != 1 or not entries.keys() <= {"tuple", "list", "dict"}:
-        _refuse(f"{where} holds a structure of unknown kind")
-    ((kind, raw),) = entries.items()
-    items = _checked(raw, list, where)
-    if kind == "dict":
-        pairs = [_decode_pair(item, where) for item in items]
-        return {key: _decode_tree(item, where, depth + 1) for key, item in pairs}
-    decoded = [_decode_tree(item, where, depth + 1) for item in items]
-    return tuple(decoded) if kind == "tuple" else decoded
-
-
-def _decode_pair(item: object, where: str) -> tuple[str | int, object]:
-    pair = _checked(item, list, where)
-    if len(pair) != 2 or not isinstance(pair[0], str | int):
-        _refuse(f"{where} holds a dictionary entry that is no pair of a key and a value")
-    return pair[0], pair[1]
-
-
-def _decode_spec(entries: dict[Any, Any], where: str) -> TensorSpec:
-    shape = tuple(
-        _checked(length, int, where, -1) for length in _entry(entries, "shape", list, where)
-    )
-    name = entries.get("dtype")
-    if name is None:
+        raise ValueError(f"nested more than {_DEEPEST} deep")
+    if "shape" in _checked(value, dict):
+        shape = tuple(_checked(length, int, -1) for length in _checked(value["shape"], list))
         # Shapes of inputs carry no type; the specification only lives until it is read off.
-        return TensorSpec(shape, torch.float32)
-    if _checked(name, str, where) not in DTYPES:
-        _refuse(f"{where} has the unknown dtype {name!r}")
-    return TensorSpec(shape, DTYPES[name])
+        name = "float32" if value["dtype"] is None else value["dtype"]
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}")
+        return TensorSpec(shape, DTYPES[name])
+    ((kind, raw),) = value.items()
+    if kind not in ("tuple", "list", "dict"):
+        raise ValueError(f"a structure of unknown kind {kind!r}")
+    if kind == "dict":
+        return {key: _decode_tree(item, depth + 1) for key, item in _checked(raw, list)}
+    items = [_decode_tree(item, depth + 1) for item in _checked(raw, list)]
+    return tuple(items) if kind == "tuple" else items
 
 
-def _decode_label(value: object, where: str) -> Label:
-    pair = _checked(value, list, where)
-    if len(pair) != 2:
-        _refuse(f"{where} has a label of {len(pair)} numbers instead of two")
-    return Label((_checked(pair[0], int, where), _checked(pair[1], int, where, 1)))
+def _decode_label(value: Any) -> Label:
+    if len(_checked(value, list)) != 2:
+        raise ValueError(f"a label of {len(value)} numbers instead of two")
+    return Label((_checked(value[0], int), _checked(value[1], int, 1)))
 
 
-def _decode_labels(value: object, where: str, known: set[Label]) -> tuple[DepthIdx, ...]:
-    labels = tuple(_decode_label(item, where) for item in _checked(value, list, where))
-    for label in labels:
-        if label not in known:
-            _refuse(f"{where} refers to the label {label}, which no layer has")
-    return labels
-
-
-def _entry(entries: dict[Any, Any], key: str, kind: type[_Kind], where: str) -> _Kind:
-    if key not in entries:
-        _refuse(f"{where}{' ' if where else ''}entry {key!r} is missing")
-    return _checked(entries[key], kind, f"{where}.{key}".lstrip("."))
-
-
-def _checked(value: object, kind: type[_Kind], where: str, least: int = 0) -> _Kind:
+def _checked(value: Any, kind: type[_Kind], least: int = 0) -> _Kind:
     # True is an int to isinstance, and no number here.
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        _refuse(f"{where} must be of type {kind.__name__}, not {type(value).__name__}")
+    if type(value) is not kind:
+        raise TypeError(f"a value must be of type {kind.__name__}, not {type(value).__name__}")
     if isinstance(value, int) and not least <= value <= _LARGEST:
-        _refuse(f"{where} holds the number {value}, which is out of range")
+        raise ValueError(f"the number {value} is out of range")
     return value
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise RecordingError(f"architecture: {problem}")

@@ -1,7 +1,6 @@
 """What ``collect`` returns, and what ``open_recording`` reads."""
 
-from scio_recorder.recording.opening import open_recording
-from scio_recorder.recording.recording import Recording
+from scio_recorder.recording.recording import Recording, open_recording
 
 __all__ = [
     "Recording",

@@ -1,22 +1,33 @@
-"""What a whole dataset left behind: samples or summaries, by layer."""
+"""What a whole dataset left behind: samples or summaries, by layer, in memory or in a folder."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from scio_recorder.layer import text_of
+from scio_recorder.errors import LayerNotFoundError, RecordingError
+from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
 from scio_recorder.recording.recomputing import RecomputingRecording
-from scio_recorder.recording.saving import save
 from scio_recorder.recording.showing import Showing
+from scio_recorder.stores import Disk, Job
+from scio_recorder.stores.disk import CHUNK_BYTES, held_by
+from scio_recorder.stores.disk_format.ids import to_ids
+from scio_recorder.stores.disk_format.jsons import unpack
+from scio_recorder.stores.disk_format.reader import RunReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from scio_recorder.layer import DepthIdx
+    from scio_recorder.stores.calls import KeptCall
 
 
 class Recording(RecomputingRecording, Showing):
@@ -119,7 +130,7 @@ class Recording(RecomputingRecording, Showing):
         tensor([[1., 1.]])
         >>> folder.cleanup()
         """
-        save(self, path)
+        _save(self, path)
 
     def __repr__(self) -> str:
         layers = ", ".join(map(text_of, self))
@@ -135,3 +146,143 @@ def to_array(samples: Tensor) -> NDArray[Any]:
     except TypeError:
         wide = torch.complex64 if tensor.is_complex() else torch.float32
         return tensor.to(wide).numpy()
+
+
+def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:
+    """Open a recording on disk. No net is needed, and no code of the recording is run.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The folder that ``store="disk:PATH"`` or :meth:`Recording.save` wrote.
+    verify : bool, default False
+        Read everything and compare it with its checksums now, rather than when it is used.
+
+    Returns
+    -------
+    Recording
+        Complete, or what an interrupted run has made durable. Samples are read when they are used.
+
+    Raises
+    ------
+    RecordingError
+        There is no recording, or it is damaged.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+    >>> rnet.record("0-1")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = rnet.collect([torch.ones(3, 2)], store=f"disk:{folder}/run")
+    ...     recording = open_recording(f"{folder}/run", verify=True)
+    ...     recording.complete, recording["0-1"].shape
+    (True, torch.Size([3, 2]))
+    """
+    reader = RunReader(path, verify=verify)
+    header = dict(reader.header)
+    architecture = Architecture.from_dict(header.pop("architecture", None))
+    found = [reader.read_state(rank) for rank in range(reader.world_size)]
+    states = [unpack(state) for state in found if state is not None]
+    try:
+        held = held_by(reader, architecture)
+        errors = _relative_errors(architecture, [_mapping(state, "rounding") for state in states])
+        recipes = _mapping(header, "reductions")
+        reduced = [_mapping(state, "reductions") for state in states]
+        reductions = {
+            architecture.resolve(name): from_recipes(
+                recipes[name], [state[name] for state in reduced], name
+            )
+            for name in recipes
+            if reduced and all(name in state for state in reduced)
+        }
+    except (LayerNotFoundError, LookupError, TypeError, ValueError) as error:
+        raise RecordingError(f"{reader.path} contradicts itself: {error}") from error
+    return Recording(
+        architecture,
+        held,
+        reductions=reductions,
+        relative_errors=errors,
+        settings=header,
+    )
+
+
+def _relative_errors(
+    architecture: Architecture, rounding: list[Mapping[str, Any]]
+) -> dict[DepthIdx, float]:
+    sums: dict[str, list[float]] = {}
+    for name, (lost, total) in chain.from_iterable(one.items() for one in rounding):
+        own = sums.setdefault(name, [0.0, 0.0])
+        own[0] += lost
+        own[1] += total
+    return {
+        architecture.resolve(name): math.sqrt(lost / total) if total else 0.0
+        for name, (lost, total) in sums.items()
+    }
+
+
+def _mapping(values: Any, key: str) -> Mapping[str, Any]:
+    found = values.get(key, {}) if isinstance(values, dict) else None
+    if not isinstance(found, dict):
+        raise TypeError(f"{key} is not an object")
+    return found
+
+
+def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
+    """Write every sample, the reductions' states and the settings, as if they came just now."""
+    samples = {label: recording[label] for label in recording.stored}
+    job = Job(recording.architecture, tuple(samples), None, lambda: _settings(recording))
+    writer = Disk(path).open(job)
+    try:
+        columns = {
+            label: writer.column(label, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
+            for label, whole in samples.items()
+        }
+        sample_bytes = sum(column.spec.nbytes for column in columns.values())
+        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, sample_bytes))):
+            for label, column in columns.items():
+                column.put(samples[label][rows.start : rows.stop], writer.start, len(rows))
+            is_last = rows.stop == recording.num_samples
+            # States may be large, and only the last one counts.
+            state = partial(_state_of, recording) if is_last else dict
+            kept = {
+                text_of(label): writer.calls.keep(recording.architecture[label], call)
+                for label, call in calls.items()
+            }
+            writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, kept)
+        writer.finish(partial(_state_of, recording), is_complete=recording.complete)
+    except BaseException:
+        writer.abandon(None)
+        raise
+
+
+def _batches(
+    recording: Recording, step: int
+) -> Iterator[tuple[range, Mapping[DepthIdx, KeptCall]]]:
+    """Yield the rows of each batch, and the calls that are kept of it."""
+    calls, num_samples, stop = recording.calls, recording.num_samples, 0
+    if not calls.labels:
+        for start in range(0, num_samples, step):
+            yield range(start, min(start + step, num_samples)), {}
+    for number, rows in enumerate(calls.rows):
+        stop += rows
+        yield range(stop - rows, stop), {label: calls.call(number, label) for label in calls.labels}
+
+
+def _settings(recording: Recording) -> dict[str, Any]:
+    # Those of weights, and of what was made by hand, are unknown: resuming finds that they differ.
+    return {
+        **recording.settings,
+        "layers": [text_of(label) for label in recording],
+        "reductions": {
+            text_of(label): recipes_of(given) for label, given in recording.reductions.items()
+        },
+        "inputs": bool(recording.calls.labels),
+    }
+
+
+def _state_of(recording: Recording) -> dict[str, Any]:
+    errors = recording.relative_errors
+    rounding = {text_of(label): [error**2, 1.0] for label, error in errors.items()}
+    return {"reductions": states_of(recording.reductions), "rounding": rounding}

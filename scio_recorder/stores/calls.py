@@ -13,9 +13,8 @@ from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.folder import parsing
-from scio_recorder.stores.disk_format.jsons import expect
+from scio_recorder.stores.disk_format.jsons import UnkeepableError, decode, encode, expect
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, RunReader
-from scio_recorder.stores.nodes import UnkeepableError, decode, encode
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten

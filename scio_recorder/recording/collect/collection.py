@@ -118,7 +118,9 @@ class Collection:
         for label in options.recording:
             shared = options.architecture[label], options.transforms.get(label), self._current
             if label in options.reductions:
-                receive = ReducingIntake(*shared, options.reductions[label]).receive
+                given = options.reductions[label]
+                several = given if isinstance(given, list) else [given]
+                receive = ReducingIntake(*shared, several).receive
             else:
                 self._storing[label] = StoringIntake(*shared, self._writer, options.dtype)
                 receive = self._storing[label].receive

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ _DROPPING = ("Dropout", "DropPath", "StochasticDepth")
 _SHOWN = 3
 
 
+@dataclass
 class Feed:
     """The batches of one ``collect``.
 
@@ -45,16 +47,18 @@ class Feed:
         As given to ``collect``.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[Any],
-        every: int,
-        max_batches: int | None,
-        to_inputs: Callable[[Any], Any] | None,
-        sample_ids: Callable[[Any], Any] | None,
-    ) -> None:
-        self.every = whole("every", every, 1)
-        self._limit = None if max_batches is None else whole("max_batches", max_batches, 1)
+    batches: Iterable[Any]
+    every: int
+    max_batches: int | None
+    to_inputs: Callable[[Any], Any] | None
+    sample_ids: Callable[[Any], Any] | None
+
+    def __post_init__(self) -> None:
+        batches = self.batches
+        self._seen, self._number = _SeenIds(), 0
+        self.every = whole("every", self.every, 1)
+        if self.max_batches is not None:
+            self.max_batches = whole("max_batches", self.max_batches, 1)
         if isinstance(batches, Tensor):
             raise CollectError(
                 "batches is a single tensor, whose rows would be taken for batches: write "
@@ -65,16 +69,11 @@ class Feed:
                 f"batches is a {type(batches).__name__}, which can't be iterated over: give a "
                 "DataLoader, a list of batches or a generator"
             )
-        self._batches = batches
-        self.to_inputs = to_inputs
-        self.sample_ids = sample_ids
-        self._seen = _SeenIds()
-        self._number = 0
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
-        stop = None if self._limit is None else (self._limit - 1) * self.every + 1
-        for number, batch in enumerate(islice(self._batches, stop)):
+        stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
+        for number, batch in enumerate(islice(self.batches, stop)):
             self._number = number
             yield batch, number % self.every == 0
 
@@ -82,11 +81,11 @@ class Feed:
     def num_batches(self) -> int | None:
         """How many batches will be taken, where the loader knows its length."""
         try:
-            length = len(self._batches)  # type: ignore[arg-type]
+            length = len(self.batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
         taken = -(-length // self.every)
-        return taken if self._limit is None else min(taken, self._limit)
+        return taken if self.max_batches is None else min(taken, self.max_batches)
 
     def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""

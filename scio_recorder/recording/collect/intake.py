@@ -12,13 +12,13 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.reductions import Reduction
 from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.tensors.copies import gathered, is_dense
 
 if TYPE_CHECKING:
     from scio_recorder.layer import Layer
     from scio_recorder.recording.collect.options import Transform
+    from scio_recorder.reductions import Reduction
     from scio_recorder.stores import Column, StoreWriter
 
 
@@ -44,13 +44,13 @@ class CurrentBatch:
         self.is_reduced = False
 
 
+@dataclass
 class LayerIntake:
     """What becomes of one layer's activations."""
 
-    def __init__(self, layer: Layer, transform: Transform | None, current: CurrentBatch) -> None:
-        self.layer = layer
-        self.transform = transform
-        self.current = current
+    layer: Layer
+    transform: Transform | None
+    current: CurrentBatch
 
     def _transformed(self, activation: Any) -> Tensor:
         """Return the tensor to keep: what was returned, or what the transform makes of it."""
@@ -101,6 +101,7 @@ class LayerIntake:
             )
 
 
+@dataclass
 class StoringIntake(LayerIntake):
     """Keeps every sample.
 
@@ -109,26 +110,18 @@ class StoringIntake(LayerIntake):
     for what stands between the hook and the copy.
     """
 
-    def __init__(
-        self,
-        layer: Layer,
-        transform: Transform | None,
-        current: CurrentBatch,
-        writer: StoreWriter,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(layer, transform, current)
-        self._writer = writer
-        self._wanted_dtype = dtype
-        self._column: Column | None = None
-        # Of activations that need no look: None where each has to be looked at.
-        self._usual_shape: torch.Size | None = None
-        self._dtype: torch.dtype | None = None
-        self.rounds = False
-        # Sums of squares, in float64: of what rounding took away, and of all.
-        self.lost, self.total = 0.0, 0.0
-        # Those of the batch that is under way, which may fail.
-        self._measured = 0.0, 0.0
+    writer: StoreWriter
+    wanted_dtype: torch.dtype | None
+    rounds: bool = False
+    # Sums of squares, in float64: of what rounding took away, and of all.
+    lost: float = 0.0
+    total: float = 0.0
+    # Those of the batch that is under way, which may fail.
+    _measured: tuple[float, float] = (0.0, 0.0)
+    _column: Column | None = None
+    # Of activations that need no look: None where each has to be looked at.
+    _usual_shape: torch.Size | None = None
+    _dtype: torch.dtype | None = None
 
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
@@ -197,10 +190,10 @@ class StoringIntake(LayerIntake):
         self._dtype = kept.dtype
 
     def _open(self, kept: Tensor) -> Column:
-        wanted = self._wanted_dtype if kept.is_floating_point() else None
+        wanted = self.wanted_dtype if kept.is_floating_point() else None
         spec = TensorSpec(tuple(kept.shape[1:]), wanted or kept.dtype)
         self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
-        self._column = self._writer.column(self.layer.label, spec, kept)
+        self._column = self.writer.column(self.layer.label, spec, kept)
         return self._column
 
     def _no_room(self, error: NoRoomError) -> str:
@@ -211,18 +204,11 @@ class StoringIntake(LayerIntake):
         )
 
 
+@dataclass
 class ReducingIntake(LayerIntake):
     """Keeps a running summary, or several."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        transform: Transform | None,
-        current: CurrentBatch,
-        reductions: Reduction | list[Reduction],
-    ) -> None:
-        super().__init__(layer, transform, current)
-        self._reductions = reductions if isinstance(reductions, list) else [reductions]
+    reductions: list[Reduction]
 
     def receive(self, activation: Any) -> None:
         """Hand an activation to the reductions."""
@@ -230,7 +216,7 @@ class ReducingIntake(LayerIntake):
         if self.current.skip:
             kept = self._tail(kept)
         self.current.is_reduced = True
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             try:
                 reduction.update(kept, self.current.batch)
             except CollectError as error:
@@ -239,7 +225,7 @@ class ReducingIntake(LayerIntake):
 
     def _tail(self, kept: Tensor) -> Tensor:
         self._check_rows(kept)
-        for reduction in self._reductions:
+        for reduction in self.reductions:
             if reduction.reads_batch:
                 raise CollectError(
                     f"{reduction!r} of layer {self.layer} reads the batch, and the first "

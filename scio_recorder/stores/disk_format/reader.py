@@ -13,8 +13,8 @@ from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
-from scio_recorder.stores.disk_format.jsons import JSON, expect, parse
-from scio_recorder.stores.disk_format.run import VALUES, Chunk, Packed, read_state, scan
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, expect, parse
+from scio_recorder.stores.disk_format.run import VALUES, Chunk, read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
 
 if TYPE_CHECKING:

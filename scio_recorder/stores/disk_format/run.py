@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
-from scio_recorder.stores.disk_format.jsons import JSON, differences, expect
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     table_from_json,
@@ -52,13 +52,6 @@ def manifest_name(rank: int) -> str:
 def manifest(run: str, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
     """Return what that file says."""
     return {"run": run, "rank": rank, "samples": samples, "chunks": list(checksums)}
-
-
-class Packed(NamedTuple):
-    """A value as JSON, and the tensors that it refers to by their numbers."""
-
-    value: JSON
-    tensors: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)

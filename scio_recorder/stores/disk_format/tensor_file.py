@@ -10,11 +10,10 @@ reader does not believe a header: it writes the header again from what it has pa
 
 from __future__ import annotations
 
-import _thread
 import math
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from json import JSONDecoder
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -372,28 +371,12 @@ def _read_header(file: File) -> bytes:
 
 
 def _by_two(work: Callable[[], None]) -> None:
-    """Do ``work`` in two threads at once, which share it; raise what either raises.
-
-    A thread of the threading module would be waited for until it has begun, which is a tenth of
-    what reading 16 MiB takes.
-    """
-    other: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            other.set_result(None)
-        except BaseException as error:
-            other.set_exception(error)
-
-    try:
-        _thread.start_new_thread(run, ())
-    except RuntimeError:
+    """Do ``work`` in two threads at once, which share it; raise what either raises."""
+    others = []
+    with ThreadPoolExecutor(1) as pool:
         # Where no thread can be had, all of the work is left for this one.
-        other.set_result(None)
-    try:
+        with suppress(RuntimeError):
+            others.append(pool.submit(work))
         work()
-    finally:
-        problem = other.exception()
-    if problem is not None:
-        raise problem
+    for other in others:
+        other.result()

@@ -14,12 +14,11 @@ import torch
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import differences, dump, parse
+from scio_recorder.stores.disk_format.jsons import Packed, differences, dump, parse
 from scio_recorder.stores.disk_format.run import (
     DESCRIPTION_NAME,
     VALUES,
     Description,
-    Packed,
     Run,
     chunk_name,
     manifest,

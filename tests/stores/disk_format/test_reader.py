@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_where_no_thread_can_be_had_all_is_read(tmp_path, monkeypatch):
 
     with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
         writer.append({"x": numbers}, range(len(numbers)))
-    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     with RunReader(tmp_path) as recording:
         assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
 
