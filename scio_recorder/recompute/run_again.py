@@ -15,13 +15,15 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.hooks import follow, precede
 from scio_recorder.errors import RecomputeError
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.restoring import preserved_rng, restored
@@ -30,11 +32,6 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten, map_tensors
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx, Layer
-    from scio_recorder.nets.architecture import Architecture
-
 
 _NOT_KEPT = (
     "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "

@@ -157,11 +157,10 @@ class Collecting(Reading):
         recording = self._capture.program.recording
         if not recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
-        from scio_recorder.stores.room import labelled_bytes, make_plan
+        from scio_recorder.stores.room import make_plan
 
         device = next((p.device for p in self._net.parameters()), torch.device("cpu"))
-        sizes = labelled_bytes(self.architecture, recording)
-        return make_plan(self.architecture, sizes, num_samples, device)
+        return make_plan(self.architecture, recording, num_samples, device)
 
     def parameters_snapshot(self) -> dict[str, Tensor]:
         """Return copies of the parameters inside recorded layers, in host memory.

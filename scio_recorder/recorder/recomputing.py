@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scio_recorder.errors import RecomputeError, SelectorTypeError
+from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
 from scio_recorder.recorder.reading import Reading
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import map_tensors
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
 
 
 class Recomputing(Reading):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import Tensor
 
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 # Bytes that are looked at together where all of a layer is read.
 _PART_BYTES = 1 << 26

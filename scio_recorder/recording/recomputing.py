@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import text_of
+from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
-from scio_recorder.postprocessors.assigning import Postprocessor, assign
+from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.tensors.digests import Weights
 from scio_recorder.tensors.structures import map_tensors, tensors
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.postprocessors.assigning import Postprocessors
 
 
 class RecomputingRecording(Readable):

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
@@ -19,15 +20,11 @@ from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
 from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.showing import Showing
 from scio_recorder.stores import Disk, Job
+from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.ids import to_ids
 from scio_recorder.stores.disk_format.jsons import unpack
 from scio_recorder.stores.disk_format.reader import RunReader
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from scio_recorder.stores.calls import KeptCall
 
 
 class Recording(RecomputingRecording, Showing):

@@ -13,6 +13,7 @@ from scio_recorder.display.outline import Outline, Outlined, outline
 from scio_recorder.display.page import page_html, write_page
 from scio_recorder.display.summary import LayerSummary, draw
 from scio_recorder.errors import ArgumentError
+from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
 from scio_recorder.tensors.arguments import whole
@@ -20,8 +21,6 @@ from scio_recorder.tensors.arguments import whole
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-    from scio_recorder.layer import DepthIdx
 
 
 _MOST_HISTOGRAMS = 400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from scio_recorder.errors import CollectError
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
@@ -26,10 +25,6 @@ __all__ = [
     "StoreWriter",
     "as_store",
 ]
-
-
-# What outlives the process, by the name that stands before the place.
-_LASTING: dict[str, Callable[[str], Store]] = {"disk": Disk}
 
 
 def as_store(given: str | Store | None) -> Store:
@@ -64,8 +59,8 @@ def as_store(given: str | Store | None) -> Store:
     if given == "auto":
         return Auto()
     name, _, place = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if name in _LASTING and place:
-        return _LASTING[name](place)
+    if name == "disk" and place:
+        return Disk(place)
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'

@@ -5,19 +5,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import DepthIdx, TensorSpec
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 State: TypeAlias = dict[str, Any]
 

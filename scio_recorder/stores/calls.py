@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.folder import parsing
@@ -18,13 +20,6 @@ from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Run
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from scio_recorder.layer import DepthIdx, Layer
-    from scio_recorder.nets.architecture import Architecture
-
 
 # Beyond this, what lies between the elements of a view is not allocated to get its strides back.
 _MAX_EXTENT_BYTES = 1 << 32

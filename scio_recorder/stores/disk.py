@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import TensorSpec, text_of
+from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
@@ -36,11 +37,6 @@ from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 CHUNK_BYTES = 64 << 20
 # A net that is slow, or whose layers are all reduced, loses no more than so much work.

@@ -5,21 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls
-from scio_recorder.stores.room import Plan, labelled_bytes, make_plan
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-
+from scio_recorder.stores.room import Plan, make_plan
 
 # Batches to make room for at first where their number is not known.
 _GUESSED_BATCHES = 8
@@ -217,8 +212,7 @@ class AutoWriter(MemoryWriter):
             self._known[label] = num_samples * spec.nbytes
             if self._guess is None:
                 architecture, stored = self._job.architecture, self._job.stored
-                sizes = labelled_bytes(architecture, stored)
-                self._guess = make_plan(architecture, sizes, num_samples, first.device)
+                self._guess = make_plan(architecture, stored, num_samples, first.device)
                 if "device" in self._guess.stores:
                     self._store = Device()
             if isinstance(self._store, Host):

@@ -8,18 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.filesize import decimal
 
-from scio_recorder.layer import TensorSpec, map_leaves
+from scio_recorder.layer import DepthIdx, TensorSpec, map_leaves
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.arguments import whole
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 # The net needs memory too, and so does whatever else runs.
 _USABLE = {"device": 0.5, "host": 0.9, "disk": 0.95}
@@ -82,18 +77,18 @@ class Plan:
 
 def make_plan(
     architecture: Architecture,
-    sample_bytes: Mapping[DepthIdx, int],
+    labels: Sequence[DepthIdx],
     num_samples: int,
     device: torch.device,
 ) -> Plan:
-    """Return the plan for layers of which a sample takes so many bytes.
+    """Return the plan for layers, by what a sample of each took at labelling.
 
     Parameters
     ----------
     architecture : Architecture
         The labelled net.
-    sample_bytes : mapping
-        Bytes of one sample, by label.
+    labels : sequence of (int, int)
+        Its layers that are asked for.
     num_samples : int
         How many samples there will be.
     device : torch.device
@@ -115,36 +110,18 @@ def make_plan(
         free["device"] = torch.cuda.mem_get_info(device)[0]
     free["host"] = _free_host_bytes()
     free["disk"] = shutil.disk_usage(Path.cwd()).free
-    num_bytes = {label: size * num_samples for label, size in sample_bytes.items()}
-    names = {label: str(architecture[label]) for label in sample_bytes}
-    return Plan(num_samples, num_bytes, free, names)
-
-
-def labelled_bytes(architecture: Architecture, labels: Sequence[DepthIdx]) -> dict[DepthIdx, int]:
-    """Return what one sample of each layer took at labelling.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        The labelled net.
-    labels : sequence of (int, int)
-        Its layers that are asked for.
-
-    Returns
-    -------
-    dict of (int, int) to int
-        Bytes by label.
-    """
     num_bytes = dict.fromkeys(labels, 0)
 
     def add(label: DepthIdx, spec: TensorSpec | None) -> None:
         if spec is not None:
             is_batch = bool(spec.shape) and spec.shape[0] > 0
-            num_bytes[label] += spec.nbytes // (spec.shape[0] if is_batch else 1)
+            sample_bytes = spec.nbytes // (spec.shape[0] if is_batch else 1)
+            num_bytes[label] += sample_bytes * num_samples
 
     for label in labels:
         map_leaves(partial(add, label), architecture[label].output_spec)
-    return num_bytes
+    names = {label: str(architecture[label]) for label in labels}
+    return Plan(num_samples, num_bytes, free, names)
 
 
 def _free_host_bytes() -> int:

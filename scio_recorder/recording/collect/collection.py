@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import text_of
+from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.collect.feed import Feed, advise_evaluation, advise_second_element
 from scio_recorder.recording.collect.intake import CurrentBatch, ReducingIntake, StoringIntake
+from scio_recorder.recording.collect.options import Options
 from scio_recorder.recording.recipes import states_of
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
-
-if TYPE_CHECKING:
-    from scio_recorder.capture.engine import Capture
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.recording.collect.options import Options
 
 
 @dataclass

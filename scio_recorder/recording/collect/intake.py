@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import Layer, TensorSpec
+from scio_recorder.recording.collect.options import Transform
+from scio_recorder.reductions import Reduction
+from scio_recorder.stores import Column, StoreWriter
 from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.tensors.copies import gathered, is_dense
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import Layer
-    from scio_recorder.recording.collect.options import Transform
-    from scio_recorder.reductions import Reduction
-    from scio_recorder.stores import Column, StoreWriter
 
 
 @dataclass(slots=True)

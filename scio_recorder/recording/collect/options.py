@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import text_of
+from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.dtypes import dtype_name
-
-if TYPE_CHECKING:
-    from scio_recorder.capture.engine import Capture
-    from scio_recorder.layer import DepthIdx
-
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
 Transforms: TypeAlias = Transform | Mapping[Any, Transform]

@@ -7,21 +7,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
+from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, expect, parse
 from scio_recorder.stores.disk_format.run import VALUES, Chunk, read_state, scan
-from scio_recorder.stores.disk_format.tensor_file import TensorFile, memory
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from scio_recorder.layer import TensorSpec
-    from scio_recorder.stores.disk_format.tensor_file import Table
+from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile, memory
 
 
 class KeptBatches(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.folder import accessing, parsing
+from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect
 from scio_recorder.stores.disk_format.tensor_file import (
@@ -19,10 +19,6 @@ from scio_recorder.stores.disk_format.tensor_file import (
     table_from_json,
     table_to_json,
 )
-
-if TYPE_CHECKING:
-    from scio_recorder.stores.disk_format.folder import Folder
-
 
 DESCRIPTION_NAME = "recording.safetensors"
 FORMAT = "scio-recording"

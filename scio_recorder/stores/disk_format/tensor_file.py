@@ -16,15 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from json import JSONDecoder
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.folder import accessing, parsing, write_at
+from scio_recorder.stores.disk_format.folder import File, Folder, accessing, parsing, write_at
 from scio_recorder.stores.disk_format.jsons import (
     DIGITS,
     JSON,
@@ -36,12 +38,6 @@ from scio_recorder.stores.disk_format.jsons import (
     parse,
 )
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from scio_recorder.stores.disk_format.folder import File, Folder
 
 Table: TypeAlias = Mapping[str, TensorSpec]
 

@@ -7,14 +7,16 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import Packed, differences, dump, parse
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, dump, parse
+from scio_recorder.stores.disk_format.reader import KeptBatches
 from scio_recorder.stores.disk_format.run import (
     DESCRIPTION_NAME,
     VALUES,
@@ -28,14 +30,6 @@ from scio_recorder.stores.disk_format.run import (
     state_name,
 )
 from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from torch import Tensor
-
-    from scio_recorder.stores.disk_format.jsons import JSON
-    from scio_recorder.stores.disk_format.reader import KeptBatches
 
 # What writers that were killed while creating a recording leave, before there is one.
 _REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
