@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
-from scio_recorder.errors import MutationError, PostprocessorError
+from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.places import OnInput
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import flatten, tensors
+from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx, Layer
@@ -228,15 +226,10 @@ class Assigned:
 
 def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
     """Post-process one output; a result of None means that it was changed in place, if at all."""
-    before = _versions_on_graph(output)
     try:
         result = function(output)
     except Exception as error:
         raise _failure(error, layer) from error
-    for tensor, version, node in before:
-        spoiled = _spoiled(node) if tensor._version != version else None
-        if spoiled is not None:
-            spoiled.register_prehook(_Explanation(str(layer)))
     if result is None:
         return output
     expected = Tensor if isinstance(output, Tensor) else type(output)
@@ -274,46 +267,3 @@ def _signature(function: Postprocessor) -> object:
         return OnInput, _signature(function.postprocessor)
     inner = getattr(function, "func", function)
     return getattr(inner, "__code__", type(inner))
-
-
-# A post-processor may overwrite what autograd needs: backward says so then, and what to write.
-
-# Views between a module's output and the operation that saved it.
-_MAX_VIEWS = 4
-
-
-def _versions_on_graph(output: Any) -> list[tuple[Tensor, int, Any]]:
-    """Note the versions and nodes of tensors before something may change them in place.
-
-    There are none where autograd keeps nothing, or hands what it keeps to hooks, as inside
-    ``allow_mutation_on_saved_tensors``.
-    """
-    if not torch.is_grad_enabled() or private.active_saved_tensors_hooks():
-        return []
-    found = (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
-    return [(tensor, tensor._version, tensor.grad_fn) for tensor in found]
-
-
-class _Explanation:
-    """Raises in place of autograd, which does not know who changed the tensor."""
-
-    def __init__(self, layer: str) -> None:
-        self._layer = layer
-
-    def __call__(self, gradients: Any) -> None:
-        raise MutationError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: the post-processor of layer {self._layer} works in place on what the "
-            "layer returned, which the layer needs as it was. Write it out of place, as x * 2 for "
-            "x.mul_(2), or run the forward and the backward pass inside "
-            "`with torch.autograd.graph.allow_mutation_on_saved_tensors():`"
-        )
-
-
-def _spoiled(node: Any) -> Any:
-    for _ in range(_MAX_VIEWS):
-        if node is None or private.has_lost_a_tensor(node):
-            return node
-        ahead = node.next_functions
-        node = ahead[0][0] if len(ahead) == 1 else None
-    return None

@@ -111,18 +111,6 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return None if found is None else tuple(found)
 
 
-@checked("Node._saved_*", "explaining what a post-processor overwrote", examples.finds_overwritten)
-def has_lost_a_tensor(node: Any) -> bool:
-    """Whether something that a node keeps for its backward was overwritten in place."""
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                getattr(node, name)
-            except RuntimeError as error:
-                return "modified by an inplace operation" in str(error)
-    return False
-
-
 _CHECKPOINTING = "activation checkpointing"
 
 

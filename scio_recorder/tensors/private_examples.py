@@ -58,14 +58,6 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     return before is None and tuple(inside) == (pack, unpack) and active() is None
 
 
-def finds_overwritten(has_lost: Callable[[Any], bool]) -> bool:
-    _, intact = leaf_and_output()
-    _, changed = leaf_and_output()
-    changed.add_(1)
-    node = changed.grad_fn.next_functions[0][0]
-    return has_lost(node) and not has_lost(intact.grad_fn)
-
-
 def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
     """Return what a function returns in a checkpointed region, at first and when it runs again."""
     found = []
