@@ -103,7 +103,8 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
     modules = list(net.modules())
     attributes = [dict(vars(module)) for module in modules]
     contents = [_contents(value) for saved in attributes for value in saved.values()]
-    tensors = [_TensorState(tensor) for tensor in _state_tensors(net)]
+    parameters = () if are_large(net) else net.parameters()
+    tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
     gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
     try:
         for parameter, _ in gradients:
@@ -201,11 +202,6 @@ class _TensorState:
             self._data.copy_(self._values)
         if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
             self._tensor.requires_grad_(self._requires_grad)
-
-
-def _state_tensors(net: nn.Module) -> list[Tensor]:
-    buffers = list(net.buffers())
-    return buffers if are_large(net) else [*net.parameters(), *buffers]
 
 
 def _contents(value: Any) -> Callable[[], None]:
@@ -330,10 +326,6 @@ def clone(tensor: Tensor) -> Tensor:
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 
 
-def _share(parameter: Tensor) -> Tensor:
-    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-
-
 def _first_memo(net: nn.Module, keep_hooks: bool) -> dict[int, Any]:
     memo: dict[int, Any] = {}
     shares = are_large(net)
@@ -343,7 +335,8 @@ def _first_memo(net: nn.Module, keep_hooks: bool) -> dict[int, Any]:
             memo |= {id(vars(module)[name]): OrderedDict() for name in names}
         if shares:
             for parameter in module.parameters(recurse=False):
-                memo.setdefault(id(parameter), _share(parameter))
+                shared = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                memo.setdefault(id(parameter), shared)
     return memo
 
 
