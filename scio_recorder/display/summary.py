@@ -206,21 +206,12 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     axis.tick_params(labelsize=7)
     axis.xaxis.get_offset_text().set_fontsize(7)
     axis.locator_params(axis="x", nbins=4)
-    axis.set_yticks(_shares(max(bars.counts, default=0) / total))
+    axis.locator_params(axis="y", nbins=4)
     outside = bars.below + bars.above
     if outside:
         text = f"{outside:,} outside"
         axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
     axis.set_gid(f"layer-{layer.label}")
-
-
-def _shares(top: float) -> list[float]:
-    """Return marks for an axis from 0 to a share, readable on a square-root scale."""
-    if top <= 0:
-        return [0.0]
-    step = 10.0 ** math.floor(math.log10(top))
-    highest = next(mark for mark in (5 * step, 2 * step, step) if mark <= top)
-    return [0.0, highest / 10, highest]
 
 
 def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:

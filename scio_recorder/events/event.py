@@ -21,35 +21,6 @@ Place: TypeAlias = list[Any]
 
 
 @dataclass
-class Event:
-    """A call or a gradient as ``stash`` sees it: nothing is copied yet.
-
-    Parameters
-    ----------
-    name : str
-        Qualified name of the module, ``""`` for the root.
-    type : type
-        The module's class.
-    grad : bool
-        False for a call of forward, True for the gradient of one.
-    value : Any
-        The return value of the module, or the tuple of gradients with respect to it: one entry
-        for each of its tensors, None where no gradient came.
-    args : tuple
-        The arguments of forward; empty where ``grad`` is True.
-    kwargs : dict
-        Likewise.
-    """
-
-    name: str
-    type: type[nn.Module]
-    grad: bool
-    value: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass
 class Stash:
     """The part of an event that is kept.
 
@@ -76,6 +47,31 @@ class Stash:
         """The first tensor in the value; the first item of any kind where there is none."""
         found = tensors(self.value)
         return found[0] if found else _first_item(self.value)
+
+
+@dataclass
+class Event(Stash):
+    """A call or a gradient as ``stash`` sees it: nothing is copied yet.
+
+    Parameters
+    ----------
+    name : str
+        Qualified name of the module, ``""`` for the root.
+    type : type
+        The module's class.
+    grad : bool
+        False for a call of forward, True for the gradient of one.
+    value : Any
+        The return value of the module, or the tuple of gradients with respect to it: one entry
+        for each of its tensors, None where no gradient came.
+    args : tuple
+        The arguments of forward; empty where ``grad`` is True.
+    kwargs : dict
+        Likewise.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Journal:

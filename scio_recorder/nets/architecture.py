@@ -330,7 +330,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         "no module has the qualified name 'conv'; the closest names are 'conv1'"
         """
         close = difflib.get_close_matches(name, self._names, n=4, cutoff=0.5)
-        hint = f"; the closest names are {_quoted(close)}" if close else ""
+        hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
         return f"no module has the qualified name {name!r}{hint}"
 
     @cached_property
@@ -367,10 +367,6 @@ def _not_a_key(key: object) -> str:
     except TypeError:
         hint = ""
     return f'{key!r} names no layer: write (1, 3), "1-3" or a qualified name{hint}'
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _title(layer: Layer) -> str:

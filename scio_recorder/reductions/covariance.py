@@ -206,10 +206,8 @@ class Covariance(RowReduction):
         """Bring the rows that wait in the buffer into the state."""
         if self._buffer is None or not self._used or self._shift is None:
             return
-        rows, codes = (
-            self._buffer[: self._used],
-            torch.cat(self._waiting) if self._waiting else None,
-        )
+        rows = self._buffer[: self._used]
+        codes = torch.cat(self._waiting) if self._waiting else None
         self._used, self._waiting = 0, []
         present, counts, means = _centre_by_class(rows, codes)
         _add_product(self._scatter, rows)
@@ -245,7 +243,8 @@ class Covariance(RowReduction):
         )
 
     def _matrix(self, degrees: int) -> Tensor:
-        full = _symmetric(self._scatter)
+        upper = self._scatter.triu()
+        full = upper + upper.triu(1).T
         # Divided as tensors: without degrees of freedom it is nan, not ZeroDivisionError.
         return full.div_(torch.full_like(full[:1, :1], degrees)).to(self._dtype)
 
@@ -289,9 +288,3 @@ def _add_product(total: Tensor, rows: Tensor) -> None:
         end = width if width - start < 2 * strip else start + strip
         product = rows[:, start:end].T @ rows[:, start:]
         total[start:end, start:].add_(product)
-
-
-def _symmetric(total: Tensor) -> Tensor:
-    """Return the full matrix of one that is complete only from the diagonal up."""
-    upper = total.triu()
-    return upper + upper.triu(1).T

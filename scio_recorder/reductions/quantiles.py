@@ -97,11 +97,9 @@ class Quantiles(RowReduction):
                 place.copy_(values)
                 if is_full:
                     self._used = 0
-                    self._summarise(_sort_rows(buffer.T.contiguous()))
-
-    def _summarise(self, ordered: Tensor) -> None:
-        self._widen(ordered[:, [0, -1]])
-        self._carry(0, self._thin(ordered, self._block // self._size))
+                    ordered = _sort_rows(buffer.T.contiguous())
+                    self._widen(ordered[:, [0, -1]])
+                    self._carry(0, self._thin(ordered, self._block // self._size))
 
     def _widen(self, ends: Tensor) -> None:
         both = ends if self._ends is None else torch.cat([self._ends, ends], dim=1)

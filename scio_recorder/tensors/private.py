@@ -199,19 +199,7 @@ def is_any_autocast_on() -> bool:
 # -- modules ---------------------------------------------------------------------------------------
 
 # The dictionaries of an ``nn.Module`` that hold what others attached to it.
-HOOK_DICTIONARIES = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 
 
 @checked("Module._forward_hooks", "recording", examples.finds_both_hooks)
