@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from scio_recorder.capture.program import Program
 from scio_recorder.errors import FlowError, PostprocessorError
+from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records, copied
+from scio_recorder.postprocessors.assigning import Postprocessor
 from scio_recorder.tensors import private
-
-if TYPE_CHECKING:
-    from scio_recorder.capture.program import Program
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.postprocessors.assigning import Postprocessor
 
 
 class CompiledPass:

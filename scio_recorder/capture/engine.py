@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,10 @@ from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.errors import PostprocessorError, UnsupportedNetError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Records
+from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
     Assigned,
     Postprocessor,
@@ -29,12 +32,6 @@ from scio_recorder.postprocessors.assigning import (
 )
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors import private
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-    from scio_recorder.nets.state.moment import LiveMoment
-
 
 # Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
 _MAX_SETTINGS = 64

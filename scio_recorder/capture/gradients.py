@@ -8,20 +8,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Held
 from scio_recorder.tensors.structures import Rebuild
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"

@@ -11,18 +11,15 @@ import operator
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.capture.program import Program
+from scio_recorder.layer import DepthIdx
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
-
-if TYPE_CHECKING:
-    from scio_recorder.capture.program import Program
-    from scio_recorder.layer import DepthIdx
-
 
 # How something is kept. LEARN copies it and watches whether that was needed. REFERENCE refers to
 # the tensors in it, and BARE to what was seen to be a tensor itself. Of several calls, the one

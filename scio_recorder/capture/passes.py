@@ -5,25 +5,23 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from scio_recorder.capture.checkpoint_regions import Rerun
 from scio_recorder.capture.gradients import Gradients
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
 from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder
 from scio_recorder.tensors.structures import flatten
-
-if TYPE_CHECKING:
-    from scio_recorder.capture.checkpoint_regions import Rerun
-    from scio_recorder.layer import DepthIdx, Layer
 
 
 class StopForward(BaseException):

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
-from scio_recorder.layer import text_of
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-    from scio_recorder.nets.records import Inputs
-
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
 
 CopyPolicy = Literal["auto", "always", "never"]
 

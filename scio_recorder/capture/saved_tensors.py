@@ -7,25 +7,22 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import MutationError, SelectorTypeError
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from scio_recorder.nets.architecture import Architecture
 
 
 class SavedTensors:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import text_of
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.ownership import Held, holder
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx
-    from scio_recorder.nets.architecture import Architecture
-
 
 # Threads may look at the same records for the first time.
 _BUILDING = threading.RLock()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors.structures import flatten
-
-if TYPE_CHECKING:
-    from scio_recorder.layer import DepthIdx, Layer
-    from scio_recorder.nets.architecture import Architecture
-
 
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
