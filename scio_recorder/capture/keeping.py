@@ -114,19 +114,23 @@ class Keeper:
 
     def _keep(self, leaf: Tensor, kind: int, is_output: bool) -> KeptLeaf:
         known = self.copied.get(id(leaf))
-        if known is not None and known.used_version == version_of(leaf) >= 0:
-            return known
-        if kind in (REFERENCE, BARE) and not leaf.is_inference():
+        if known is not None and not known.used_version == version_of(leaf) >= 0:
+            known = None
+        if known is None and kind in (REFERENCE, BARE) and not leaf.is_inference():
             return KeptLeaf(leaf, leaf)
         view = inner = None
         if is_output and leaf.grad_fn is not None:
-            # Nothing here may hold what the leaf is a view of.
+            # Nothing here may hold what the leaf is a view of. What calls an inner module holds
+            # that until it returns, and the same view once more: so this is tried again.
             inner = self.copied.get(id(private.base_of(leaf)))
             view = exchange(leaf, own_references=inner is not None)
-        kept = self.copied[id(leaf)] = KeptLeaf(own_copy(leaf) if view is None else view, leaf)
+        if known is None:
+            known = self.copied[id(leaf)] = KeptLeaf(own_copy(leaf) if view is None else view, leaf)
+        elif view is not None:
+            known.tensor, known.version = view, version_of(view)
         if view is not None and inner is not None:
-            inner.exposed_by = kept
-        return kept
+            inner.exposed_by = known
+        return known
 
 
 def offload(value: Any) -> Recorded:

@@ -202,13 +202,18 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
     if private.base_of(view) is None:
         return None
     fresh = _holders_of_fresh(is_view=True, is_on_graph=True)[1]
-    if _holders(view, own_references) != fresh or view.retains_grad or vars(view):
+    # Hooks of a view that is overwritten are not called: they must not go with its place.
+    is_special = private.has_hooks(view) or view.retains_grad or view.is_conj() or view.is_neg()
+    if is_special or vars(view) or _holders(view, own_references) != fresh:
         return None
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            copy = view.clone()
-            if copy.stride() != view.stride():
-                copy = view.new_empty_strided(view.shape, view.stride()).copy_(view)
+            # Subclasses make a view of every result.
+            copy: Tensor = private.run_without_overrides(_Copying.apply, (view,), {})
+        if type(copy) is Tensor:
+            copy.__class__ = type(view)
+        if type(copy) is not type(view):
+            return None
         # Another recorder may have noted the version.
         while copy._version < view._version:
             increment_version(copy)
@@ -242,6 +247,9 @@ def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
         based = sys.getrefcount(base) - own_references, private.use_count(base)
     uses = 0 if tensor.requires_grad else private.use_count(tensor)
     storages = private.storage_uses(tensor)
+    if base is not None and private.keeps_its_result(base):
+        # The graph holds the memory itself but where hooks make something else of it.
+        storages -= private.active_saved_tensors_hooks() is None
     # Python has one object for a storage, whoever asks for it.
     storage_references = 0 if storages < 0 else sys.getrefcount(tensor.untyped_storage())
     weak = weakref.getweakrefcount(tensor)
@@ -268,6 +276,18 @@ class _Saving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> None:
         return None
+
+
+class _Copying(torch.autograd.Function):
+    """Copies a tensor with its strides, to one whose version counter is at its start."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor).data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 def _clone(tensor: Tensor) -> Tensor:

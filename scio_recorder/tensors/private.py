@@ -111,6 +111,16 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return None if found is None else tuple(found)
 
 
+@checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
+def keeps_its_result(tensor: Tensor) -> bool:
+    """Whether the operation that made a tensor keeps the result for its own backward.
+
+    Autograd names such an attribute ``result``, numbered where there are several.
+    """
+    kind, number = type(tensor.grad_fn), tensor.output_nr
+    return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
+
+
 _CHECKPOINTING = "activation checkpointing"
 
 
@@ -182,6 +192,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 # -- what surrounds a call -------------------------------------------------------------------------
+
+
+@checked("Tensor._backward_hooks", "recording with gradients", examples.tells_hooked_tensor)
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody listens to the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
 
 
 @checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)

@@ -58,6 +58,12 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     return before is None and tuple(inside) == (pack, unpack) and active() is None
 
 
+def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
+    leaf, output = leaf_and_output()
+    several = torch.var_mean(leaf.expand(1, 3))[1]
+    return keeps(output) and not keeps(leaf * 2) and not keeps(several)
+
+
 def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
     """Return what a function returns in a checkpointed region, at first and when it runs again."""
     found = []
@@ -118,6 +124,12 @@ def finds_base(base: Callable[[Tensor], Tensor | None]) -> bool:
     leaf, _ = leaf_and_output()
     product = leaf * 2
     return base(product) is None and base(product.view(1, 1)) is product
+
+
+def tells_hooked_tensor(has_hooks: Callable[[Tensor], bool]) -> bool:
+    leaf, output = leaf_and_output()
+    output.register_hook(nothing)
+    return has_hooks(output) and not has_hooks(leaf)
 
 
 def sees_vmap(is_inside: Callable[[], bool]) -> bool:

@@ -213,7 +213,7 @@ INTERRUPTS = [
     ("Pass.receive", 60),
     ("Keeper.keep", 90),
     ("Capture._finish", 20),
-    ("Pass.learned", 40),
+    ("Pass.learn", 40),
 ]
 
 
