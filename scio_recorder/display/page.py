@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from scio_recorder.display.outline import Outline, asset, call_text, searched, text, tree_html
-from scio_recorder.display.summary import (
+from scio_recorder.display.figure import (
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
     Bars,
     LayerSummary,
 )
+from scio_recorder.display.outline import Outline, asset, call_text, searched, text, tree_html
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import Layer
 

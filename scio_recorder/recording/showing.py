@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
 
+from scio_recorder.display.figure import LayerSummary, draw
 from scio_recorder.display.outline import Outline, Outlined, outline
 from scio_recorder.display.page import page_html, write_page
-from scio_recorder.display.summary import LayerSummary, draw
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable

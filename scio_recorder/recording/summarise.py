@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.display.summary import (
+from scio_recorder.display.figure import (
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
@@ -20,6 +19,7 @@ from scio_recorder.display.summary import (
     Units,
     Values,
 )
+from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import RecorderError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.recording.readable import Readable

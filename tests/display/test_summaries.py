@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, Recording, reductions
-from scio_recorder.display.summary import LayerSummary
+from scio_recorder.display.figure import LayerSummary
 from scio_recorder.recording import summarise as summarising
 from scio_recorder.recording.summarise import summarise
 

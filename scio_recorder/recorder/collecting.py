@@ -1,0 +1,188 @@
+"""What a recorder makes of a whole dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.recorder.reading import Reading
+
+if TYPE_CHECKING:
+    from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recording import Recording
+    from scio_recorder.recording.collect.options import Reduce, Transforms
+    from scio_recorder.stores import Plan, Store
+
+
+class Collecting(Reading):
+    """The part of a recorder that goes through datasets."""
+
+    def collect(
+        self,
+        batches: Iterable[Any],
+        *,
+        store: str | Store | None = "auto",
+        reduce: Reduce | None = None,
+        transform: Transforms | None = None,
+        every: int = 1,
+        max_batches: int | None = None,
+        to_inputs: Callable[[Any], Any] | None = None,
+        sample_ids: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        activation_postproc: Postprocessors | None = None,
+        stop_early: bool = False,
+        progress: bool = True,
+        resume: bool = False,
+    ) -> Recording:
+        """Run the network over a dataset and keep what the recorded layers return.
+
+        The net is run under ``no_grad``, in the mode that it is in.
+
+        Parameters
+        ----------
+        batches : iterable
+            A DataLoader, a list, a generator. The net is given a tensor as it is, the first element
+            of a tuple or list, and a mapping as keywords.
+        store : str, Store or None, default "auto"
+            Where samples go: "device", "host", "disk:PATH", an object of
+            :mod:`scio_recorder.stores`, None where all layers are reduced, or "auto", which
+            chooses by the bytes needed and free.
+        reduce : Reduction, list of them or mapping by selector, optional
+            Summaries to keep in place of the samples of layers.
+        transform : callable or mapping by selector, optional
+            ``transform(activation, batch) -> Tensor [batch, ...]``: what is kept or reduced.
+        every : int, default 1
+            Take every n-th batch.
+        max_batches : int, optional
+            Stop after so many batches that were taken.
+        to_inputs : callable, optional
+            ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net, or
+            both as a pair ``(tuple, dict)``.
+        sample_ids : callable, optional
+            ``batch ->`` integers or strings, one for each sample, none twice. By default samples
+            are numbered from 0 on, those of batches that are passed over included.
+        dtype : torch.dtype, optional
+            What floating-point activations are rounded to where they are kept.
+        activation_postproc : callable, list or mapping, optional
+            What to do to the output of recorded layers before the network goes on with it, as in
+            ``Recorder.forward``. Layers are collected as they returned, before it acts; one that
+            works in place changes what is collected too.
+        stop_early : bool, default False
+            Run the network no further than the last recorded layer.
+        progress : bool, default True
+            Show a progress bar, on a terminal.
+        resume : bool, default False
+            Go on with what is on disk already: the loader must give the same samples in the same
+            order. What is complete is returned.
+
+        Returns
+        -------
+        Recording
+            Samples or summaries by layer.
+
+        Raises
+        ------
+        CollectError
+            Nothing is selected, batches are not understood, samples have different shapes, or
+            something else can't be done as asked.
+        PostprocessorError
+            Too few post-processors, or one that failed.
+        RecordingError
+            The disk fails, or holds a recording made otherwise.
+
+        Warns
+        -----
+        CollectWarning
+            The net is in training mode and has layers that do something else there; or only the
+            first element of batches goes into a net that would take the second, too.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
+        >>> rnet.record("1")
+        >>> loader = [(torch.ones(3, 2, 2), "labels"), (torch.ones(1, 2, 2), "labels")]
+        >>> rnet.collect(loader)["1"].shape
+        torch.Size([4, 4])
+        """
+        from scio_recorder.recording.collect.collection import Collection
+        from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.options import Options
+
+        return Collection(
+            self._capture,
+            self._net,
+            Feed(batches, every, max_batches, to_inputs, sample_ids),
+            Options(self._capture, reduce, transform, dtype),
+            store,
+            activation_postproc,
+            stop_early,
+            progress,
+            resume,
+        ).run()
+
+    def plan(self, num_samples: int) -> Plan:
+        """Say what collecting the recorded layers would take, before anything runs.
+
+        Parameters
+        ----------
+        num_samples : int
+            How many samples.
+
+        Returns
+        -------
+        Plan
+            Bytes by layer, from the shapes at labelling, and free bytes by store; printable.
+
+        Raises
+        ------
+        CollectError
+            Nothing is selected.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
+        >>> rnet.record("0-1")
+        >>> rnet.plan(1000).num_bytes
+        {(0, 1): 12000}
+        """
+        recording = self._capture.program.recording
+        if not recording:
+            raise CollectError("nothing is selected: choose layers with record(...) first")
+        from scio_recorder.stores.room import make_plan
+
+        device = next((p.device for p in self._net.parameters()), torch.device("cpu"))
+        return make_plan(self.architecture, recording, num_samples, device)
+
+    def parameters_snapshot(self) -> dict[str, Tensor]:
+        """Return copies of the parameters inside recorded layers, in host memory.
+
+        Returns
+        -------
+        dict
+            The names of ``recorded_params`` -> tensors of their own; a parameter under several
+            names is copied once.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Linear(4, 3), input_size=(2, 4))
+        >>> rnet.record("0-1")
+        >>> before = rnet.parameters_snapshot()
+        >>> _ = rnet.net.bias.data.add_(1)
+        >>> (rnet.parameters_snapshot()["_net.bias"] - before["_net.bias"]).round()
+        tensor([1., 1., 1.])
+        """
+        copies: dict[int, Tensor] = {}
+        for parameter in self.recorded_params.values():
+            if id(parameter) not in copies:
+                copies[id(parameter)] = parameter.detach().clone().cpu()
+        return {name: copies[id(value)] for name, value in self.recorded_params.items()}
