@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from scio_recorder.capture.hooks import Hooks, Site
 from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
+from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
@@ -67,6 +68,8 @@ class Capture:
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may lead back to it.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
+        # The blocks that the recorder is in, the innermost last.
+        self.watchers: Sequence[Watcher] = ()
         self._reruns = Reruns()
         self._site = Site(self._reruns)
         self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
@@ -119,6 +122,11 @@ class Capture:
         """What calls of the latest pass need to run again: their states and post-processors."""
         return self._latest.state
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the caller runs inside a call of the recorder."""
+        return self._site.local.active is not None or self._site.local.is_idle
+
     def run(
         self,
         net: Callable[..., Any],
@@ -135,12 +143,15 @@ class Capture:
         With a sink, activations go there as they come, and the pass leaves no records.
         """
         program = self.program
+        if given is None and sink is None:
+            acting = (watcher.posts for watcher in reversed(self.watchers))
+            given = next((posts for posts in acting if posts is not None), None)
         if self._is_removed or not program.recording or (given is None and not records_outputs):
             self._forget_latest()
             if given is not None:
                 # There is no layer to act on, which is wrong where layers are named.
                 assign(program.architecture, (), given)
-            return net(*args, **kwargs)
+            return self._run_idle(net, args, kwargs)
         _refuse_transforms()
         if is_rerun():
             # Checkpointing around the recorder: the pass that is run again is recorded already.
@@ -157,6 +168,14 @@ class Capture:
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
         return self._run(net, args, kwargs, current)
+
+    def _run_idle(self, net: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        local = self._site.local
+        outer, local.is_idle = local.is_idle, True
+        try:
+            return net(*args, **kwargs)
+        finally:
+            local.is_idle = outer
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
         local = self._site.local
@@ -196,6 +215,8 @@ class Capture:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
             latest.state = current.moments, current.posts.functions
+            for watcher in self.watchers:
+                watcher.passes.add(activations)
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients

@@ -94,6 +94,8 @@ class _Local(threading.local):
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
+    # Whether the network runs for the recorder without a pass, since nothing is recorded.
+    is_idle = False
 
 
 class Site:
@@ -247,7 +249,7 @@ class Hooks:
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             sees_inputs = index in self._with_inputs
-            if private.compiled_call(module) is not None:
+            if private.calls_compiled(module):
                 private.set_compiled_call(module, AroundCompiled(hook, sees_inputs, module))
                 module.register_forward_hook(hook.after_traced)
                 continue
@@ -272,7 +274,8 @@ class Hooks:
         """
         is_complete = self._is_attached and indices <= self._with_inputs
         is_newly_compiled = private.dynamo_is_loaded() and any(
-            not isinstance(private.compiled_call(module), AroundCompiled | None)
+            private.calls_compiled(module)
+            and not isinstance(private.compiled_call(module), AroundCompiled)
             for module in self._modules
         )
         if not is_complete or is_newly_compiled:

@@ -21,6 +21,7 @@ from scio_recorder.nets.selection import select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.recomputing import Recomputing
+from scio_recorder.recorder.watching import Watching
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
 
 
-class Recorder(Collecting, Recomputing, Outlined, nn.Module):
+class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -89,10 +90,12 @@ class Recorder(Collecting, Recomputing, Outlined, nn.Module):
         self._net = net
         self.summary = statistics
         self.architecture = architecture
+        self._watchers = []
         self._install(Capture(net, architecture))
 
     def _install(self, capture: Capture) -> None:
         capture.gradient_hooks = weakref.ref(self._gradient_hooks)
+        capture.watchers = self._watchers
         self._capture = capture
         self._finalizer = detach_when_dead(self, capture)
 
@@ -333,6 +336,7 @@ class Recorder(Collecting, Recomputing, Outlined, nn.Module):
         state = dict(self.__dict__)
         for name in ("_capture", "_finalizer", "_compiled_call_impl", "_hooks_on_gradients"):
             state.pop(name, None)
+        state["_watchers"] = []
         state["_selection"] = (self.recording, self._capture.program.options)
         return state
 

@@ -254,7 +254,13 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or compiled_call(module) is not None
+    return is_wrapper or calls_compiled(module)
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether a module's own ``compile`` was called: it ignores hooks that come later."""
+    call = compiled_call(module)
+    return call is not None and not getattr(call, "is_plain", False)
 
 
 @checked("Module._compiled_call_impl", "compiled modules", examples.finds_compiled_call)
@@ -265,8 +271,17 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 @checked("Module._compiled_call_impl", "recording compiled modules", examples.is_called_instead)
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let something be called in place of a module's forward and hooks."""
-    module._compiled_call_impl = call
+    """Let something be called in place of a module's forward and hooks, or, with None, these."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call
+
+
+@checked("Module._call_impl", "watching", examples.runs_hooks_too)
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls a module's hooks and its forward, whatever is called in place of both."""
+    return module._call_impl
 
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])

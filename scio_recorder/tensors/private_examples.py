@@ -188,6 +188,13 @@ def is_called_instead(set_call: Callable[[nn.Module, Any], None]) -> bool:
     return bool(module(1) == 2)
 
 
+def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
+    module = nn.Identity()
+    module.register_forward_hook(lambda module, args, number: number + 1)
+    module._compiled_call_impl = nothing
+    return bool(call_of(module)(1) == 2)
+
+
 def has_shape_only(make: Callable[..., Tensor]) -> bool:
     class Wrapper(Tensor):
         __torch_dispatch__ = nothing  # type: ignore[assignment]  # is never called

@@ -1,0 +1,227 @@
+"""Passes that others run: every call of the network inside a block.
+
+NOTE [How a call becomes a pass]
+
+``generate``, a pipeline or a trainer calls the network itself, not the recorder. A module that was
+compiled by its own ``compile`` calls what that has made in place of its hooks and its forward. Here
+stands, for the length of the block, what runs a pass around hooks and forward. Nothing else of the
+network changes: its class, its forward, its hooks, and what is copied or saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.errors import ArgumentError, MutationError, UnsupportedNetError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.records import Records
+from scio_recorder.postprocessors.assigning import Postprocessors
+from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import whole
+
+
+class Passes(Sequence[Records]):
+    """The records of the passes of a block, in the order in which they ended.
+
+    Each is a mapping as ``rnet.activations`` is, and holds whatever later passes write.
+
+    Parameters
+    ----------
+    last : int, optional
+        How many of the latest passes are kept. All of them by default.
+
+    Examples
+    --------
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+    >>> rnet.record("0")
+    >>> with rnet.watch() as passes:
+    ...     for number in (1.0, 2.0):
+    ...         _ = rnet.net(torch.full((1, 2), number))
+    >>> len(passes), passes[-1]["0"]
+    (2, tensor([[2., 2.]]))
+    >>> passes.cat("0").shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(self, last: int | None = None) -> None:
+        limit = None if last is None else whole("last", last, 1, ArgumentError)
+        self._records: deque[Records] = deque(maxlen=limit)
+
+    @overload
+    def __getitem__(self, index: int) -> Records: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Records]: ...
+    def __getitem__(self, index: int | slice) -> Records | list[Records]:
+        records = list(self._records)
+        if isinstance(index, slice):
+            return records[index]
+        try:
+            return records[index]
+        except IndexError:
+            raise IndexError(f"there is no pass {index}: {len(records)} are kept") from None
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"Passes({len(self)})"
+
+    def cat(self, key: DepthIdx | str, dim: int = 0) -> Tensor:
+        """Join what a layer returned in all passes.
+
+        Parameters
+        ----------
+        key : tuple or str
+            A label or an unambiguous name.
+        dim : int, default 0
+            Along which dimension: 1 for the positions of a sequence.
+
+        Returns
+        -------
+        torch.Tensor
+            The records, in the order of the passes.
+
+        Raises
+        ------
+        ArgumentError
+            There is no pass, or the layer returns no tensors or tensors of other shapes.
+
+        Examples
+        --------
+        >>> Passes().cat("0")
+        Traceback (most recent call last):
+        ...
+        scio_recorder.errors.ArgumentError: there is no pass to join: the network was not called
+        """
+        values = [records[key] for records in self]
+        if not values:
+            raise ArgumentError("there is no pass to join: the network was not called")
+        for number, value in enumerate(values):
+            if not isinstance(value, Tensor):
+                raise ArgumentError(
+                    f"layer {key} returned a {type(value).__name__} in pass {number}, and only "
+                    "tensors are joined: take what you need of each, as in torch.cat([records["
+                    f"{key!r}][0] for records in passes])"
+                )
+        try:
+            return torch.cat(values, dim)
+        except (RuntimeError, IndexError) as error:
+            shapes = sorted({tuple(value.shape) for value in values})
+            raise ArgumentError(
+                f"what layer {key} returned, of shapes {shapes}, can't be joined along dimension "
+                f"{dim}: write another dim=, or join what you need of each pass"
+            ) from error
+
+    def add(self, records: Records) -> None:
+        """Keep the records of a pass that has ended, in memory of their own."""
+        for label in records:
+            # A record that was lost in the pass raises when somebody reads it.
+            with contextlib.suppress(MutationError):
+                _ = records[label]
+        self._records.append(records)
+
+
+@dataclass(eq=False)
+class Watcher:
+    """A block: who gets its passes, and what acts in those that are given nothing else."""
+
+    passes: Passes
+    posts: Postprocessors | None
+
+
+class AroundCalls:
+    """Stands for the call of a network, and makes it a pass.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+    run : callable
+        ``run(call, args, kwargs)`` runs a pass.
+    is_running : callable
+        Whether the caller runs inside a pass already.
+    """
+
+    # No compiled code: see private.is_compiled.
+    is_plain = True
+
+    def __init__(
+        self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
+    ) -> None:
+        # What is called within: that of another recorder's block, or the network itself.
+        self.inner = private.compiled_call(net) or private.plain_call(net)
+        self._run = run
+        self._is_running = is_running
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass, unless this call is part of one."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedNetError(
+                "the network is compiled inside a block that watches it, and what is traced once "
+                "is no pass: leave it uncompiled there (for generate, disable_compile=True in its "
+                "configuration), or compile the recorder and call that"
+            )
+        if self._is_running():
+            return self.inner(*args, **kwargs)
+        return self._run(self.inner, args, kwargs)
+
+
+@contextlib.contextmanager
+def around_calls(
+    net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
+) -> Iterator[None]:
+    """Make each call of a network a pass, for the length of a block.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+    run, is_running : callable
+        As for `AroundCalls`.
+
+    Raises
+    ------
+    UnsupportedNetError
+        The network is compiled.
+
+    Examples
+    --------
+    >>> net = nn.Identity()
+    >>> with around_calls(net, lambda call, args, kwargs: call(*args) + 1, lambda: False):
+    ...     number = net(1)
+    >>> number, net(1)
+    (2, 1)
+    """
+    if private.is_compiled(net):
+        raise UnsupportedNetError(
+            "the network was compiled after it was wrapped, and compiled code ignores hooks: watch "
+            "it uncompiled, or compile the recorder and call that"
+        )
+    around = AroundCalls(net, run, is_running)
+    private.set_compiled_call(net, around)
+    try:
+        yield
+    finally:
+        _take_out(net, around)
+
+
+def _take_out(net: nn.Module, around: AroundCalls) -> None:
+    """Leave the blocks of other recorders in place, whichever ends first."""
+    outer, call = None, private.compiled_call(net)
+    while isinstance(call, AroundCalls):
+        if call is around:
+            plain = isinstance(call.inner, AroundCalls)
+            if outer is not None:
+                outer.inner = call.inner
+            else:
+                private.set_compiled_call(net, call.inner if plain else None)
+            return
+        outer, call = call, call.inner

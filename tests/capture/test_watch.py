@@ -1,0 +1,396 @@
+"""Passes that others run: `watch` against plain hooks on the bare network."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import Recorder
+from scio_recorder.errors import (
+    ArgumentError,
+    FlowError,
+    LayerNotFoundError,
+    MutationError,
+    SelectorTypeError,
+    UnsupportedNetError,
+)
+
+
+class Residual(nn.Module):
+    """Works in place, and returns what an inner layer returned, changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.act = nn.ReLU(inplace=True)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.act(self.first(x))
+        return self.second(hidden).add_(x) * scale
+
+
+class Remembering(nn.Module):
+    """Returns memory that the next call writes to, as a static key-value cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.state = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state += x
+        return self.inner(self.state)
+
+
+def watched(net: nn.Module, *names: str, **options: Any) -> Recorder:
+    torch.manual_seed(0)
+    rnet = Recorder(net, input_size=(2, 4), verbose=0)
+    rnet.record(*(names or ("*",)), **options)
+    return rnet
+
+
+def with_plain_hooks(net: nn.Module, run: Callable[[], Any]) -> tuple[list[dict[str, Tensor]], Any]:
+    """Record every call of the net by global means: clones, by name, one dictionary a call."""
+    passes: list[dict[str, Tensor]] = []
+    handles = [
+        module.register_forward_hook(
+            lambda module, args, output, name=name: passes[-1].__setitem__(name, output.clone())
+        )
+        for name, module in net.named_modules()
+    ]
+    first = net.register_forward_pre_hook(lambda module, args: passes.append({}))
+    try:
+        output = run()
+    finally:
+        for handle in (*handles, first):
+            handle.remove()
+    return passes, output
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(2, 4) for _ in range(4)]
+
+
+@pytest.mark.parametrize("copy_policy", ["auto", "always"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_each_call_by_others_is_a_pass(copy_policy: Any, grad: bool) -> None:
+    net = Residual()
+    rnet = watched(net, copy=copy_policy)
+
+    def run() -> list[Tensor]:
+        return [net(x) if number % 2 else rnet.net(x, scale=2.0) for number, x in enumerate(data)]
+
+    data = batches()
+    with torch.set_grad_enabled(grad):
+        expected, outputs = with_plain_hooks(net, run)
+        with rnet.watch() as passes:
+            mine = run()
+    assert all(map(torch.equal, outputs, mine))
+    assert len(passes) == len(expected) == 4
+    for records, truth in zip(passes, expected, strict=True):
+        for name in ("first", "act", "second"):
+            assert torch.equal(records[name], truth[name])
+        assert torch.equal(records[(0, 1)], truth[""])
+    assert torch.equal(rnet.activations["second"], expected[-1]["second"])
+    assert torch.equal(passes.cat("second", dim=1), torch.cat([t["second"] for t in expected], 1))
+
+
+def test_outside_the_block_a_call_is_nobodys_business() -> None:
+    net = Residual()
+    rnet = watched(net)
+    before = dict(vars(net))
+    with rnet.watch() as passes:
+        net(torch.ones(2, 4))
+    assert vars(net) == before
+    net(torch.zeros(2, 4))
+    assert len(passes) == 1
+    assert torch.equal(rnet.activations[(0, 1)], passes[0][(0, 1)])
+
+
+def test_calls_of_the_recorder_are_passes_too_and_those_that_record_nothing_are_not() -> None:
+    rnet = watched(Residual())
+    with rnet.watch() as passes:
+        rnet(torch.ones(2, 4))
+        rnet.extract(torch.ones(2, 4))
+        rnet(torch.ones(2, 4), dont_record=True)
+    assert len(passes) == 2
+
+
+def test_records_hold_whatever_later_passes_write() -> None:
+    rnet = Recorder(Remembering(), input_size=(4,), verbose=0)
+    rnet.record("*")
+    with rnet.watch() as passes:
+        for number in range(1, 5):
+            rnet.net(torch.full((2, 4), float(number))[0])
+    sums = [1.0, 3.0, 6.0, 10.0]
+    assert [records["inner"][0].item() for records in passes] == sums
+    assert [records[(0, 1)][0].item() for records in passes] == sums
+
+
+def test_output_that_the_caller_overwrites_leaves_the_pass_as_it_was() -> None:
+    net = Residual()
+    rnet = watched(net, (0, 1), "second")
+    with rnet.watch() as passes:
+        for _ in range(3):
+            output = net(torch.ones(2, 4))
+            truth = output.clone()
+            output.detach().zero_()
+    assert all(torch.equal(records[(0, 1)], truth) for records in passes)
+
+
+def test_training_by_others_goes_on_as_without_a_block() -> None:
+    seen: list[list[Tensor]] = []
+
+    def train(net: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for x in batches():
+            optimizer.zero_grad()
+            nn.functional.dropout(net(x), 0.3).square().sum().backward()
+            seen.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+            optimizer.step()
+        return [p.detach() for p in net.parameters()]
+
+    net = Residual()
+    twin = copy.deepcopy(net)
+    rnet = watched(net, gradients=True)
+    with rnet.watch() as passes:
+        weights = train(net)
+    assert all(map(torch.equal, weights, train(twin)))
+    assert len(passes) == 4
+    # What the last layer's weight got, from the gradient at what that layer returned.
+    by_hand = rnet.gradients["second"].sum(0)
+    torch.testing.assert_close(seen[3][3], by_hand)
+
+
+def test_postprocessors_of_the_block_act_in_calls_by_others() -> None:
+    net = Residual()
+    rnet = watched(net, "first", "second")
+    x = torch.ones(2, 4)
+    act = torch.relu(net.first(x))
+    with rnet.watch(activation_postproc={"second": lambda t: t * 0}) as passes:
+        assert torch.equal(net(x), x)
+        own = rnet(x, activation_postproc={"second": lambda t: t * 0 + 1})
+    assert torch.equal(own, x + 1)
+    assert all(torch.equal(records["second"], net.second(act)) for records in passes)
+    assert torch.equal(net(x), net.second(act) + x)
+
+
+def test_a_pass_that_fails_loses_nothing_that_ended_before() -> None:
+    net = Residual()
+    rnet = watched(net)
+    with rnet.watch() as passes:
+        net(torch.ones(2, 4))
+        with pytest.raises(RuntimeError, match="shapes"):
+            net(torch.ones(2, 5))
+    assert len(passes) == 1
+    assert passes[0][(0, 1)].shape == (2, 4)
+    assert "_compiled_call_impl" not in vars(net) or vars(net)["_compiled_call_impl"] is None
+    with rnet.watch() as again:
+        net(torch.ones(2, 4))
+    assert torch.equal(again[0][(0, 1)], passes[0][(0, 1)])
+
+
+def test_every_check_is_made_in_calls_by_others() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.times = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = self.layer(x)
+            return x
+
+    net = Twice()
+    rnet = watched(net, "layer")
+    net.times = 2
+    with rnet.watch() as passes, pytest.raises(FlowError, match="layer"):
+        net(torch.ones(2, 4))
+    assert len(passes) == 0
+    rnet.record("layer", calls="any")
+    with rnet.watch() as passes:
+        net(torch.ones(2, 4))
+    assert len(passes[0]["layer"]) == 2
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_blocks_of_two_recorders_nest_and_end_in_any_order(first_out: int) -> None:
+    net = Residual()
+    recorders = [watched(net, "first"), watched(net, "second")]
+    blocks = [rnet.watch() for rnet in recorders]
+    both = [block.__enter__() for block in blocks]
+    net(torch.ones(2, 4))
+    blocks[first_out].__exit__(None, None, None)
+    net(torch.zeros(2, 4))
+    blocks[1 - first_out].__exit__(None, None, None)
+    net(torch.zeros(2, 4))
+    assert (len(both[first_out]), len(both[1 - first_out])) == (1, 2)
+    assert torch.equal(both[0][0]["first"], net.first(torch.ones(2, 4)))
+    assert not vars(net).get("_compiled_call_impl")
+
+
+def test_inner_blocks_of_one_recorder_see_their_passes_and_outer_ones_all() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    with rnet.watch() as outer:
+        net(torch.ones(2, 4))
+        with rnet.watch(last=1) as inner:
+            net(torch.ones(2, 4))
+            net(torch.zeros(2, 4))
+        net(torch.ones(2, 4))
+    assert len(outer) == 4
+    assert len(inner) == 1
+    assert torch.equal(inner[0]["first"], outer[2]["first"])
+
+
+def test_a_new_selection_in_the_block_holds_from_the_next_pass_on() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    with rnet.watch() as passes:
+        net(torch.ones(2, 4))
+        rnet.record("second")
+        net(torch.ones(2, 4))
+        rnet.remove()
+        net(torch.ones(2, 4))
+    assert [list(records) for records in passes] == [[(1, 1)], [(1, 3)]]
+
+
+def test_threads_in_the_block_run_passes_of_their_own() -> None:
+    net = Residual()
+    rnet = watched(net, "second")
+    inputs = [torch.full((2, 4), float(number)) for number in range(8)]
+    with rnet.watch() as passes:
+        threads = [threading.Thread(target=net, args=(x,)) for x in inputs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    truth = [net.second(torch.relu(net.first(x))) for x in inputs]
+    assert len(passes) == len(truth)
+    for expected in truth:
+        assert any(torch.equal(records["second"], expected) for records in passes)
+
+
+def test_checkpointed_regions_add_no_pass() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    x = torch.ones(2, 4, requires_grad=True)
+    with rnet.watch() as passes:
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+    assert len(passes) == 1
+    assert torch.equal(passes[0]["first"], net.first(x))
+
+
+def test_copies_and_files_made_in_the_block_know_nothing_of_it() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    with rnet.watch() as passes:
+        twin = copy.deepcopy(net)
+        file = io.BytesIO()
+        torch.save(net, file)
+        twin(torch.ones(2, 4))
+        file.seek(0)
+        torch.load(file, weights_only=False)(torch.ones(2, 4))
+        assert len(passes) == 0
+        other = Recorder(net, input_size=(2, 4), verbose=0)
+        other.record("second")
+        other(torch.ones(2, 4))
+    assert len(passes) == 1
+    assert torch.equal(other.activations["second"], net.second(torch.relu(passes[0]["first"])))
+
+
+def test_a_recorder_that_is_dropped_in_the_block_leaves_the_network_alone() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    block = rnet.watch()
+    block.__enter__()
+    del rnet
+    net(torch.ones(2, 4))
+    block.__exit__(None, None, None)
+    assert not vars(net).get("_compiled_call_impl")
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_lost_records_raise_when_they_are_read_and_the_pass_goes_on() -> None:
+    net = Residual()
+    rnet = watched(net, "first", copy="never")
+    with rnet.watch() as passes:
+        output = net(torch.ones(2, 4))
+    assert output.shape == (2, 4)
+    with pytest.raises(MutationError, match="first"):
+        passes[0]["first"]
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    net = Residual()
+    rnet = Recorder(net, input_size=(2, 4), verbose=0)
+    with pytest.raises(SelectorTypeError, match=r"record\(\.\.\.\)"), rnet.watch():
+        pass
+    rnet.record("first")
+    with pytest.raises(ArgumentError, match="last"), rnet.watch(last=0):
+        pass
+    with rnet.watch() as passes:
+        pass
+    with pytest.raises(ArgumentError, match="not called"):
+        passes.cat("first")
+    with pytest.raises(IndexError, match="0 are kept"):
+        passes[0]
+    with rnet.watch() as passes:
+        net(torch.ones(2, 4))
+        net(torch.ones(3, 4))
+    with pytest.raises(LayerNotFoundError):
+        passes.cat("nothing")
+    with pytest.raises(ArgumentError, match=r"\(2, 4\), \(3, 4\)"):
+        passes.cat("first", dim=1)
+    assert passes.cat("first").shape == (5, 4)
+    net.compile(backend="eager")
+    with pytest.raises(UnsupportedNetError, match="compiled"), rnet.watch():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiling_the_network_in_the_block_is_refused() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    with rnet.watch() as passes, pytest.raises(Exception, match="compiled inside a block"):
+        torch.compile(net, backend="eager", fullgraph=True)(torch.ones(2, 4))
+    assert len(passes) == 0
+
+
+def test_what_only_the_network_has_is_found_by_the_message() -> None:
+    class Generator(Residual):
+        steps = 3
+
+        def generate(self, x: Tensor) -> Tensor:
+            for _ in range(self.steps):
+                x = self(x)
+            return x
+
+    net = Generator()
+    rnet = watched(net, "second")
+    with pytest.raises(AttributeError, match=r"rnet\.net\.generate(.|\n)*rnet\.watch\(\)"):
+        rnet.generate(torch.ones(2, 4))
+    with pytest.raises(AttributeError, match="'Recorder' object has no attribute 'nothing'"):
+        _ = rnet.nothing
+    with pytest.raises(UnsupportedNetError, match=r"rnet\.watch\(\)"):
+        hasattr(rnet, "accepts_loss_kwargs")
+    x = torch.ones(2, 4)
+    with rnet.watch() as passes:
+        net.generate(x)
+    for records in passes:
+        act = torch.relu(net.first(x))
+        assert torch.equal(records["second"], net.second(act))
+        x = net.second(act) + x
+    assert len(passes) == 3
