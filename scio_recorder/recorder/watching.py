@@ -56,6 +56,7 @@ class Watching(Reading):
         Examples
         --------
         >>> import torch
+        >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.ReLU()), input_size=(1, 2))
         >>> rnet.record("0")
