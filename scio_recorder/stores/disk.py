@@ -33,8 +33,9 @@ from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import differences, dump, pack, parse, unpack
-from scio_recorder.stores.disk_format.reader import DiskTensor, RunReader
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
+from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
 
 CHUNK_BYTES = 64 << 20

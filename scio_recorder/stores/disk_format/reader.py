@@ -1,28 +1,24 @@
-"""Reading a recording, complete or interrupted: lazily, and never wrong data.
-
-`RunReader` reads what it is asked for. `DiskTensor` is a tensor that asks when it is used.
-"""
+"""Reading a recording, complete or interrupted: lazily, and never wrong data."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
-import torch
+import numpy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, expect, parse
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
 from scio_recorder.stores.disk_format.run import VALUES, Chunk, read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile, memory
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import map_tensors
 
 
 class KeptBatches(NamedTuple):
@@ -131,6 +127,8 @@ class RunReader:
         Whether every rank that is read has finished.
     kept : KeptReader
         What is kept of each batch, besides samples.
+    starts : list of int
+        How many samples precede each chunk, and how many there are in all.
 
     Raises
     ------
@@ -170,8 +168,7 @@ class RunReader:
             self.sample_ids = self._run.sample_ids()
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if len(chunk.ids)]
-        # The number of samples before each chunk.
-        self._starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
+        self.starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
         if verify:
             for report in self.verify():
                 if report.problem is not None:
@@ -205,14 +202,27 @@ class RunReader:
         spec = self._spec(layer)
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"samples {start} to {stop} of {self.num_samples} in {self.path}")
-        row_bytes = spec.nbytes
-        data = memory((stop - start) * row_bytes)
-        out = data.numpy()
-        for number, first, last in self._overlaps(start, stop) if row_bytes else ():
-            begin = self._starts[number]
+        data = memory((stop - start) * spec.nbytes)
+        self.read_into(data.numpy(), layer, start)
+        return data.view(spec.dtype).view(stop - start, *spec.shape)
+
+    def read_into(self, out: NDArray[numpy.uint8], layer: str, start: int) -> None:
+        """Fill memory with the bytes of a layer's samples from ``start`` on; see `read`."""
+        row_bytes = self._spec(layer).nbytes
+        stop = start + len(out) // max(1, row_bytes)
+        for number, first, last in self._overlaps(start, stop):
+            begin = self.starts[number]
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
             self._chunks[number].copy_into(part, layer, (first - begin) * row_bytes)
-        return data.view(spec.dtype).view(stop - start, *spec.shape)
+
+    def distrust(self) -> None:
+        """Verify all blocks again when they are read next."""
+        for chunk in self._chunks:
+            chunk.distrust()
+
+    def fingerprint(self) -> str:
+        """Return what tells this recording, as long as it is now, from every other."""
+        return checksum("".join(chunk.checksum for chunk in self._chunks).encode())
 
     def read_state(self, rank: int = 0) -> Packed | None:
         """Return the state that one rank committed last, or None where it committed none."""
@@ -250,9 +260,9 @@ class RunReader:
         return self.layers[layer]
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        number = bisect_right(self._starts, start) - 1
+        number = bisect_right(self.starts, start) - 1
         while start < stop:
-            end = min(stop, self._starts[number + 1])
+            end = min(stop, self.starts[number + 1])
             yield number, start, end
             start, number = end, number + 1
 
@@ -266,114 +276,3 @@ def _report(name: str, verify: Callable[[], int]) -> FileReport:
         return FileReport(name, verify(), None)
     except RecordingError as error:
         return FileReport(name, 0, str(error))
-
-
-_PROPERTIES = (
-    *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
-    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
-)
-# Answered from the specification alone: nothing is read.
-_ABOUT_IT = {
-    Tensor.__len__,
-    Tensor.dim,
-    Tensor.element_size,
-    Tensor.is_complex,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    Tensor.size,
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-}
-
-
-class DiskTensor(Tensor):
-    """The samples of one layer of a recording on disk: a tensor [samples, ...] on the CPU.
-
-    Indexing the first dimension reads what is asked for; every other operation reads all of it.
-    Results are ordinary tensors in memory. It can't be written to.
-
-    Parameters
-    ----------
-    reader : RunReader
-        The open recording.
-    layer : str
-        The layer's name in it.
-    """
-
-    _reader: RunReader
-    _layer: str
-
-    @staticmethod
-    def __new__(cls, reader: RunReader, layer: str) -> DiskTensor:
-        """Make a tensor without memory."""
-        spec = reader.layers[layer]
-        shape = (reader.num_samples, *spec.shape)
-        made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
-        made._reader = reader
-        made._layer = layer
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Read what an operation needs, and hand it ordinary tensors."""
-        if func in _ABOUT_IT:
-            return private.run_without_overrides(func, args, kwargs or {})
-        if func is Tensor.__getitem__ and isinstance(args[0], DiskTensor):
-            return args[0]._item(args[1])
-        if func is Tensor.__setitem__ and isinstance(args[0], DiskTensor):
-            raise TypeError("a recording on disk is read-only: write to x[:] instead")
-        args, kwargs = map_tensors(_loaded, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch wants a class method here
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Serve operations that come from C++ without passing `__torch_function__`."""
-        args, kwargs = map_tensors(_loaded, (args, dict(kwargs or {})))
-        return func(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return DiskTensor, (self._reader, self._layer)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<samples on disk, {list(self.shape)}, {self.dtype}, in {self._reader.path}>"
-
-    def _item(self, index: Any) -> Any:
-        first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-        if isinstance(first, slice) and (first.step is None or first.step > 0):
-            start, stop, step = first.indices(len(self))
-            return self._read(start, max(start, stop))[(slice(None, None, step), *rest)]
-        if isinstance(first, int) and not isinstance(first, bool):
-            position = range(len(self))[first]
-            return self._read(position, position + 1)[(0, *rest)]
-        if not rest and isinstance(first, Tensor | list | range):
-            return self._rows(first)
-        return self._read(0, len(self))[index]
-
-    def _rows(self, index: Any) -> Any:
-        index = torch.as_tensor(index).cpu()
-        if index.dtype == torch.bool or index.ndim != 1 or not len(index):
-            return self._read(0, len(self))[index]
-        positions = [range(len(self))[int(i)] for i in index]
-        low, high = min(positions), max(positions) + 1
-        # Rows lie apart on disk: few of them are fetched alone, many with what is between.
-        if high - low > 4 * len(positions):
-            return torch.cat([self._read(i, i + 1) for i in positions])
-        return self._read(low, high)[torch.tensor(positions) - low]
-
-    def _read(self, start: int, stop: int) -> Tensor:
-        return self._reader.read(self._layer, start, stop)
-
-
-def _loaded(value: Tensor) -> Tensor:
-    return value._read(0, len(value)) if isinstance(value, DiskTensor) else value

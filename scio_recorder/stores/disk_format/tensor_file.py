@@ -309,9 +309,13 @@ class TensorFile:
         self.copy_into(data.numpy(), name, 0)
         return data.view(spec.dtype).view(spec.shape)
 
+    def distrust(self) -> None:
+        """Verify each block again when it is read next: what is on a disk can go bad."""
+        self._verified = bytearray(len(self._verified))
+
     def verify(self) -> int:
         """Check every block, also those that were before; return how long the file is."""
-        self._verified = bytearray(len(self._verified))
+        self.distrust()
         scratch = numpy.empty(BLOCK_BYTES, numpy.uint8)
         with self._opened() as file:
             for name, spec in self.table.items():
