@@ -16,6 +16,12 @@ from torch import Tensor
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.recording.loader import (
+    BUFFER_BYTES,
+    RecordingLoader,
+    arguments,
+    rows_of,
+)
 from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
 from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.showing import Showing
@@ -78,6 +84,84 @@ class Recording(RecomputingRecording, Showing):
     >>> len(recording), recording.num_samples, list(recording.sample_ids)
     (1, 4, [0, 1, 2, 3])
     """
+
+    def loader(
+        self,
+        *selectors: object,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+        buffer_bytes: int = BUFFER_BYTES,
+        with_rows: bool = False,
+    ) -> RecordingLoader:
+        """Return an iterable over batches of rows, in order or shuffled, in bounded memory.
+
+        It is a dataset for ``DataLoader(..., batch_size=None, num_workers=2)`` as well, whose
+        workers divide the batches.
+
+        Parameters
+        ----------
+        *selectors : label, str, pattern, type or callable
+            Layers, as in ``record``; those that are reduced have no rows. None: all that have some.
+        batch_size : int
+            Rows in a batch; the last one may have fewer.
+        shuffle : bool, default False
+            Whether rows come in random order: runs of consecutive rows, of at most 16 MiB, are
+            permuted, and then the rows of those that are in the buffer at once.
+        seed : int, default 0
+            Decides the order, with the epoch that ``set_epoch`` was given.
+        rank, world_size : int, optional
+            Of how many processes this is which: each is given its own rows, whose numbers differ by
+            one at most. By default those of ``torch.distributed``, where it has been initialised.
+        drop_last : bool, default False
+            Whether to leave out the last batch where it would be short. Then all ranks have equally
+            many batches.
+        buffer_bytes : int, default 256 MiB
+            What rows from disk, two batches included, take in memory, in each worker.
+        with_rows : bool, default False
+            Whether to give pairs, of a batch and what is known of its rows: the mapping
+            ``{"sample": Tensor [batch]}``, positions in ``sample_ids``.
+
+        Returns
+        -------
+        RecordingLoader
+            Gives tensors [batch, ...] where one layer is selected, else dicts of these by label.
+            It has ``len``, ``set_epoch``, ``state_dict`` and ``load_state_dict``.
+
+        Raises
+        ------
+        ArgumentError
+            An argument can't be what was meant, or there are no rows of the layers.
+        LayerNotFoundError
+            A selector matches none of the layers here.
+        RecordingError
+            While iterating: the disk fails, or what it holds is damaged.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Identity(), input_size=(1,))
+        >>> rnet.record("0-1")
+        >>> recording = rnet.collect([torch.arange(8)])
+        >>> loader = recording.loader("0-1", batch_size=3, shuffle=True)
+        >>> [len(batch) for batch in loader], torch.cat(list(loader)).sum()
+        ([3, 3, 2], tensor(28))
+        """
+        given = arguments(
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            buffer_bytes=buffer_bytes,
+            with_rows=with_rows,
+        )
+        return RecordingLoader(rows_of(self, selectors), self.architecture.fingerprint, given)
 
     def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
         """Return the samples of every layer that has some as NumPy arrays.

@@ -1,0 +1,345 @@
+"""A loader: the rows of a recording batch by batch, for as many ranks and workers as there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.nets.selection import select
+from scio_recorder.recording.readable import Readable
+from scio_recorder.recording.shuffling import Batch, Buffer, Order, Sizes
+from scio_recorder.stores.disk_format.jsons import checksum, dump
+from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.digests import digest_of
+
+BUFFER_BYTES = 256 << 20
+# From so many rows a recording in memory is recognised.
+_FINGERPRINT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a recording is read; see :meth:`Recording.loader`."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    rank: int
+    world_size: int
+    drop_last: bool
+    buffer_bytes: int
+    with_rows: bool
+
+    def share(self, num_rows: int) -> range:
+        """Return the places of this rank, where all ranks together have so many."""
+        if self.drop_last:
+            # Ranks that wait for each other need equally many batches.
+            each = num_rows // self.world_size
+            return range(self.rank * each, (self.rank + 1) * each)
+        before, behind = self.rank * num_rows, (self.rank + 1) * num_rows
+        return range(before // self.world_size, behind // self.world_size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what decides the order of rows; a state of one rank serves the others."""
+        others = ("rank", "with_rows")
+        return {name: value for name, value in asdict(self).items() if name not in others}
+
+
+def arguments(*, rank: int | None, world_size: int | None, **others: Any) -> Arguments:
+    """Return arguments that were checked, with the rank of this process where none is given."""
+    if (rank is None) != (world_size is None):
+        raise ArgumentError(
+            f"rank={rank}, world_size={world_size}: give both, or neither for those of "
+            "torch.distributed"
+        )
+    if rank is None:
+        known = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if known else 0
+        world_size = torch.distributed.get_world_size() if known else 1
+    leasts = {"batch_size": 1, "seed": 0, "buffer_bytes": 1}
+    numbers = {name: whole(name, others[name], leasts[name], ArgumentError) for name in leasts}
+    world_size = whole("world_size", world_size, 1, ArgumentError)
+    rank = whole("rank", rank, 0, ArgumentError)
+    if rank >= world_size:
+        raise ArgumentError(
+            f"rank={rank} of world_size={world_size}: ranks are counted from 0 to {world_size - 1}"
+        )
+    return Arguments(rank=rank, world_size=world_size, **{**others, **numbers})
+
+
+def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, Tensor]:
+    """Return the samples of layers of a recording, in its order; of all that have some if not told.
+
+    Raises
+    ------
+    ArgumentError
+        A selector matches only layers that are reduced, or nothing has samples.
+    LayerNotFoundError
+        A selector matches none of the recording.
+    """
+    chosen = set() if selectors else set(recording.stored)
+    for selector in selectors:
+        found = select(recording.architecture, [selector])
+        stored = set(recording.stored).intersection(found)
+        reduced = [label for label in found if label in recording.reductions]
+        if reduced and not stored:
+            named = ", ".join(str(recording.architecture[label]) for label in reduced[:4])
+            raise ArgumentError(f"there are no rows of {named}: collect without reduce= for them")
+        if not stored:
+            # Raises, and says what is there.
+            recording[found[0]]
+        chosen |= stored
+    if not chosen:
+        raise ArgumentError("the recording holds no samples: all of its layers are reduced")
+    return {label: recording[label] for label in recording.stored if label in chosen}
+
+
+def fingerprint(layers: Mapping[DepthIdx, Tensor], architecture: str) -> str:
+    """Return what tells the rows of layers from those of other recordings.
+
+    Parameters
+    ----------
+    layers : mapping
+        Samples by label.
+    architecture : str
+        The fingerprint of the labelled net.
+
+    Returns
+    -------
+    str
+        In hexadecimal. On disk all data counts, by its checksums; in memory some rows do.
+    """
+    contents: list[Any] = [architecture]
+    for label, samples in layers.items():
+        if isinstance(samples, DiskTensor):
+            content = samples.reader.fingerprint()
+        else:
+            last = max(0, len(samples) - 1)
+            some = torch.linspace(0, last, min(len(samples), _FINGERPRINT_ROWS)).round().long()
+            content = digest_of(samples[some.to(samples.device)])
+        contents.append([text_of(label), list(samples.shape), str(samples.dtype), content])
+    return checksum(dump(contents))
+
+
+class _Position:
+    """Where to begin, in memory that a loader shares with its copies in workers.
+
+    This process is not told when workers begin. So each marks that it has, and whoever comes after,
+    in another iteration, begins with the first batch.
+    """
+
+    _NOBODY, _MAIN = -1, 0
+    _MOST_WORKERS = 1024
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            # The epoch, batches before the first, of how many workers those are that have begun
+            # there, and each of them.
+            self._numbers = torch.zeros(3 + self._MOST_WORKERS, dtype=torch.int64, device="cpu")
+            self._numbers.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
+
+    @property
+    def epoch(self) -> int:
+        return int(self._numbers[0])
+
+    def set(self, epoch: int, batches: int) -> None:
+        self._numbers.zero_()
+        self._numbers[0], self._numbers[1], self._numbers[2] = epoch, batches, self._NOBODY
+
+    def take(self) -> int:
+        """Return how many batches to pass over in the iteration that begins."""
+        info = get_worker_info()
+        workers = self._MAIN if info is None else info.num_workers
+        own = 3 if info is None else 3 + info.id
+        if self._numbers[2] == self._NOBODY:
+            self._numbers[2] = workers
+        if self._numbers[2] != workers or self._numbers[own]:
+            return 0
+        self._numbers[own] = 1
+        return int(self._numbers[1])
+
+
+class RecordingLoader(IterableDataset[Any]):
+    """Batches of rows of a recording; made by :meth:`Recording.loader`, which says what they are.
+
+    Parameters
+    ----------
+    layers : mapping
+        Samples by label.
+    architecture : str
+        The fingerprint of the labelled net.
+    arguments : Arguments
+        How they are read.
+    """
+
+    def __init__(
+        self, layers: Mapping[DepthIdx, Tensor], architecture: str, arguments: Arguments
+    ) -> None:
+        self._layers = dict(layers)
+        self._architecture = architecture
+        self._arguments = arguments
+        self._num_rows = len(next(iter(self._layers.values())))
+        self._position = _Position()
+        # The batches given in the latest iteration, and its number.
+        self._given = self._iteration = 0
+        # Which worker's part of the batches this is.
+        self._part = 0
+        # In a worker: its part, and batches given of that, by its own state.
+        self._loaded: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank in an epoch."""
+        batches = len(self._arguments.share(self._num_rows)) / self._arguments.batch_size
+        return math.floor(batches) if self._arguments.drop_last else math.ceil(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples in self._layers.values():
+            if len(samples) != self._num_rows:
+                raise RecordingError("the recording has grown meanwhile: open it again")
+        workers = _num_workers()
+        if self._loaded is not None:
+            (self._part, skipped), self._loaded = self._loaded, None
+        else:
+            # A loader asks its workers in turn, from the first one on: that one goes on where the
+            # next batch is.
+            info, skipped = get_worker_info(), self._position.take()
+            self._part = (skipped + (0 if info is None else info.id)) % workers
+            skipped = len(range(self._part, skipped, workers))
+        # Who has one batch more comes first.
+        each, more = divmod(len(self), workers)
+        first = self._part * each + min(self._part, more)
+        size = self._arguments.batch_size
+        share = self._arguments.share(self._num_rows)
+        own = share[first * size : (first + each + (self._part < more)) * size]
+        self._iteration += 1
+        self._given = skipped
+        return self._batches(own, skipped, self._iteration)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iterations: equal epochs have equal ones.
+
+        Parameters
+        ----------
+        epoch : int
+            Its number, from 0 on. The one that a loaded state is of goes on; another begins anew.
+
+        Raises
+        ------
+        ArgumentError
+            It is no such number.
+        """
+        if whole("epoch", epoch, 0, ArgumentError) != self._position.epoch:
+            self._begin_at(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, in plain values, what another process needs to go on after the latest batch.
+
+        Returns
+        -------
+        dict
+            ``batches`` is how many were given in this epoch; of several workers each counts its
+            own, and the process that they serve counts none.
+        """
+        return {
+            "epoch": self._position.epoch,
+            "batches": self._given,
+            "worker": None if get_worker_info() is None else [self._part, _num_workers()],
+            "recording": fingerprint(self._layers, self._architecture),
+            "arguments": self._to_json(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken: the next iteration gives the batches still to come.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned, for the same recording and arguments; that of one rank
+            serves all. Where workers read, ``batches`` is the number of all batches given so far
+            by as many workers, and whoever took them writes it.
+
+        Raises
+        ------
+        ArgumentError
+            It is none, or was taken with other arguments.
+        RecordingError
+            It was taken from another recording.
+        """
+        try:
+            epoch = whole("epoch", state["epoch"], 0, ArgumentError)
+            batches = whole("batches", state["batches"], 0, ArgumentError)
+            worker = (
+                None if state["worker"] is None else [int(number) for number in state["worker"]]
+            )
+            arguments, recording = dict(state["arguments"]), state["recording"]
+        except (TypeError, LookupError, ValueError) as error:
+            raise ArgumentError(f"no state of a loader: {error!r}") from error
+        own = self._to_json()
+        other = [f"{key}={arguments.get(key)!r}" for key in own if arguments.get(key) != own[key]]
+        if other:
+            raise ArgumentError(f"the state is of a loader with {', '.join(other)}: make one alike")
+        if recording != fingerprint(self._layers, self._architecture):
+            raise RecordingError("the state is of another recording, or this one has changed since")
+        if batches > len(self):
+            raise ArgumentError(f"batches={batches} in the state: there are {len(self)}")
+        if worker is not None and worker[1] != _num_workers():
+            raise ArgumentError(f"the state is of one of {worker[1]} workers: use as many")
+        # The state of a worker is this worker's alone.
+        self._begin_at(epoch, batches if worker is None else 0)
+        if worker is not None:
+            self._given, self._loaded = batches, (worker[0], batches)
+
+    def _begin_at(self, epoch: int, batches: int) -> None:
+        self._position.set(epoch, batches)
+        self._given, self._loaded = batches, None
+        # One that is under way counts no more.
+        self._iteration += 1
+
+    def _to_json(self) -> dict[str, Any]:
+        return {"layers": list(map(text_of, self._layers)), **self._arguments.to_json()}
+
+    def _batches(self, own: range, skipped: int, iteration: int) -> Iterator[Any]:
+        layers, size = list(self._layers.values()), self._arguments.batch_size
+        sizes = Sizes.of(layers, size, self._arguments.buffer_bytes)
+        key = f"{self._arguments.seed} {self._position.epoch}" if self._arguments.shuffle else None
+        begun = skipped * size
+        if begun >= len(own):
+            return
+        with Buffer(layers, Order(layers[0], sizes.run, key), own, sizes.buffer) as buffer:
+            # The batch under way, and how many rows of it there are.
+            batch, filled = None, 0
+            for filling in buffer.fillings(begun):
+                at = begun - filling.begin
+                while at < len(filling.rows):
+                    if batch is None:
+                        batch, filled = buffer.batch(min(size, len(own) - begun)), 0
+                    count = min(len(batch.rows) - filled, len(filling.rows) - at)
+                    filling.copy(at, batch, filled, count)
+                    at, filled, begun = at + count, filled + count, begun + count
+                    if filled == len(batch.rows):
+                        skipped += 1
+                        if iteration == self._iteration:
+                            self._given = skipped
+                        shown, batch = self._shown(batch), None
+                        yield shown
+                        del shown
+
+    def _shown(self, batch: Batch) -> Any:
+        values = dict(zip(self._layers, batch.values, strict=True))
+        shown = values if len(values) > 1 else batch.values[0]
+        return (shown, {"sample": batch.rows}) if self._arguments.with_rows else shown
+
+
+def _num_workers() -> int:
+    info = get_worker_info()
+    return 1 if info is None else info.num_workers

@@ -1,0 +1,279 @@
+"""Rows in random order, in bounded memory, with each block of a file verified once.
+
+NOTE [How rows are shuffled]
+
+Checksums are of blocks, and a disk is read fast in large pieces: a row alone would cost a block. So
+the rows of each chunk are divided into *runs* of consecutive rows, each read in one go. An epoch
+permutes the runs. As many of them as have room fill one half of a buffer, and the rows in it are
+permuted; the other half is filled meanwhile. Where all rows have room at once, the whole buffer is
+filled once, and the permutation is one of all rows.
+
+A *place* is the number of a row where the permuted runs follow one another. Whatever is divided is
+a range of places: a rank's share, a worker's share of that, a filling of the buffer, a batch. Each
+follows from the arguments, the epoch and its own number. So ranks and workers need not talk to each
+other, no row is given twice, and going on needs nothing but the number of batches that were given:
+what came before is not read again.
+
+Rows in memory are not buffered: only their numbers are, and they are gathered where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
+from scio_recorder.stores.disk_tensor import DiskTensor
+
+if TYPE_CHECKING:
+    from typing import Self
+
+# The most that is read in one go, and of how many runs a half of the buffer consists at least.
+_RUN_BYTES = 4 << 20
+_LEAST_RUNS = 32
+# Where runs end between blocks these are read twice, so that fewer and longer runs are better.
+_ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 8
+# Besides its bytes a row costs two numbers: its own, and where it lies in the buffer.
+_NUMBERS_BYTES = 16
+# One for each of two cores; while batches are used, reading waits for the disk.
+_THREADS = 2
+
+
+class Sizes(NamedTuple):
+    """How many rows are read in one go, and how many the buffer has room for."""
+
+    run: int
+    buffer: int
+
+    @classmethod
+    def of(cls, layers: Sequence[Tensor], batch_size: int, buffer_bytes: int) -> Self:
+        """Divide the bytes of a buffer, in which two batches have room as well.
+
+        Parameters
+        ----------
+        layers : sequence of Tensor
+            Samples of each.
+        batch_size : int
+            Rows of a batch: one is made while the caller still has the one before.
+        buffer_bytes : int
+            What may be taken in all.
+        """
+        each = [samples.dtype.itemsize * samples.shape[1:].numel() for samples in layers]
+        row_bytes = max(1, sum(each))
+        room = buffer_bytes - 2 * batch_size * row_bytes
+        half = max(0, room) // 2
+        run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
+        # After so many rows a block of every layer begins.
+        aligned = max(BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, size)) for size in each)
+        if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
+            run = max(1, run // aligned) * aligned
+        buffered = sum(
+            size
+            for samples, size in zip(layers, each, strict=True)
+            if isinstance(samples, DiskTensor)
+        )
+        return cls(max(1, run), max(1, room // (buffered + _NUMBERS_BYTES)))
+
+
+class Order:
+    """Which row is at which place in an epoch; see the NOTE.
+
+    Parameters
+    ----------
+    samples : Tensor
+        Those of any layer.
+    run : int
+        How many rows are read in one go.
+    key : str, optional
+        What decides the permutation; None for no permutation.
+    """
+
+    def __init__(self, samples: Tensor, run: int, key: str | None) -> None:
+        self._key = key
+        chunks = [0, len(samples)]
+        if isinstance(samples, DiskTensor):
+            chunks = samples.reader.starts
+        begins = [torch.arange(a, b, run, device="cpu") for a, b in pairwise(chunks)]
+        starts = torch.cat([*begins, torch.tensor([len(samples)], device="cpu")])
+        order = self.permutation(len(starts) - 1, "runs")
+        self._starts: list[int] = starts[order].tolist()
+        # The place at which each run begins.
+        self._places: list[int] = [0, *starts.diff()[order].cumsum(0).tolist()]
+
+    def permutation(self, count: int, name: object) -> Tensor:
+        """Return numbers from 0 to ``count``, in an order that the name decides."""
+        if self._key is None:
+            return torch.arange(count, device="cpu")
+        seed = xxhash.xxh3_64_intdigest(f"{self._key} {name}".encode())
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randperm(count, generator=generator, device="cpu")
+
+    def rows(self, places: range) -> Iterator[range]:
+        """Yield the rows at places, those of a run together."""
+        number, place = bisect_right(self._places, places.start) - 1, places.start
+        while place < places.stop:
+            end = min(places.stop, self._places[number + 1])
+            first = self._starts[number] + place - self._places[number]
+            yield range(first, first + end - place)
+            number, place = number + 1, end
+
+
+class Batch(NamedTuple):
+    """The numbers of some rows, and of each layer its samples in these."""
+
+    rows: Tensor
+    values: list[Tensor]
+
+
+class _Half:
+    """Memory for some rows of a layer on disk."""
+
+    def __init__(self, samples: DiskTensor, rows: int) -> None:
+        self._samples = samples
+        self._row_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
+        self._data = memory(rows * self._row_bytes)
+        self.values = self._data.view(samples.dtype).view(rows, *samples.shape[1:])
+
+    def jobs(self, pieces: Sequence[range]) -> Iterator[Callable[[], None]]:
+        """Yield what reads rows into this memory, one after the other, and can run in any thread.
+
+        Rows that may lie in one block are one job: two threads would both verify it.
+        """
+        near = BLOCK_BYTES // max(1, self._row_bytes)
+        slots = accumulate(map(len, pieces), initial=0)
+        placed = sorted(zip(pieces, slots, strict=False), key=lambda pair: pair[0].start)
+        job: list[tuple[range, int]] = []
+        for piece, slot in placed:
+            if job and piece.start - job[-1][0].stop > near:
+                yield partial(self._read, job)
+                job = []
+            job.append((piece, slot))
+        yield partial(self._read, job)
+
+    def _read(self, job: Sequence[tuple[range, int]]) -> None:
+        data = self._data.numpy()
+        for piece, slot in job:
+            begin, end = slot * self._row_bytes, (slot + len(piece)) * self._row_bytes
+            self._samples.reader.read_into(data[begin:end], self._samples.layer, piece.start)
+
+
+@dataclass
+class Filling:
+    """Rows that are in the buffer at once, in the order in which they are given.
+
+    Parameters
+    ----------
+    begin : int
+        How many rows the fillings before it have.
+    rows : Tensor
+        Their numbers.
+    slots : Tensor
+        Where each is in the sources.
+    sources : sequence of Tensor
+        Of each layer what lies in the buffer, or all samples where these are in memory.
+    """
+
+    begin: int
+    rows: Tensor
+    slots: Tensor
+    sources: Sequence[Tensor]
+
+    def copy(self, at: int, batch: Batch, to: int, count: int) -> None:
+        """Copy rows from ``at`` on into a batch, from ``to`` on."""
+        batch.rows[to : to + count] = self.rows[at : at + count]
+        index = self.slots[at : at + count]
+        for source, value in zip(self.sources, batch.values, strict=True):
+            out = value[to : to + count]
+            torch.index_select(source, 0, index.to(source.device), out=out)
+
+
+class Buffer:
+    """Reads rows in advance, as many as have room; to be used in a ``with`` statement.
+
+    Parameters
+    ----------
+    layers : sequence of Tensor
+        Samples of each, all in memory or all on disk.
+    order : Order
+        Of the rows.
+    own : range
+        The places to be given.
+    room : int
+        How many rows have room.
+    """
+
+    def __init__(self, layers: Sequence[Tensor], order: Order, own: range, room: int) -> None:
+        self._layers = layers
+        self._on_disk = [samples for samples in layers if isinstance(samples, DiskTensor)]
+        self._order = order
+        self._own = own
+        self._size = max(1, len(own) if len(own) <= room else room // 2)
+        self._halves: dict[int, list[_Half]] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
+        # What is still to be read.
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> Self:
+        for samples in self._on_disk:
+            samples.reader.distrust()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._jobs.clear()
+        self._pool.shutdown()
+
+    def batch(self, count: int) -> Batch:
+        """Return memory for a batch."""
+        values = [
+            torch.empty(count, *samples.shape[1:], dtype=samples.dtype, device=samples.device)
+            for samples in self._layers
+        ]
+        return Batch(torch.empty(count, dtype=torch.int64, device="cpu"), values)
+
+    def fillings(self, begun: int) -> Iterator[Filling]:
+        """Yield what comes after so many rows; a filling holds until the next is asked for."""
+        last = (len(self._own) - 1) // self._size
+        coming = self._begin(begun // self._size)
+        for number in range(begun // self._size, last + 1):
+            filling, reading = coming
+            for future in reading:
+                future.result()
+            if number < last:
+                coming = self._begin(number + 1)
+            yield filling
+
+    def _begin(self, number: int) -> tuple[Filling, list[Future[None]]]:
+        """Begin to read a filling, into the half that was not given last."""
+        begin = number * self._size
+        places = self._own[begin : begin + self._size]
+        pieces = list(self._order.rows(places))
+        slots = self._order.permutation(len(places), places.start)
+        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
+        if not self._on_disk:
+            return Filling(begin, rows, rows, self._layers), []
+        if number % 2 not in self._halves:
+            self._halves[number % 2] = [_Half(samples, self._size) for samples in self._on_disk]
+        halves = self._halves[number % 2]
+        for half in halves:
+            self._jobs.extend(half.jobs(pieces))
+        reading = [self._pool.submit(self._read) for _ in range(_THREADS)]
+        return Filling(begin, rows, slots, [half.values for half in halves]), reading
+
+    def _read(self) -> None:
+        while True:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                return
+            job()
