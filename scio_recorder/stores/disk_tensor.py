@@ -93,6 +93,9 @@ class DiskTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return DiskTensor, (self.reader, self.layer)
 
+    def __deepcopy__(self, memo: Any) -> DiskTensor:
+        return DiskTensor(self.reader, self.layer)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<samples on disk, {list(self.shape)}, {self.dtype}, in {self.reader.path}>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -327,9 +328,9 @@ def test_each_worker_goes_on_from_its_own_state(recording, monkeypatch):
 def test_a_loader_travels_to_another_process(recording):
     loader = recording.loader("0", "3", batch_size=4, shuffle=True, with_rows=True)
     loader.set_epoch(2)
-    copy = pickle.loads(pickle.dumps(loader))
-    assert numbers(copy) == numbers(loader)
-    assert copy.state_dict() == loader.state_dict()
+    for again in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert numbers(again) == numbers(loader)
+        assert again.state_dict() == loader.state_dict()
 
 
 def test_shards_of_several_processes_complete_or_not(tmp_path):
