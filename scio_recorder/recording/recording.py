@@ -9,13 +9,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.recording.exporting import Exporting
 from scio_recorder.recording.loader import (
     BUFFER_BYTES,
     RecordingLoader,
@@ -33,7 +30,7 @@ from scio_recorder.stores.disk_format.jsons import unpack
 from scio_recorder.stores.disk_format.reader import RunReader
 
 
-class Recording(RecomputingRecording, Showing):
+class Recording(RecomputingRecording, Exporting, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
@@ -163,26 +160,6 @@ class Recording(RecomputingRecording, Showing):
         )
         return RecordingLoader(rows_of(self, selectors), self.architecture.fingerprint, given)
 
-    def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
-        """Return the samples of every layer that has some as NumPy arrays.
-
-        Returns
-        -------
-        dict
-            Label -> array [samples, ...]. Arrays share the memory of tensors in host memory;
-            dtypes that NumPy lacks, such as bfloat16, are widened to float32.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
-        >>> rnet.record("0-1")
-        >>> rnet.collect([torch.ones(1, 2)], dtype=torch.bfloat16).to_numpy()
-        {(0, 1): array([[1., 1.]], dtype=float32)}
-        """
-        return {label: to_array(self[label]) for label in self.stored}
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a folder, from which ``open_recording`` reads it.
 
@@ -217,16 +194,6 @@ class Recording(RecomputingRecording, Showing):
         layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
         return f"<Recording of {self.num_samples} samples: {layers}{state}>"
-
-
-def to_array(samples: Tensor) -> NDArray[Any]:
-    """Return samples as an array; dtypes that NumPy lacks are widened."""
-    tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        wide = torch.complex64 if tensor.is_complex() else torch.float32
-        return tensor.to(wide).numpy()
 
 
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:

@@ -46,13 +46,16 @@ ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 # Installed by extras only, so imported inside the functions that use them.
 OPTIONAL = {
     "IPython",
+    "datasets",
     "lightning",
     "matplotlib",
     "pandas",
     "psutil",
+    "pyarrow",
     "sklearn",
     "tensorboard",
     "transformers",
+    "zarr",
 }
 
 PUBLIC = (

@@ -1,0 +1,169 @@
+"""What exports of a recording have in common: their columns, and these as Arrow arrays.
+
+NOTE [Exported columns]
+
+Each export has a column ``sample_id`` and one for each layer of which samples are stored, named by
+`Column.name`. All of them say the same of these (`about`), so that what was widened can be undone.
+
+Samples become NumPy arrays first (`to_array`). dtypes that NumPy lacks are widened to float32 or
+complex64, in which every number of theirs is found exactly: bits under another name would be
+read as other numbers by whoever does not know. Arrow has no tensors of truth values and no complex
+numbers: there they are bytes 0 and 1, and pairs of real and imaginary part (`plain`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from scio_recorder.errors import ArgumentError
+from scio_recorder.layer import Layer
+from scio_recorder.recording.readable import Readable
+from scio_recorder.tensors.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# Bytes of all layers together that are read, and handed over, at once.
+PART_BYTES = 1 << 26
+# What an id takes as an object of Python, about.
+ID_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Column:
+    """The samples of one layer, to be exported."""
+
+    layer: Layer
+    samples: Tensor
+
+    @property
+    def name(self) -> str:
+        """The label, and the qualified name of what has one: ``1-3_layer4.relu``."""
+        return "_".join(filter(None, [str(self.layer.label), self.layer.name]))
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Return some samples, in rows without gaps."""
+        return np.ascontiguousarray(to_array(self.samples[start:stop]))
+
+
+def columns_of(recording: Readable) -> list[Column]:
+    """Return what can be exported.
+
+    Raises
+    ------
+    ArgumentError
+        There is nothing, or something that no array can hold.
+    """
+    columns = [Column(recording.architecture[one], recording[one]) for one in recording.stored]
+    if not columns:
+        raise ArgumentError(
+            "there are no samples to export: every layer was reduced. Collect some layers without "
+            'reduce=, as in reduce={"features.*": Mean()}; results of reductions are recording[key]'
+        )
+    for column in columns:
+        try:
+            to_array(torch.zeros(16, dtype=torch.uint8).view(column.samples.dtype))
+        except (TypeError, RuntimeError) as error:
+            name = dtype_name(column.samples.dtype)
+            raise ArgumentError(
+                f"layer {column.layer} has dtype {name}, which no array can hold: convert it "
+                "with transform= when it is collected"
+            ) from error
+    return columns
+
+
+def about(recording: Readable, columns: dict[str, Column]) -> dict[str, Any]:
+    """Return what a reader without this library has to know of columns by name, as JSON."""
+    return {
+        "complete": recording.complete,
+        "fingerprint": recording.architecture.fingerprint,
+        "layers": {
+            name: {
+                "label": str(column.layer.label),
+                "name": column.layer.name,
+                "type": column.layer.type_name,
+                "dtype": dtype_name(column.samples.dtype),
+                "shape": list(column.samples.shape[1:]),
+            }
+            for name, column in columns.items()
+        },
+    }
+
+
+def has_texts(recording: Readable) -> bool:
+    """Whether samples are named by strings."""
+    return bool(recording.num_samples) and isinstance(recording.sample_ids[0], str)
+
+
+def to_array(samples: Tensor) -> NDArray[Any]:
+    """Return samples as an array; dtypes that NumPy lacks are widened."""
+    tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        return tensor.to(wide).numpy()
+
+
+def plain(array: NDArray[Any]) -> NDArray[Any]:
+    """Return truth values as bytes, and complex numbers as pairs in a last dimension."""
+    if array.dtype == np.bool_:
+        return array.view(np.uint8)
+    if np.iscomplexobj(array):
+        return np.stack([array.real, array.imag], axis=-1)
+    return array
+
+
+def arrow_type(pa: Any, array: NDArray[Any]) -> pa.DataType:
+    """Return the type of rows like those of an array: tensors, or plain numbers."""
+    value = pa.from_numpy_dtype(array.dtype)
+    return pa.fixed_shape_tensor(value, array.shape[1:]) if array.ndim > 1 else value
+
+
+def record_batches(
+    pa: Any, schema: pa.Schema, recording: Readable, columns: Sequence[Column]
+) -> Iterator[pa.RecordBatch]:
+    """Yield all samples in parts, and hold on to none of them."""
+    num_samples, ids = recording.num_samples, recording.sample_ids
+    row_bytes = ID_BYTES + sum(
+        column.read(0, 0).itemsize * column.samples.shape[1:].numel() for column in columns
+    )
+    step = max(1, PART_BYTES // row_bytes)
+    id_type, *types = schema.types
+    for start in range(0, num_samples, step):
+        stop = min(start + step, num_samples)
+        yield pa.RecordBatch.from_arrays(
+            [
+                pa.array(ids[start:stop], id_type),
+                *(
+                    _arrow_array(pa, kind, plain(column.read(start, stop)))
+                    for kind, column in zip(types, columns, strict=True)
+                ),
+            ],
+            schema=schema,
+        )
+
+
+def _arrow_array(pa: Any, kind: pa.DataType, array: NDArray[Any]) -> pa.Array:
+    """Return rows as an Arrow array of a type that has their shape."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        array = array.reshape(len(array), math.prod(array.shape[1:]))
+    if isinstance(kind, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(kind, _arrow_array(pa, kind.storage_type, array))
+    if not pa.types.is_nested(kind):
+        return pa.array(array, kind)
+    rows, length = array.shape[:2]
+    values = _arrow_array(pa, kind.value_type, array.reshape(rows * length, *array.shape[2:]))
+    if pa.types.is_fixed_size_list(kind):
+        # FixedSizeListArray.from_arrays refuses empty rows.
+        return pa.Array.from_buffers(kind, rows, [None], children=[values])
+    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1) * length, pa.int32()), values)

@@ -1,0 +1,304 @@
+"""The methods of a recording that hand its samples to other libraries, part by part."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.recording.columns import (
+    ID_BYTES,
+    about,
+    arrow_type,
+    columns_of,
+    has_texts,
+    plain,
+    record_batches,
+    to_array,
+)
+from scio_recorder.recording.readable import Readable
+from scio_recorder.stores.disk_format.folder import accessing
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    import zarr
+
+
+# Bytes of one layer in one file of a Zarr array, before compression: what reading a sample reads.
+CHUNK_BYTES = 1 << 24
+# The key under which Arrow and Zarr keep what `about` says.
+_KEY = "scio_recorder"
+
+
+class Exporting(Readable):
+    """The methods by which samples go elsewhere; see the NOTE in `columns.py`."""
+
+    def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
+        """Return the samples of every layer that has some as NumPy arrays.
+
+        Returns
+        -------
+        dict
+            Label -> array [samples, ...]. Arrays share the memory of tensors in host memory;
+            dtypes that NumPy lacks, such as bfloat16, are widened to float32.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.ones(1, 2)], dtype=torch.bfloat16).to_numpy()
+        {(0, 1): array([[1., 1.]], dtype=float32)}
+        """
+        return {label: to_array(self[label]) for label in self.stored}
+
+    def to_arrow(self) -> pa.RecordBatchReader:
+        """Return the samples of every layer that has some as a stream of Arrow record batches.
+
+        Needs the extra ``arrow``. Each batch has at most about 64 MiB, and nothing is read before
+        it is asked for; ``read_all()`` gives a table. A reader is for one pass over the data.
+
+        Returns
+        -------
+        pyarrow.RecordBatchReader
+            A column ``sample_id`` and one for each layer, ``"1-3_layer4.relu"``: fixed-shape
+            tensors, or plain numbers where a sample is one. bfloat16 and float8 are widened to
+            float32, bool is uint8, and complex numbers are pairs in a last dimension of 2.
+            The metadata of the schema say, under ``scio_recorder``, what each column was.
+
+        Raises
+        ------
+        ArgumentError
+            Every layer was reduced, or a dtype can't be widened.
+        ModuleNotFoundError
+            The extra is missing.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> table = rnet.collect([torch.ones(3, 2)]).to_arrow().read_all()
+        >>> table.column_names, table["sample_id"].to_pylist()
+        (['sample_id', '1-1_0'], [0, 1, 2])
+        >>> table["1-1_0"].combine_chunks().to_numpy_ndarray().shape
+        (3, 2)
+        """
+        pa = _imported("pyarrow", "arrow")
+        columns = columns_of(self)
+        schema = pa.schema(
+            [
+                ("sample_id", pa.string() if has_texts(self) else pa.int64()),
+                *((column.name, arrow_type(pa, plain(column.read(0, 0)))) for column in columns),
+            ],
+            {_KEY: json.dumps(about(self, {column.name: column for column in columns}))},
+        )
+        return pa.RecordBatchReader.from_batches(schema, record_batches(pa, schema, self, columns))
+
+    def to_datasets(self, path: str | os.PathLike[str]) -> datasets.Dataset:
+        """Write the samples to a folder that ``datasets.load_from_disk`` of Hugging Face reads.
+
+        Needs the extra ``datasets``. Columns and dtypes are those of :meth:`to_arrow`; what it says
+        in metadata is the ``info.description`` of the dataset.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder, which must not be there yet; the one around it must.
+
+        Returns
+        -------
+        datasets.Dataset
+            The dataset, on disk. Samples of one dimension and of more than five are lists of fixed
+            length, those between are ``Array2D`` to ``Array5D``.
+
+        Raises
+        ------
+        RecordingError
+            The folder is there already, or the disk fails; nothing half-written is left.
+        ArgumentError
+            Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
+        ModuleNotFoundError
+            The extra is missing.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> rnet.collect([torch.ones(3, 2)]).to_datasets(folder.name + "/dataset")[0]
+        {'sample_id': 0, '1-1_0': [1.0, 1.0]}
+        >>> folder.cleanup()
+        """
+        library = _imported("datasets", "datasets")
+        pa = _imported("pyarrow", "datasets")
+        columns = {column.name: column for column in columns_of(self)}
+        features = {"sample_id": library.Value("string" if has_texts(self) else "int64")}
+        for name, column in columns.items():
+            features[name] = _feature(library, plain(column.read(0, 0)))
+        info = library.DatasetInfo(
+            json.dumps(about(self, columns)), features=library.Features(features)
+        )
+        schema = info.features.arrow_schema
+        with _new_folder(path) as folder:
+            data = folder / "data-00000-of-00001.arrow"
+            with pa.OSFile(str(data), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+                for batch in record_batches(pa, schema, self, list(columns.values())):
+                    writer.write_batch(batch)
+                    del batch  # else two of them would be in memory while the next one is read
+            info.write_to_directory(str(folder))
+            (folder / "state.json").write_text(json.dumps(_state(data.name)), encoding="utf-8")
+            # The library's `save_to_disk` would write everything a second time, in larger parts.
+            # Whether it reads this folder is known before anybody else can.
+            if len(library.load_from_disk(str(folder))) != self.num_samples:
+                raise RecordingError("this version of datasets reads another number of samples")
+        return library.load_from_disk(os.fspath(path))
+
+    def to_zarr(self, path: str | os.PathLike[str]) -> zarr.Group:
+        """Write the samples to a folder with a Zarr array for each layer, and one of sample ids.
+
+        Needs the extra ``zarr``. Arrays are named as columns of :meth:`to_arrow`, with characters
+        other than letters, digits and ``_.-~`` percent-encoded. bfloat16 and float8 are widened to
+        float32; bool and complex numbers stay what they are.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder, which must not be there yet; the one around it must.
+
+        Returns
+        -------
+        zarr.Group
+            The group, open for reading. Its attribute ``scio_recorder`` says what each array was.
+
+        Raises
+        ------
+        RecordingError
+            The folder is there already, or the disk fails; nothing half-written is left.
+        ArgumentError
+            Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
+        ModuleNotFoundError
+            The extra is missing.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> group = rnet.collect([torch.ones(3, 2)]).to_zarr(folder.name + "/arrays")
+        >>> sorted(group.array_keys()), group["1-1_0"].shape
+        (['1-1_0', 'sample_id'], (3, 2))
+        >>> folder.cleanup()
+        """
+        library = _imported("zarr", "zarr")
+        columns = {quote(column.name, safe=""): column for column in columns_of(self)}
+        ids, id_type = self.sample_ids, "object" if has_texts(self) else "int64"
+        with _new_folder(path) as folder:
+            group = library.create_group(str(folder), attributes={_KEY: about(self, columns)})
+            _fill(
+                group.create_array("sample_id", **_layout("sample_id", (len(ids),), id_type)),
+                lambda start, stop: np.array(ids[start:stop], dtype=id_type),
+            )
+            for name, column in columns.items():
+                layout = _layout(name, column.samples.shape, column.read(0, 0).dtype)
+                _fill(group.create_array(name, **layout), column.read)
+        written: zarr.Group = library.open_group(os.fspath(path), mode="r")
+        return written
+
+
+def _feature(library: Any, array: NDArray[Any]) -> Any:
+    """Return the feature of `datasets` for rows like those of an array."""
+    shape, dtype = array.shape[1:], str(array.dtype)
+    if 2 <= len(shape) <= 5:
+        return getattr(library, f"Array{len(shape)}D")(shape=shape, dtype=dtype)
+    feature = library.Value(dtype)
+    for length in reversed(shape):
+        feature = library.List(feature, length=length)
+    return feature
+
+
+def _state(name: str) -> dict[str, Any]:
+    """Return what ``datasets.load_from_disk`` looks for in ``state.json``."""
+    return {
+        "_data_files": [{"filename": name}],
+        # Results of the library's `map` are found again by it: no two exports share one.
+        "_fingerprint": uuid.uuid4().hex[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+
+
+def _layout(name: str, shape: Sequence[int], dtype: Any) -> dict[str, Any]:
+    """Return how a Zarr array is laid out: files of whole samples."""
+    is_text = dtype == "object"
+    item_bytes = ID_BYTES if is_text else np.dtype(dtype).itemsize
+    rows = min(shape[0], CHUNK_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
+    return {
+        "shape": tuple(shape),
+        "chunks": tuple(max(1, length) for length in (rows, *shape[1:])),
+        "dtype": str if is_text else dtype,
+        # A file that is not there reads as zeros, and some versions take negative zeros for these.
+        "config": {"write_empty_chunks": True},
+        "dimension_names": ["sample", *(f"{name}_{axis}" for axis in range(1, len(shape)))],
+    }
+
+
+def _fill(array: zarr.Array[Any], read: Callable[[int, int], NDArray[Any]]) -> None:
+    """Write an array file by file."""
+    for start in range(0, array.shape[0], array.chunks[0]):
+        stop = min(start + array.chunks[0], array.shape[0])
+        array[start:stop] = read(start, stop)
+
+
+def _imported(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}; this export needs {package}: pip install 'scio-recorder[{extra}]'",
+            name=error.name,
+        ) from error
+
+
+@contextmanager
+def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a folder to write to, which gets its name when the block ends, and goes if it fails."""
+    if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path) or not os.fspath(path):
+        raise ArgumentError(f"{path!r}: name a folder of this machine that is not there yet")
+    target = Path(path)
+    with accessing(os.fspath(path)):
+        if os.path.lexists(target):
+            raise RecordingError(f"{path} is there already: name a folder that is not there yet")
+        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
+        try:
+            # Unlike the folder around it, it has the permissions that others have.
+            folder = hidden / "export"
+            folder.mkdir()
+            yield folder
+            folder.rename(target)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
