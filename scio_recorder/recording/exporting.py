@@ -156,7 +156,7 @@ class Exporting(Readable):
         for name, column in columns.items():
             features[name] = _feature(library, plain(column.read(0, 0)))
         info = library.DatasetInfo(
-            json.dumps(about(self, columns)), features=library.Features(features)
+            description=json.dumps(about(self, columns)), features=library.Features(features)
         )
         schema = info.features.arrow_schema
         with _new_folder(path) as folder:
@@ -293,7 +293,7 @@ def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     with accessing(os.fspath(path)):
         if os.path.lexists(target):
             raise RecordingError(f"{path} is there already: name a folder that is not there yet")
-        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
+        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", dir=target.parent))
         try:
             # Unlike the folder around it, it has the permissions that others have.
             folder = hidden / "export"
