@@ -18,6 +18,8 @@ from tests.zoo.base import linear
 def test_deleting_the_recorder_frees_its_records() -> None:
     net = small_net()
     x = torch.randn(3, 4)
+    # What other tests have left would be collected in between.
+    gc.collect()
     before = live_tensors()
     rnet = recorder(net, "0", "2", "", inputs=True)
     rnet(x)
