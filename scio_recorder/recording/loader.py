@@ -29,7 +29,7 @@ _FINGERPRINT_ROWS = 64
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a recording is read; see :meth:`Recording.loader`."""
+    """How a recording is read; see :meth:`scio_recorder.Recording.loader`."""
 
     batch_size: int
     shuffle: bool
@@ -170,7 +170,7 @@ class _Position:
 
 
 class RecordingLoader(IterableDataset[Any]):
-    """Batches of rows of a recording; made by :meth:`Recording.loader`, which says what they are.
+    """Batches of rows of a recording, which :meth:`scio_recorder.Recording.loader` describes.
 
     Parameters
     ----------

@@ -150,7 +150,7 @@ def test_samples_on_disk_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.M
     recording.save(tmp_path / "run")
     read: list[int] = []
     lazy = open_recording(tmp_path / "run")
-    reader = lazy["1-3"]._reader  # the only road to the samples
+    reader = lazy["1-3"].reader  # the only road to the samples
     original = type(reader).read
 
     def counting(self: object, layer: str, start: int, stop: int) -> torch.Tensor:
