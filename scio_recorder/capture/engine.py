@@ -143,7 +143,7 @@ class Capture:
         With a sink, activations go there as they come, and the pass leaves no records.
         """
         program = self.program
-        if given is None and sink is None:
+        if self.watchers and given is None and sink is None:
             acting = (watcher.posts for watcher in reversed(self.watchers))
             given = next((posts for posts in acting if posts is not None), None)
         if self._is_removed or not program.recording or (given is None and not records_outputs):

@@ -178,15 +178,42 @@ class ModuleHook(_Uncopied):
         return None if compiled is None else compiled.receive(self.index, output)
 
 
-class AroundCompiled:
+class Around:
+    """Stands in place of a module's call, which may be several around each other.
+
+    Attributes
+    ----------
+    inner : callable or None
+        What stood there before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inner: Any = private.compiled_call(module)
+
+
+def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
+    """Leave what stands in place of a module's call without some, whichever came first."""
+
+    def remaining(call: Any) -> Any:
+        if not isinstance(call, Around):
+            return call
+        call.inner = remaining(call.inner)
+        return call.inner if is_gone(call) else call
+
+    call = private.compiled_call(module)
+    if isinstance(call, Around):
+        private.set_compiled_call(module, remaining(call))
+
+
+class AroundCompiled(Around):
     """Stands for what a module has compiled, so that our hook acts outside of that.
 
     ``module.compile()`` compiles the module's hooks along, and what is traced once is no record.
     """
 
     def __init__(self, hook: ModuleHook, sees_inputs: bool, module: nn.Module) -> None:
+        super().__init__(module)
         self.hook = hook
-        self.compiled: Any = private.compiled_call(module)
         self._sees_inputs = sees_inputs
         self._module = weakref.ref(module)
 
@@ -194,29 +221,20 @@ class AroundCompiled:
         """Call what was compiled, with what our hook makes of inputs and output."""
         if torch.compiler.is_dynamo_compiling():
             # The network around it is compiled: not all versions come by here, but all by a hook.
-            return self.compiled(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         module: Any = self._module()
         if self._sees_inputs:
             received = self.hook.before(module, args, kwargs)
             if received is not None:
                 args, kwargs = received
-        output = self.compiled(*args, **kwargs)
+        output = self.inner(*args, **kwargs)
         changed = self.hook.after(module, args, output)
         return output if changed is None else changed
 
 
-def _without(call: Any, site: Site) -> Any:
-    """Return what remains of a compiled call without the hook of a site."""
-    if not isinstance(call, AroundCompiled):
-        return call
-    call.compiled = _without(call.compiled, site)
-    return call.compiled if call.hook.site is site else call
-
-
 def _remove(module: nn.Module, site: Site) -> None:
     """Remove all hooks of a site."""
-    if isinstance(private.compiled_call(module), AroundCompiled):
-        private.set_compiled_call(module, _without(private.compiled_call(module), site))
+    take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
     for _, key in _hooks_of(module, site):
         private.remove_hook(module, key)
     _let_copy(module)
@@ -252,10 +270,10 @@ class Hooks:
             if private.calls_compiled(module):
                 private.set_compiled_call(module, AroundCompiled(hook, sees_inputs, module))
                 module.register_forward_hook(hook.after_traced)
-                continue
-            module.register_forward_hook(hook.after)
-            if sees_inputs:
-                module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            else:
+                module.register_forward_hook(hook.after)
+                if sees_inputs:
+                    module.register_forward_pre_hook(hook.before, with_kwargs=True)
             _keep_out_of_copies(module)
         self._checked_at = RemovableHandle.next_id
         self._is_attached = True

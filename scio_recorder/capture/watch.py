@@ -19,6 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.capture.hooks import Around, take_out
 from scio_recorder.errors import ArgumentError, MutationError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records
@@ -137,7 +138,7 @@ class Watcher:
     posts: Postprocessors | None
 
 
-class AroundCalls:
+class AroundCalls(Around):
     """Stands for the call of a network, and makes it a pass.
 
     Parameters
@@ -156,8 +157,9 @@ class AroundCalls:
     def __init__(
         self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
     ) -> None:
+        super().__init__(net)
         # What is called within: that of another recorder's block, or the network itself.
-        self.inner = private.compiled_call(net) or private.plain_call(net)
+        self._plain = private.plain_call(net)
         self._run = run
         self._is_running = is_running
 
@@ -169,9 +171,10 @@ class AroundCalls:
                 "is no pass: leave it uncompiled there (for generate, disable_compile=True in its "
                 "configuration), or compile the recorder and call that"
             )
+        call = self.inner or self._plain
         if self._is_running():
-            return self.inner(*args, **kwargs)
-        return self._run(self.inner, args, kwargs)
+            return call(*args, **kwargs)
+        return self._run(call, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -210,18 +213,4 @@ def around_calls(
     try:
         yield
     finally:
-        _take_out(net, around)
-
-
-def _take_out(net: nn.Module, around: AroundCalls) -> None:
-    """Leave the blocks of other recorders in place, whichever ends first."""
-    outer, call = None, private.compiled_call(net)
-    while isinstance(call, AroundCalls):
-        if call is around:
-            plain = isinstance(call.inner, AroundCalls)
-            if outer is not None:
-                outer.inner = call.inner
-            else:
-                private.set_compiled_call(net, call.inner if plain else None)
-            return
-        outer, call = call, call.inner
+        take_out(net, lambda call: call is around)

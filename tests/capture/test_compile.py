@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -302,3 +303,13 @@ def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
         assert torch.equal(rnet.activations["0"], net[0].forward(x))
         received = torch.relu(net[0].forward(x))
         assert torch.equal(rnet.activations["2"], torch.tanh(net[2][0].forward(received)))
+
+
+@DYNAMO_READS_GRAD
+def test_copies_of_a_net_with_a_recorded_compiled_block_have_no_hooks() -> None:
+    net = small_net()
+    compile_last(net)
+    rnet = recorder(net, "2")
+    rnet(torch.randn(3, 4))
+    twin = copy.deepcopy(net)
+    assert not any(module._forward_hooks for module in twin.modules())
