@@ -59,7 +59,7 @@ class Gradients:
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 listener = partial(delivery.receive, label, index, task)
-                handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
                 if tensor.is_leaf:
                     self._lasting.append(handle)
 

@@ -138,7 +138,7 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
     if kind == "depth":
         figure.set_layout_engine("constrained")
     # A notebook shows figures that pyplot knows; this one says itself how it looks.
-    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     if not drawn:
         figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
     elif kind == "depth":

@@ -56,13 +56,13 @@ class GradientListeners:
             if known is None:
                 known = self._on_leaves[tensor] = _Listener(is_on_leaf=True)
             if known.hook is None:
-                known.hook = tensor.register_hook(known)  # type: ignore[no-untyped-call]
+                known.hook = tensor.register_hook(known)  # type: ignore[no-untyped-call]  # torch leaves it without types
             return known
         key = (weakref.ref(self), tensor.output_nr)
         listener: _Listener | None = node.metadata.get(key)
         if listener is None:
             listener = node.metadata[key] = _Listener()
-            tensor.register_hook(listener)  # type: ignore[no-untyped-call]
+            tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
         return listener
 
 

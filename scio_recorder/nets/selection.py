@@ -246,7 +246,7 @@ def _unusable(selector: object) -> LayerNotFoundError:
     if isinstance(selector, list | tuple | AbstractSet | Mapping | range):
         return SelectorTypeError(f"{selector!r} is a collection: unpack it with *. {kinds}")
     try:
-        number = operator.index(selector)  # type: ignore[arg-type]
+        number = operator.index(selector)  # type: ignore[arg-type]  # raises for others
     except TypeError:
         return SelectorTypeError(f"{_shown(selector)} can't select layers: {kinds}")
     return SelectorTypeError(

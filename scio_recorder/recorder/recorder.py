@@ -342,5 +342,5 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         self._install(Capture(self._net, self.architecture, recording, options))
