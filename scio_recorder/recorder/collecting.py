@@ -112,19 +112,19 @@ class Collecting(Reading):
         """
         from scio_recorder.recording.collect.collection import Collection
         from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.loop import go_through
         from scio_recorder.recording.collect.options import Options
 
-        return Collection(
+        collection = Collection(
             self._capture,
             self._net,
             Feed(batches, every, max_batches, to_inputs, sample_ids),
             Options(self._capture, reduce, transform, dtype),
             store,
             activation_postproc,
-            stop_early,
-            progress,
             resume,
-        ).run()
+        )
+        return go_through(collection, stop_early=stop_early, progress=progress)
 
     def plan(self, num_samples: int) -> Plan:
         """Say what collecting the recorded layers would take, before anything runs.

@@ -1,4 +1,4 @@
-"""Running a net over a dataset: the loop, and the sink that takes what layers return."""
+"""What takes the passes of a collection, whoever runs them, and makes a recording of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from scio_recorder.capture.engine import Capture
-from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
-from scio_recorder.recording.collect.feed import Feed, advise_evaluation, advise_second_element
+from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.intake import CurrentBatch, ReducingIntake, StoringIntake
 from scio_recorder.recording.collect.options import Options
 from scio_recorder.recording.recipes import states_of
@@ -30,7 +28,10 @@ from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 @dataclass
 class Collection:
-    """One call of ``Recorder.collect``: a sink of passes, each of which counts once it ended well.
+    """A sink of passes, whoever runs them: each counts once it ended well.
+
+    Once it is open, each batch in turn is begun, taken unless it is durable already, and ended.
+    Then the collection is finished, or abandoned.
 
     Parameters
     ----------
@@ -42,6 +43,12 @@ class Collection:
         The batches.
     options : Options
         What was asked of each layer.
+    store : str, Store or None
+        As ``collect`` is given it.
+    activation_postproc : callable, list, mapping or None
+        As ``collect`` is given it.
+    resume : bool
+        Whether to go on with what the store holds.
     """
 
     capture: Capture
@@ -50,42 +57,45 @@ class Collection:
     options: Options
     store: str | Store | None
     activation_postproc: Postprocessors | None
-    stop_early: bool
-    progress: bool
     resume: bool
 
-    def run(self) -> Recording:
-        """Go through the batches, and return all samples, or their summaries, by layer."""
+    def open(self) -> None:
+        """Open the store, and say what takes in each layer."""
         store, given, program = as_store(self.store), self.activation_postproc, self.capture.program
         self._check(store)
-        self._posts = None if given is None else assign(program.architecture, program.order, given)
+        # Post-processors by layer.
+        self.posts = None if given is None else assign(program.architecture, program.order, given)
         # Of the net as it is now: passes in training mode change its buffers.
-        settings = self.options.settings(
+        settings = self._settings = self.options.settings(
             self.net,
             self.feed.every,
-            self._posts or (),
+            self.posts or (),
             to_inputs=self.feed.to_inputs is not None,
             sample_ids=self.feed.sample_ids is not None,
         )
+        # Without the collection, which holds the writer: neither waits for the garbage collector.
+        net = self.net
         job = Job(
-            program.architecture,
+            self.options.architecture,
             self.options.stored,
             self.feed.num_batches,
             # Reading all weights is for stores that are resumed.
-            lambda: {**settings, "weights": weights_digest(self.net)},
+            lambda: {**settings, "weights": weights_digest(net)},
             self.resume,
         )
         self._writer = store.open(job)
+        self._num_durable = len(self._writer.sample_ids)
         self._prepare()
-        if not self._writer.is_complete:
-            try:
-                advise_evaluation(self.net, stacklevel=3)
-                self._go_through(self._writer.sample_ids)
-            except BaseException:
-                # What was committed is kept, if it can be trusted.
-                self._writer.abandon(None if self._is_tainted else self._state)
-                raise
-        return self._finished(settings)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the store held all samples when it was opened."""
+        return self._writer.is_complete
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes that are kept of one sample, as far as layers have run."""
+        return sum(intake.sample_bytes for intake in self._storing.values())
 
     def _check(self, store: Store) -> None:
         if self.store is None and self.options.stored:
@@ -110,6 +120,9 @@ class Collection:
         """Say what takes in each layer, in the state in which a collection was left."""
         options = self.options
         self._current = CurrentBatch()
+        # Samples of all batches so far, and those of taken batches among them.
+        self._seen, self._kept = 0, 0
+        self._ids: Ids = ()
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
         for label in options.recording:
@@ -131,57 +144,41 @@ class Collection:
         if self._writer.state is not None:
             self._restore(self._writer.state)
 
-    @torch.no_grad()
-    def _go_through(self, durable: Any) -> None:
-        """Run the net on all batches, past the samples that are durable already, in order."""
-        num_durable = len(durable)
-        # Samples the loader has yielded, and those of taken batches among them.
-        seen, kept, is_empty = 0, 0, True
-        sample_bytes = 0
-        is_advised = self.feed.to_inputs is not None
-        with progress_bar("collecting", self.feed.num_batches, is_wanted=self.progress) as advance:
-            for batch, is_taken in self.feed:
-                is_empty = False
-                if not is_taken:
-                    # Ids that are given need no running index, and batches no look.
-                    seen += 0 if self.feed.sample_ids else len(self.feed.ids(batch, None, seen))
-                    continue
-                is_advised = is_advised or advise_second_element(self.net, batch, stacklevel=5)
-                inputs = self.feed.inputs(batch)
-                ids = self.feed.ids(batch, inputs, seen)
-                skip = min(max(0, num_durable - kept), len(ids))
-                if skip:
-                    self._check_boundary(skip, len(ids))
-                    _check_order(ids[:skip], durable[kept : kept + skip], kept)
-                if not 0 < skip == len(ids):
-                    self._take(batch, inputs, ids, skip)
-                seen, kept = seen + len(ids), kept + len(ids)
-                added = len(ids) - skip
-                # All layers have run by then, and no two passes differ in this.
-                sample_bytes = sample_bytes or sum(
-                    intake.sample_bytes for intake in self._storing.values()
-                )
-                advance(added, added * sample_bytes)
-        if is_empty:
-            raise CollectError("batches is empty: it gave no batch to run the net on")
-        if kept < num_durable:
-            raise CollectError(
-                f"the recording holds {num_durable} samples already and the loader gave {kept}: "
-                "resume with the same loader"
-            )
+    def pass_over(self, batch: Any) -> None:
+        """Leave a batch out: only its samples are counted."""
+        # Ids that are given need no running index, and batches no look.
+        if self.feed.sample_ids is None:
+            self._seen += len(self.feed.ids(batch, None, self._seen))
 
-    def _take(self, batch: Any, inputs: Inputs, ids: Ids, skip: int) -> None:
-        """Run the pass of a batch, and commit its samples but for the first few."""
+    def begin(self, batch: Any, inputs: Inputs) -> bool:
+        """Go on to a batch, and return whether it is to be taken: not all of it is durable."""
+        self._ids = ids = self.feed.ids(batch, inputs, self._seen)
+        kept = self._kept
+        skip = min(max(0, self._num_durable - kept), len(ids))
+        if skip:
+            self._check_boundary(skip, len(ids))
+            _check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
+        self._current.begin(batch, len(ids), skip, self._writer.start)
+        return not 0 < skip == len(ids)
+
+    def take(self, call: Callable[..., Any], inputs: Inputs, **options: Any) -> Any:
+        """Run the pass of the batch, and commit its samples but for those that are durable.
+
+        Parameters
+        ----------
+        call : callable
+            Runs the network.
+        inputs : Inputs
+            What it is given.
+        **options
+            As for :meth:`Capture.run`.
+        """
         current, self._calls = self._current, {}
-        current.begin(batch, len(ids), skip, self._writer.start)
         try:
-            args, kwargs = inputs
-            stop, given = self.stop_early, self._posts
-            self.capture.run(self.net, args, kwargs, given=given, stop=stop, sink=self)
+            output = self.capture.run(call, *inputs, sink=self, **options)
         except BaseException:
             self._is_tainted = current.is_reduced
             raise
-        current.batch = None
         # Every layer of every batch would pay for a look.
         if self.options.dtype is not None:
             for intake in self._storing.values():
@@ -189,10 +186,26 @@ class Collection:
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         self._is_tainted = True
         try:
-            self._writer.commit(ids[skip:], self._state, calls)
+            self._writer.commit(self._ids[current.skip :], self._state, calls)
         except ValueError as error:
             raise CollectError(str(error)) from None
         self._is_tainted = False
+        return output
+
+    def end(self) -> int:
+        """Count the batch, and return how many of its samples were not durable before."""
+        self._current.batch = None
+        self._seen += len(self._ids)
+        self._kept += len(self._ids)
+        return len(self._ids) - self._current.skip
+
+    def check_end(self) -> None:
+        """Refuse the end of the data before all samples have come that are durable."""
+        if self._kept < self._num_durable:
+            raise CollectError(
+                f"the recording holds {self._num_durable} samples already and the loader gave "
+                f"{self._kept}: resume with the same loader"
+            )
 
     def _check_boundary(self, skip: int, rows: int) -> None:
         if self.options.with_inputs and skip < rows:
@@ -224,7 +237,12 @@ class Collection:
 
     # What a collection becomes.
 
-    def _finished(self, settings: dict[str, Any]) -> Recording:
+    def abandon(self) -> None:
+        """End early: what was committed is kept where that outlives us, if it can be trusted."""
+        self._writer.abandon(None if self._is_tainted else self._state)
+
+    def finish(self) -> Recording:
+        """Return all samples, or their summaries, by layer."""
         held = self._writer.finish(self._state)
         errors = {
             label: intake.relative_error
@@ -236,7 +254,7 @@ class Collection:
             held,
             reductions=self.options.reductions,
             relative_errors=errors,
-            settings=settings,
+            settings=self._settings,
         )
 
     # What goes to disk with the samples, so that a collection can go on.
