@@ -34,6 +34,7 @@ from scio_recorder.postprocessors.assigning import (
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors import private
 
+_NO_POSTS = Assigned({})
 # Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
 _MAX_SETTINGS = 64
 
@@ -158,8 +159,9 @@ class Capture:
             records_outputs = False
         else:
             self._forget_latest()
-        order = program.order
-        posts = Assigned({} if given is None else assign(program.architecture, order, given))
+        posts = _NO_POSTS
+        if given is not None:
+            posts = Assigned(assign(program.architecture, program.order, given))
         with self._lock:
             self._hooks.make_ready(program.modules_of(posts.on_inputs))
         key = self._settings.key(args, kwargs, posts, stop)

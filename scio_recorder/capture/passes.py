@@ -76,7 +76,8 @@ class Pass:
         # By position; several of one position only where calls are not counted. Which call received
         # inputs shows only when it returns.
         self._inputs: list[tuple[int, Kept | Recorded]] = []
-        self._starts: Counter[int] = Counter()
+        # How often each module has started and returned. A Counter takes longer to make.
+        self._starts: dict[int, int] = {}
         self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
         # The state in which the calls ran whose inputs are recorded.
         self.moments: dict[DepthIdx, LiveMoment] = {}
@@ -84,14 +85,14 @@ class Pass:
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
         self._is_bare = True
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
         self._positions: Sequence[int] = ()
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take what a module returned; return what the network goes on with, None for the same."""
         self._is_bare = False
-        positions, count = self.program.positions[index], self._counts[index]
-        self._counts[index] += 1
+        positions, count = self.program.positions[index], self._counts.get(index, 0)
+        self._counts[index] = count + 1
         if not self.program.counts_calls:
             count = 0
         label = None
@@ -115,8 +116,8 @@ class Pass:
         """Take what a module's forward is about to receive; return what it receives instead."""
         changed = None
         if self.posts.on_inputs:
-            starts, count = self.program.starts[index], self._starts[index]
-            self._starts[index] += 1
+            starts, count = self.program.starts[index], self._starts.get(index, 0)
+            self._starts[index] = count + 1
             label = starts[min(count, len(starts) - 1)]
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]

@@ -237,8 +237,10 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
         """
         if torch.compiler.is_compiling():
             return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
+        # Attributes of a module that are modules are found last, which takes a microsecond.
+        net: Any = self._modules["_net"]
         return self._capture.run(
-            self._net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
+            net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
         )
 
     def _forward_compiled(
