@@ -74,7 +74,8 @@ def skip_fields(
 
 def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
     """Let links to notebooks lead to the copies that the site is built from."""
-    source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+    for way in ("", "../"):  # from this folder, and from one inside it
+        source[0] = source[0].replace(f"]({way}../notebooks/", f"]({way}notebooks/")
 
 
 def setup(app: Sphinx) -> None:

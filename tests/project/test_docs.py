@@ -57,10 +57,11 @@ def built(folder: Path) -> Path:
 
 
 def every_page_is_there(site: Path) -> None:
-    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    docs = ROOT / "docs"
+    sources = [*docs.glob("*.md"), *docs.glob("howto/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     assert len(sources) > 15
     for source in sources:
-        home = ROOT if source.suffix == ".ipynb" else ROOT / "docs"
+        home = ROOT if source.suffix == ".ipynb" else docs
         page = site / source.relative_to(home).with_suffix(".html")
         assert page.exists(), "not built"
 

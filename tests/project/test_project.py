@@ -73,7 +73,9 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 40
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+HOW_TO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += HOW_TO
 
 
 def name_of(file: Path) -> str:
@@ -299,6 +301,21 @@ def test_code_of_the_documentation_runs_as_printed(
 
 def without_trailing_space(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.name)
+def test_how_to_pages_begin_with_a_short_program(page: Path) -> None:
+    programs = [
+        [line for line in source.splitlines() if line]
+        for language, source in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if language == "python"
+    ]
+    if page.stem == "index":
+        assert not programs
+        return
+    work = [line for line in programs[0] if not line.startswith(("import ", "from "))]
+    assert 0 < len(work) < 10
+    assert max(map(len, work)) <= 100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
