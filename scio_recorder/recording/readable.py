@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
+from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
+from scio_recorder.recording.by_sample import RowsOfSamples, SampleValues
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
@@ -66,6 +70,9 @@ class Readable(LayerMapping[Any]):
         values = {**held.values, **reductions}
         super().__init__(architecture, dict(sorted(values.items())), "recording")
         self.sample_ids: SampleIds = held.sample_ids
+        self._rows = dict(held.rows)
+        self._num_rows = held.num_rows
+        self._rows_of_samples: RowsOfSamples | None = None
         self.complete = held.complete
         self.path = held.path
         self._store = held.store
@@ -81,6 +88,72 @@ class Readable(LayerMapping[Any]):
     def num_samples(self) -> int:
         """How many samples there are."""
         return len(self.sample_ids)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a line of the arrays stands for something else than a sample: a token, a node."""
+        return self._num_rows is not None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the arrays of layers have: as many as samples, unless `has_rows`."""
+        return self.num_samples if self._num_rows is None else self._num_rows
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """What each row is, [rows] each: "sample", a position in ``sample_ids``, and more by name.
+
+        Empty where a row is a sample. From disk it is read when it is used.
+        """
+        return MappingProxyType(self._rows)
+
+    def rows_of_samples(self) -> RowsOfSamples:
+        """Return which rows each sample has; all are looked at, the first time.
+
+        Returns
+        -------
+        RowsOfSamples
+            Indices of rows, as a slice where they are together.
+        """
+        if self._rows_of_samples is None:
+            samples = self._rows.get("sample", torch.arange(self.num_rows, device="cpu"))
+            self._rows_of_samples = RowsOfSamples(samples, self.num_samples)
+        return self._rows_of_samples
+
+    def by_sample(self, key: DepthIdx | str) -> Sequence[Tensor]:
+        """Return the rows of a layer sample by sample.
+
+        Parameters
+        ----------
+        key : (int, int) or str
+            The layer.
+
+        Returns
+        -------
+        sequence of Tensor
+            Item i is [length of sample i, ...], in the order in which its rows were collected, and
+            is read when it is asked for. Lengths are 1 unless ``collect`` was given ``rows=``.
+
+        Raises
+        ------
+        ArgumentError
+            The layer was reduced.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> recording = rnet.collect([torch.ones(3, 2)])
+        >>> [tuple(sample.shape) for sample in recording.by_sample("0-1")]
+        [(1, 2), (1, 2), (1, 2)]
+        """
+        label = self._label(key)
+        if label in self._reductions:
+            layer = self._architecture[label]
+            raise ArgumentError(f"there are no rows of {layer}: collect without reduce= for it")
+        return SampleValues(self[key], self.rows_of_samples())
 
     @property
     def stored(self) -> tuple[DepthIdx, ...]:
@@ -129,7 +202,7 @@ class Readable(LayerMapping[Any]):
         return sum(int(part.isnan().sum()) for part in self.parts(key))
 
     def parts(self, key: DepthIdx | str) -> Iterator[Tensor]:
-        """Iterate over a layer's samples in tensors [some, ...] of bounded size.
+        """Iterate over a layer's rows in tensors [some, ...] of bounded size.
 
         Parameters
         ----------
@@ -139,7 +212,7 @@ class Readable(LayerMapping[Any]):
         Returns
         -------
         iterator of Tensor
-            All samples in order.
+            All rows in order.
 
         Examples
         --------

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
@@ -25,7 +27,7 @@ from scio_recorder.recording.showing import Showing
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk import CHUNK_BYTES, held_by
-from scio_recorder.stores.disk_format.ids import to_ids
+from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import unpack
 from scio_recorder.stores.disk_format.reader import RunReader
 
@@ -34,8 +36,9 @@ class Recording(RecomputingRecording, Exporting, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
-    [samples, ...], which is read when it is used if it lies on disk; of a layer that was reduced it
-    is the reduction's result, and a list of results where there was a list of reductions.
+    [rows, ...], with a row for each sample unless ``collect`` was given ``rows=``; it is read when
+    it is used if it lies on disk. Of a layer that was reduced it is the reduction's result, and a
+    list of results where there was a list of reductions.
 
     Parameters
     ----------
@@ -193,7 +196,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
     def __repr__(self) -> str:
         layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
-        return f"<Recording of {self.num_samples} samples: {layers}{state}>"
+        rows = f", {self.num_rows} rows" if self.has_rows else ""
+        return f"<Recording of {self.num_samples} samples{rows}: {layers}{state}>"
 
 
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:
@@ -279,26 +283,27 @@ def _mapping(values: Any, key: str) -> Mapping[str, Any]:
 
 def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings, as if they came just now."""
-    samples = {label: recording[label] for label in recording.stored}
-    job = Job(recording.architecture, tuple(samples), None, lambda: _settings(recording))
+    arrays: dict[DepthIdx | str, Tensor] = {label: recording[label] for label in recording.stored}
+    arrays.update(recording.rows)
+    job = Job(recording.architecture, recording.stored, None, lambda: _settings(recording))
     writer = Disk(path).open(job)
     try:
         columns = {
-            label: writer.column(label, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
-            for label, whole in samples.items()
+            key: writer.column(key, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
+            for key, whole in arrays.items()
         }
-        sample_bytes = sum(column.spec.nbytes for column in columns.values())
-        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, sample_bytes))):
-            for label, column in columns.items():
-                column.put(samples[label][rows.start : rows.stop], writer.start, len(rows))
-            is_last = rows.stop == recording.num_samples
+        row_bytes = sum(column.spec.nbytes for column in columns.values())
+        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, row_bytes))):
+            for key, column in columns.items():
+                column.put(arrays[key][rows.start : rows.stop], writer.start, len(rows))
+            ids = _ids_up_to(recording, rows, len(writer.sample_ids))
             # States may be large, and only the last one counts.
-            state = partial(_state_of, recording) if is_last else dict
+            state = partial(_state_of, recording) if rows.stop == recording.num_rows else dict
             kept = {
                 text_of(label): writer.calls.keep(recording.architecture[label], call)
                 for label, call in calls.items()
             }
-            writer.commit(to_ids(recording.sample_ids[rows.start : rows.stop]), state, kept)
+            writer.commit(ids, state, kept, rows=len(rows) if recording.has_rows else None)
         writer.finish(partial(_state_of, recording), is_complete=recording.complete)
     except BaseException:
         writer.abandon(None)
@@ -309,13 +314,24 @@ def _batches(
     recording: Recording, step: int
 ) -> Iterator[tuple[range, Mapping[DepthIdx, KeptCall]]]:
     """Yield the rows of each batch, and the calls that are kept of it."""
-    calls, num_samples, stop = recording.calls, recording.num_samples, 0
+    calls, num_rows, stop = recording.calls, recording.num_rows, 0
     if not calls.labels:
-        for start in range(0, num_samples, step):
-            yield range(start, min(start + step, num_samples)), {}
+        # Samples without rows count as well.
+        for start in range(0, max(num_rows, min(1, recording.num_samples)), step):
+            yield range(start, min(start + step, num_rows)), {}
     for number, rows in enumerate(calls.rows):
         stop += rows
         yield range(stop - rows, stop), {label: calls.call(number, label) for label in calls.labels}
+
+
+def _ids_up_to(recording: Recording, rows: range, before: int) -> Ids:
+    """Return the ids, of those that come after so many, that have to be there for these rows."""
+    stop = rows.stop
+    if recording.has_rows:
+        stop = recording.num_samples
+        if recording.rows and rows.stop < recording.num_rows:
+            stop = max(before, 1 + int(recording.rows["sample"][rows.start : rows.stop].max()))
+    return to_ids(recording.sample_ids[before:stop])
 
 
 def _settings(recording: Recording) -> dict[str, Any]:

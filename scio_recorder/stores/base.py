@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -45,12 +45,13 @@ class Job:
 
 @dataclass
 class Held:
-    """What a store holds: samples by layer, their ids, and whether nothing is missing.
+    """What a store holds: rows by layer, ids of samples, and whether nothing is missing.
 
     Parameters
     ----------
     values : mapping
-        The samples of each layer, [samples, ...], by label.
+        The rows of each layer, [rows, ...], by label. A row is a sample, unless ``num_rows`` says
+        how many there are.
     sample_ids : SampleIds
         One for each sample.
     calls : Calls
@@ -61,6 +62,10 @@ class Held:
         Where it is, if it outlives the process.
     store : str, optional
         The name of such a store.
+    rows : mapping, optional
+        What each row is, [rows] each: "sample", a position in ``sample_ids``, and others by name.
+    num_rows : int, optional
+        How many there are, where they are not samples.
     """
 
     values: Mapping[DepthIdx, Tensor]
@@ -69,6 +74,8 @@ class Held:
     complete: bool = True
     path: str | None = None
     store: str | None = None
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    num_rows: int | None = None
 
 
 class StoreWriter(abc.ABC):
@@ -77,6 +84,8 @@ class StoreWriter(abc.ABC):
     def __init__(self) -> None:
         # The row at which the batch that is under way begins.
         self.start = 0
+        # Whether rows are counted apart from samples.
+        self.counts_rows = False
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
         # Whether what was found already holds everything, and what was committed last with it.
@@ -84,17 +93,17 @@ class StoreWriter(abc.ABC):
         self.state: State | None = None
 
     @abc.abstractmethod
-    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
-        """Return where the samples of a layer go, given its first batch.
+    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+        """Return where the rows of a layer go, given those of its first batch.
 
         Parameters
         ----------
-        label : (int, int)
-            The layer.
+        key : (int, int) or str
+            The layer; or the name of what is known of each row, the first one "sample".
         spec : TensorSpec
-            Shape and dtype of one sample, as it is kept.
+            Shape and dtype of one row, as it is kept.
         first : torch.Tensor
-            Its first batch, [batch, ...].
+            Those of the first batch, [rows, ...].
 
         Returns
         -------
@@ -107,20 +116,25 @@ class StoreWriter(abc.ABC):
         ids: Ids,
         state: Callable[[], State],
         calls: Mapping[str, Any] | None = None,
+        *,
+        rows: int | None = None,
     ) -> None:
         """Make the rows of the batch that was put count, and with them its calls.
 
         Parameters
         ----------
         ids : range, array.array or tuple
-            One integer or string for each sample of the batch.
+            One integer or string for each sample that is new.
         state : callable
             Returns what has to be known to go on after this batch.
         calls : mapping, optional
             What `KeptCalls.keep` returned for each layer whose inputs are kept, by its name.
+        rows : int, optional
+            How many were put, where rows are not samples: perhaps of samples that came before.
         """
         self.sample_ids.add(ids)
-        self.start += len(ids)
+        self.counts_rows = rows is not None
+        self.start += len(ids) if rows is None else rows
         if calls:
             self.calls.commit(len(ids), calls)
 

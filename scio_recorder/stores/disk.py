@@ -34,6 +34,7 @@ from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import differences, dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import row_column
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
@@ -135,9 +136,9 @@ class DiskWriter(StoreWriter):
         if store.is_shared and str(self._header.get("weights")).startswith("local-"):
             # Each process holds other shards of the weights.
             self._header["weights"] = "local"
-        self._columns: dict[DepthIdx, Column] = {}
+        self._columns: dict[DepthIdx | str, Column] = {}
         # The memory of each column that is written, while the other is filled.
-        self._resting: dict[DepthIdx, Buffer] = {}
+        self._resting: dict[DepthIdx | str, Buffer] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
@@ -146,23 +147,24 @@ class DiskWriter(StoreWriter):
         # Begins with the first chunk: by then loaders have forked their workers.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
-        self._found_layers: Mapping[str, TensorSpec] | None = None
+        self._found: Mapping[str, TensorSpec] | None = None
         if holds_recording(store.path):
             self._go_on(job.resume)
 
-    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
-        """Return a buffer for the samples of the next chunk."""
-        if self._found_layers is not None:
-            stored = self._found_layers.get(text_of(label))
+    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+        """Return a buffer for the rows of the next chunk."""
+        if self._found is not None:
+            stored = self._found.get(_name_of(key))
             if stored != spec:
+                named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 raise RecordingError(
-                    f"{self._path}: layer {self._architecture[label]} gives {spec}, and {stored} "
+                    f"{self._path}: {named} gives {spec}, and {stored} "
                     "is stored: resume with the same data and transform"
                 )
         self._devices.add(first.device)
         buffer, resting = (HostBuffer(pinned=first.device.type == "cuda") for _ in range(2))
-        self._resting[label] = resting
-        column = self._columns[label] = Column(spec, buffer, first.shape[0], is_exact=False)
+        self._resting[key] = resting
+        column = self._columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 
     def commit(
@@ -170,14 +172,16 @@ class DiskWriter(StoreWriter):
         ids: Ids,
         state: Callable[[], State],
         calls: Mapping[str, Any] | None = None,
+        *,
+        rows: int | None = None,
     ) -> None:
         """Count a batch, and make what is buffered durable once there is enough of it."""
         if self._pending is not None and self._pending.done():
             self._wait()
-        super().commit(ids, state, calls)
+        super().commit(ids, state, calls, rows=rows)
         self._staged.append(ids)
-        sample_bytes = sum(column.spec.nbytes for column in self._columns.values())
-        num_bytes = self.start * sample_bytes + self.calls.num_bytes
+        row_bytes = sum(column.spec.nbytes for column in self._columns.values())
+        num_bytes = self.start * row_bytes + self.calls.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
         if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)
@@ -230,14 +234,15 @@ class DiskWriter(StoreWriter):
         self._wait()
         writer = self._writer = self._writer or self._created()
         chunk: dict[str, Tensor] = {}
-        for label, column in self._columns.items():
-            chunk[text_of(label)] = column.array[: self.start]
-            self._resting[label] = column.turn_to(self._resting[label])
+        for key, column in self._columns.items():
+            chunk[_name_of(key)] = column.array[: self.start]
+            self._resting[key] = column.turn_to(self._resting[key])
         ids, kept = _joined(self._staged), self.calls.take()
+        rows = self.start if self.counts_rows else None
 
         def append() -> None:
             try:
-                writer.append(chunk, ids, state=packed, kept=kept)
+                writer.append(chunk, ids, rows=rows, state=packed, kept=kept)
             finally:
                 # Memory can't grow while anything refers to it.
                 chunk.clear()
@@ -248,9 +253,16 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
-        layers = {text_of(label): column.spec for label, column in self._columns.items()}
-        numbers = {"rank": self._store.rank, "world_size": self._store.world_size}
-        return RunWriter.create(self._path, layers=layers, header=self._header, **numbers)
+        specs = [(key, column.spec) for key, column in self._columns.items()]
+        rows = {key: spec for key, spec in specs if isinstance(key, str)}
+        return RunWriter.create(
+            self._path,
+            layers={text_of(key): spec for key, spec in specs if not isinstance(key, str)},
+            header=self._header,
+            rows=rows if self.counts_rows else None,
+            rank=self._store.rank,
+            world_size=self._store.world_size,
+        )
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
@@ -267,7 +279,7 @@ class DiskWriter(StoreWriter):
             self._check_same(reader)
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete
-            self._found_layers = reader.layers
+            self._found = reader.table
             if is_joining:
                 return
             found = reader.read_state(rank)
@@ -290,7 +302,13 @@ def _comparable(header: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Return what must agree; the fingerprint stands for the network, which would fill pages."""
     architecture = header.get("architecture")
     fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-    return {**header, "architecture": fingerprint, "world_size": world_size}
+    # Recordings made before there were rows don't mention them.
+    return {"rows": None, **header, "architecture": fingerprint, "world_size": world_size}
+
+
+def _name_of(key: DepthIdx | str) -> str:
+    """Return what a chunk calls a layer, or a column of rows."""
+    return row_column(key) if isinstance(key, str) else text_of(key)
 
 
 def header_of(architecture: Architecture, settings: dict[str, Any]) -> dict[str, Any]:
@@ -303,12 +321,24 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
     # Tensors made in inference mode could not be used outside it.
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
+        rows = {name: DiskTensor(reader, row_column(name)) for name in reader.rows or ()}
     layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
     calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
-    return Held(values, reader.sample_ids, calls, reader.complete, reader.path, "disk")
+    return Held(
+        values,
+        reader.sample_ids,
+        calls,
+        reader.complete,
+        reader.path,
+        "disk",
+        rows,
+        None if reader.rows is None else reader.num_rows,
+    )
 
 
 def _joined(parts: Sequence[Ids]) -> Ids:
+    # Passes that go on with earlier samples have no new ones.
+    parts = [part for part in parts if len(part)]
     ranges = [part for part in parts if isinstance(part, range)]
     if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
         return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)

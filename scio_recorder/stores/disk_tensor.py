@@ -34,7 +34,7 @@ _SPAN_BYTES = 16 << 20
 
 
 class DiskTensor(Tensor):
-    """The samples of one layer of a recording on disk: a tensor [samples, ...] on the CPU.
+    """The rows of one layer of a recording on disk: a tensor [rows, ...] on the CPU.
 
     Indexing the first dimension reads what is asked for; every other operation reads all of it.
     Results are ordinary tensors in memory. It can't be written to.
@@ -44,7 +44,7 @@ class DiskTensor(Tensor):
     reader : RunReader
         The open recording.
     layer : str
-        The layer's name in it.
+        The layer's name in it, or that of a column of rows.
     """
 
     reader: RunReader
@@ -53,8 +53,8 @@ class DiskTensor(Tensor):
     @staticmethod
     def __new__(cls, reader: RunReader, layer: str) -> DiskTensor:
         """Make a tensor without memory."""
-        spec = reader.layers[layer]
-        shape = (reader.num_samples, *spec.shape)
+        spec = reader.table[layer]
+        shape = (reader.num_rows, *spec.shape)
         made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
         made.reader = reader
         made.layer = layer
@@ -125,7 +125,7 @@ class DiskTensor(Tensor):
             return self._read(0, len(self))[index]
         low, high = int(index.min()), int(index.max())
         if low < -len(self) or high >= len(self):
-            raise IndexError(f"sample {low if low < 0 else high} of {len(self)}")
+            raise IndexError(f"row {low if low < 0 else high} of {len(self)}")
         return self._gathered(index.long() % len(self))
 
     def _gathered(self, positions: Tensor) -> Tensor:

@@ -39,13 +39,13 @@ class MemoryStore(Store):
         return MemoryWriter(job, self)
 
     @abc.abstractmethod
-    def buffer(self, label: DepthIdx, device: torch.device) -> Buffer:
+    def buffer(self, key: DepthIdx | str, device: torch.device) -> Buffer:
         """Return the memory for a layer.
 
         Parameters
         ----------
-        label : (int, int)
-            The layer.
+        key : (int, int) or str
+            The layer, or the name of what is known of each row.
         device : torch.device
             Where the net computes it.
 
@@ -69,13 +69,13 @@ class Device(MemoryStore):
     device(type='cpu')
     """
 
-    def buffer(self, label: DepthIdx, device: torch.device) -> Buffer:
+    def buffer(self, key: DepthIdx | str, device: torch.device) -> Buffer:
         """Return the memory for a layer.
 
         Parameters
         ----------
-        label : (int, int)
-            The layer.
+        key : (int, int) or str
+            The layer, or the name of what is known of each row.
         device : torch.device
             Where the net computes it.
 
@@ -116,15 +116,15 @@ class Host(MemoryStore):
 
     def __init__(self, pin_memory: bool | None = None) -> None:
         self._pin_memory = pin_memory
-        self._buffers: dict[DepthIdx, HostBuffer] = {}
+        self._buffers: dict[DepthIdx | str, HostBuffer] = {}
 
-    def buffer(self, label: DepthIdx, device: torch.device) -> HostBuffer:
+    def buffer(self, key: DepthIdx | str, device: torch.device) -> HostBuffer:
         """Return the memory for a layer.
 
         Parameters
         ----------
-        label : (int, int)
-            The layer.
+        key : (int, int) or str
+            The layer, or the name of what is known of each row.
         device : torch.device
             Where the net computes it.
 
@@ -135,9 +135,9 @@ class Host(MemoryStore):
         """
         pinned = device.type == "cuda" if self._pin_memory is None else self._pin_memory
         pinned = pinned and torch.cuda.is_available()
-        known = self._buffers.get(label)
+        known = self._buffers.get(key)
         if known is None or known.pinned != pinned or known.is_held:
-            known = self._buffers[label] = HostBuffer(pinned=pinned)
+            known = self._buffers[key] = HostBuffer(pinned=pinned)
         return known
 
 
@@ -171,24 +171,30 @@ class MemoryWriter(StoreWriter):
         super().__init__()
         self._job = job
         self._store = store
-        self._columns: dict[DepthIdx, Column] = {}
+        self._columns: dict[DepthIdx | str, Column] = {}
         self._devices: set[torch.device] = set()
 
-    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for as many batches like the first as there will be."""
         num_batches = self._job.num_batches
         rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
-        buffer = self._store.buffer(label, first.device)
-        column = self._columns[label] = Column(spec, buffer, rows, num_batches is not None)
+        buffer = self._store.buffer(key, first.device)
+        column = self._columns[key] = Column(spec, buffer, rows, num_batches is not None)
         self._devices.add(first.device)
         return column
 
     def finish(self, state: Callable[[], State]) -> Held:
         """Return the arrays, narrowed to what was committed."""
         wait_for(self._devices)
-        values = {label: column.close(self.start) for label, column in self._columns.items()}
+        arrays = [(key, column.close(self.start)) for key, column in self._columns.items()]
         names = self.calls.read(0)[0] if self.calls.rows else ()
-        return Held(values, self.sample_ids, Calls(self.calls, self._job.architecture, names))
+        return Held(
+            {key: array for key, array in arrays if not isinstance(key, str)},
+            self.sample_ids,
+            Calls(self.calls, self._job.architecture, names),
+            rows={key: array for key, array in arrays if isinstance(key, str)},
+            num_rows=self.start if self.counts_rows else None,
+        )
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""
@@ -205,11 +211,11 @@ class AutoWriter(MemoryWriter):
         # Bytes of all samples, for the layers seen so far.
         self._known: dict[DepthIdx, int] = {}
 
-    def column(self, label: DepthIdx, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for a layer, once it is known that there is some."""
-        if self._job.num_batches is not None:
+        if self._job.num_batches is not None and not isinstance(key, str):
             num_samples = first.shape[0] * self._job.num_batches
-            self._known[label] = num_samples * spec.nbytes
+            self._known[key] = num_samples * spec.nbytes
             if self._guess is None:
                 architecture, stored = self._job.architecture, self._job.stored
                 self._guess = make_plan(architecture, stored, num_samples, first.device)
@@ -217,7 +223,7 @@ class AutoWriter(MemoryWriter):
                     self._store = Device()
             if isinstance(self._store, Host):
                 self._check(self._guess)
-        return super().column(label, spec, first)
+        return super().column(key, spec, first)
 
     def _check(self, guess: Plan) -> None:
         """Raise where already the layers that were seen don't fit."""

@@ -17,7 +17,7 @@ from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
-from scio_recorder.stores.disk_format.run import VALUES, Chunk, read_state, scan
+from scio_recorder.stores.disk_format.run import SAMPLE, VALUES, Chunk, read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile, memory
 
 
@@ -120,15 +120,21 @@ class RunReader:
     header : dict
         The settings that the writer stored.
     layers : dict of str to TensorSpec
-        Shape and dtype of one sample of each layer.
+        Shape and dtype of one row of each layer.
+    rows : dict of str to TensorSpec, or None
+        The columns that say what a row is, such as of which sample; None where it is a sample.
+    table : dict of str to TensorSpec
+        All that can be read of rows: layers, and columns by their names in chunks.
     sample_ids : SampleIds
-        The ids of all samples, in the order in which `read` counts them.
+        The ids of all samples, in order.
+    num_rows : int
+        How many rows there are: as many as samples, unless they are counted apart.
     complete : bool
         Whether every rank that is read has finished.
     kept : KeptReader
         What is kept of each batch, besides samples.
     starts : list of int
-        How many samples precede each chunk, and how many there are in all.
+        How many rows precede each chunk, and how many there are in all.
 
     Raises
     ------
@@ -162,13 +168,17 @@ class RunReader:
         self._run = scan(self._folder, rank)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
+        self.rows: Table | None = self._run.description.rows
+        self.table: Table = self._run.description.table
         self.complete = self._run.is_complete
         chunks = list(self._run.all_chunks())
         with parsing(self.path):
             self.sample_ids = self._run.sample_ids()
             self.kept = KeptReader(chunks)
-        self._chunks = [chunk for chunk in chunks if len(chunk.ids)]
-        self.starts = list(accumulate((len(chunk.ids) for chunk in self._chunks), initial=0))
+        self._chunks = [chunk for chunk in chunks if chunk.num_rows]
+        self.starts = list(accumulate((chunk.num_rows for chunk in self._chunks), initial=0))
+        self.num_rows = self.starts[-1]
+        self._first_samples = self._run.first_samples()
         if verify:
             for report in self.verify():
                 if report.problem is not None:
@@ -190,30 +200,32 @@ class RunReader:
         return any(self._run.chunks.values()) or bool(self._run.closed)
 
     def read(self, layer: str, start: int, stop: int) -> Tensor:
-        """Return samples ``start`` to ``stop`` of a layer, in memory of their own.
+        """Return rows ``start`` to ``stop`` of a layer or column, in memory of their own.
 
         Raises
         ------
         LayerNotFoundError, IndexError
-            If the recording has no such layer or no such samples.
+            If the recording has no such layer or no such rows.
         RecordingError
             If the data is not what was written.
         """
         spec = self._spec(layer)
-        if not 0 <= start <= stop <= self.num_samples:
-            raise IndexError(f"samples {start} to {stop} of {self.num_samples} in {self.path}")
+        if not 0 <= start <= stop <= self.num_rows:
+            raise IndexError(f"rows {start} to {stop} of {self.num_rows} in {self.path}")
         data = memory((stop - start) * spec.nbytes)
         self.read_into(data.numpy(), layer, start)
         return data.view(spec.dtype).view(stop - start, *spec.shape)
 
     def read_into(self, out: NDArray[numpy.uint8], layer: str, start: int) -> None:
-        """Fill memory with the bytes of a layer's samples from ``start`` on; see `read`."""
+        """Fill memory with the bytes of a layer's rows from ``start`` on; see `read`."""
         row_bytes = self._spec(layer).nbytes
         stop = start + len(out) // max(1, row_bytes)
         for number, first, last in self._overlaps(start, stop):
             begin = self.starts[number]
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
             self._chunks[number].copy_into(part, layer, (first - begin) * row_bytes)
+            if layer == SAMPLE:
+                self._count_on(part.view(numpy.int64), self._chunks[number])
 
     def distrust(self) -> None:
         """Verify all blocks again when they are read next."""
@@ -253,11 +265,17 @@ class RunReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(RunReader, rank=self.rank), (os.path.abspath(self.path),)
 
+    def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
+        """Count samples over all ranks; a chunk counts those of its own."""
+        if samples.min() < 0 or samples.max() >= chunk.samples_before + len(chunk.ids):
+            raise RecordingError(f"{chunk.path} is damaged: it has rows of samples not there yet")
+        samples += self._first_samples[chunk.rank]
+
     def _spec(self, layer: str) -> TensorSpec:
-        if layer not in self.layers:
+        if layer not in self.table:
             known = ", ".join(map(repr, self.layers)) or "none"
             raise LayerNotFoundError(f"{self.path} has no layer {layer!r}; it has {known}")
-        return self.layers[layer]
+        return self.table[layer]
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         number = bisect_right(self.starts, start) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect
+from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, Packed, differences, expect
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     table_from_json,
@@ -22,12 +23,23 @@ from scio_recorder.stores.disk_format.tensor_file import (
 
 DESCRIPTION_NAME = "recording.safetensors"
 FORMAT = "scio-recording"
-VERSION = 2
+# That of recordings whose rows are samples, and that of those which have rows of their own.
+VERSION, VERSION_WITH_ROWS = 2, 3
 MAX_RANKS = 100_000
 # What a chunk calls the values that are kept of its batches.
 VALUES = "#values"
 _TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
+
+
+def row_column(name: str) -> str:
+    """Return what a chunk calls a column that has one entry a row."""
+    return f"@{name}"
+
+
+# The column that says of which sample a row is.
+SAMPLE = row_column("sample")
+_FIRST_COLUMN = ("sample", TensorSpec((), torch.int64))
 
 
 def chunk_name(rank: int, number: int) -> str:
@@ -58,30 +70,47 @@ class Description:
     world_size: int
     layers: dict[str, TensorSpec]
     header: dict[str, JSON]
+    # The columns that say what a row is; None where it is a sample.
+    rows: dict[str, TensorSpec] | None = None
+
+    @property
+    def table(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of one row of all that a chunk holds of rows, in its order."""
+        return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
 
     def to_json(self) -> dict[str, JSON]:
         """Return this as JSON."""
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.rows is None else VERSION_WITH_ROWS,
             "run": self.run,
             "world_size": self.world_size,
             "layers": table_to_json(self.layers),
+            "rows": None if self.rows is None else table_to_json(self.rows),
             "header": self.header,
         }
 
     @classmethod
     def from_json(cls, value: Any) -> Description:
         """Return what `to_json` wrote."""
-        if value["format"] != FORMAT or expect(value["version"], int) != VERSION:
-            raise ValueError(f"not a {FORMAT} of version {VERSION}")
+        # Recordings made before there were rows don't mention them.
+        rows = None if value.get("rows") is None else table_from_json(value["rows"])
+        version = VERSION if rows is None else VERSION_WITH_ROWS
+        if value["format"] != FORMAT or expect(value["version"], int) != version:
+            raise ValueError(f"not a {FORMAT} of version {VERSION}, or {VERSION_WITH_ROWS} by rows")
         world_size = expect(value["world_size"], int)
         if not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
         layers = table_from_json(value["layers"])
-        if any(name.startswith("#") for name in layers):
-            raise ValueError("a layer's name begins with #, as those of what is kept of batches do")
-        return cls(expect(value["run"], str), world_size, layers, expect(value["header"], dict))
+        if any(name.startswith(("#", "@")) for name in layers):
+            raise ValueError("a layer's name begins with # or @, as those of other tensors do")
+        # Where all layers are reduced, rows may be counted alone.
+        first = next(iter(rows.items()), None) if rows is not None else None
+        if rows is not None and (rows or layers) and first != _FIRST_COLUMN:
+            raise ValueError("the first column of rows is not sample, a number of 64 bits")
+        return cls(
+            expect(value["run"], str), world_size, layers, expect(value["header"], dict), rows
+        )
 
     def check_rank(self, path: str, rank: int) -> None:
         """Refuse a rank that the recording was not created for."""
@@ -105,6 +134,10 @@ class Chunk(TensorFile):
     ----------
     ids : range, array.array or tuple
         The ids of its samples.
+    num_rows : int
+        How many rows each of its layers has: those of its samples, unless rows are counted apart.
+    rank, samples_before : int
+        Whose it is, and how many samples the earlier commits of that rank hold.
     batches : list of int or None
         How many samples each batch has of which something is kept; None where nothing is.
     state : dict or None
@@ -118,7 +151,10 @@ class Chunk(TensorFile):
             if {key: content[key] for key in place} != place:
                 raise ValueError("it does not belong here, or samples before it are lost")
             self.ids = ids_from_json(content.pop("ids"))
-            own = [(name, spec.of(len(self.ids))) for name, spec in description.layers.items()]
+            self.rank: int = place["rank"]
+            self.samples_before: int = place["samples_before"]
+            self.num_rows = self._counted(description)
+            own = [(name, spec.of(self.num_rows)) for name, spec in description.table.items()]
             if list(self.table.items())[: len(own)] != own:
                 raise ValueError("its tensors are not those of the recording's layers")
             self.batches = content["batches"]
@@ -128,6 +164,14 @@ class Chunk(TensorFile):
                 token = expect(self.state, dict)["file"]
                 if token is not None and not _TOKEN.fullmatch(token):
                     raise ValueError("its state is nowhere")
+
+    def _counted(self, description: Description) -> int:
+        rows = self.content.get("rows")
+        if (rows is None) != (description.rows is None):
+            raise ValueError("its rows are not counted as the recording's are")
+        if not 0 <= (number := len(self.ids) if rows is None else expect(rows, int)) <= MAX_SIZE:
+            raise ValueError(f"{number} rows")
+        return number
 
     def _check_kept(self, names: list[str]) -> None:
         wanted: list[str] = []
@@ -165,6 +209,11 @@ class Run:
         for chunk in self.all_chunks():
             ids.add(chunk.ids)
         return ids
+
+    def first_samples(self) -> dict[int, int]:
+        """Return for each rank how many samples come before its own."""
+        counts = [sum(len(chunk.ids) for chunk in chunks) for chunks in self.chunks.values()]
+        return dict(zip(self.chunks, accumulate(counts, initial=0), strict=False))
 
     def last_state(self, rank: int) -> Any:
         """Return what a rank committed last besides samples, or None."""

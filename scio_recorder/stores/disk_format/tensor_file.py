@@ -242,7 +242,9 @@ def _checksum_of(header: bytes) -> str:
 def _bytes_of(tensor: Tensor) -> memoryview:
     # A conjugate or negative view reads as its base does until it is resolved.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array: NDArray[numpy.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    # One element may have any stride, and no view of another dtype then.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    array: NDArray[numpy.uint8] = flat.view(torch.uint8).numpy()
     return array.data
 
 

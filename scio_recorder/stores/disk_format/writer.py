@@ -19,6 +19,7 @@ from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, du
 from scio_recorder.stores.disk_format.reader import KeptBatches
 from scio_recorder.stores.disk_format.run import (
     DESCRIPTION_NAME,
+    SAMPLE,
     VALUES,
     Description,
     Run,
@@ -100,6 +101,7 @@ class RunWriter:
         *,
         layers: Table,
         header: Mapping[str, JSON],
+        rows: Table | None = None,
         world_size: int = 1,
         rank: int = 0,
     ) -> Self:
@@ -110,9 +112,11 @@ class RunWriter:
         path
             The folder; missing ones above it are created.
         layers
-            Shape and dtype of one sample of each layer.
+            Shape and dtype of one row of each layer.
         header
             Settings to keep with the recording; those who join must give the same.
+        rows
+            Where rows are not samples: the columns that say what each is, "sample" first.
         world_size
             How many ranks will write. With several, each begins like this, in any order: the first
             creates the recording, the others join it.
@@ -127,7 +131,9 @@ class RunWriter:
             If the folder is not empty, holds samples of this rank or a recording that differs, or
             can't be written to.
         """
-        description = Description(uuid.uuid4().hex, world_size, dict(layers), dict(header))
+        columns = None if rows is None else dict(rows)
+        run = uuid.uuid4().hex
+        description = Description(run, world_size, dict(layers), dict(header), columns)
         try:
             # What other types JSON took for its own now reads as it will be read back.
             description = Description.from_json(parse(dump(description.to_json())))
@@ -165,6 +171,7 @@ class RunWriter:
         tensors: Mapping[str, Tensor],
         sample_ids: Sequence[int] | Sequence[str],
         *,
+        rows: int | None = None,
         state: Packed | None = None,
         kept: KeptBatches | None = None,
     ) -> None:
@@ -173,10 +180,14 @@ class RunWriter:
         Parameters
         ----------
         tensors
-            For each layer a tensor ``[samples, ...]`` of the dtype given at creation, on any
-            device; not to be changed while this runs.
+            For each layer a tensor ``[rows, ...]`` of the dtype given at creation, on any
+            device, and the columns of rows by what `row_column` calls them; not to be changed
+            while this runs.
         sample_ids
-            One for each sample.
+            One for each sample that is new.
+        rows
+            How many there are, where they are not samples. Those of samples of earlier chunks may
+            be among them.
         state
             Committed together with the chunk; replaces the state committed before.
         kept
@@ -197,11 +208,11 @@ class RunWriter:
         try:
             ids = to_ids(sample_ids)
             self.sample_ids.check(ids)
-            held = self._checked(tensors, len(ids))
+            held = self._checked(tensors, len(ids), rows)
             if kept is not None:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
-            content = self._content(ids, state, token, kept)
+            content = self._content(ids, rows, state, token, kept)
             files = [(chunk_name(self._rank, len(self._checksums)), prepared(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
@@ -256,20 +267,37 @@ class RunWriter:
                 "and not of this: resume the recording"
             )
 
-    def _checked(self, tensors: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    def _checked(
+        self, tensors: Mapping[str, Tensor], samples: int, rows: int | None
+    ) -> dict[str, Tensor]:
         """Return the tensors in the order of the layers; `ValueError` unless they fit."""
-        wanted = {name: spec.of(rows) for name, spec in self._description.layers.items()}
+        if (rows is None) != (self._description.rows is None):
+            raise ValueError(f"rows={rows}, and the recording was created with others or without")
+        number = samples if rows is None else rows
+        wanted = {name: spec.of(number) for name, spec in self._description.table.items()}
         found = table_of(tensors)
         for name in wanted | found:
             if wanted.get(name) != found.get(name):
                 raise ValueError(
                     f"layer {name} is {found.get(name, 'missing')}, not "
-                    f"{wanted.get(name, 'one of the recording')} ({rows} sample ids were given)"
+                    f"{wanted.get(name, 'one of the recording')} ({samples} sample ids were given)"
                 )
+        of = tensors.get(SAMPLE)
+        if (
+            of is not None
+            and rows
+            and not 0 <= int(of.min()) <= int(of.max()) < (self.durable + samples)
+        ):
+            raise ValueError(f"there are rows of other than the {self.durable + samples} samples")
         return {name: tensors[name] for name in wanted}
 
     def _content(
-        self, ids: Ids, state: Packed | None, token: str | None, kept: KeptBatches | None
+        self,
+        ids: Ids,
+        rows: int | None,
+        state: Packed | None,
+        token: str | None,
+        kept: KeptBatches | None,
     ) -> dict[str, JSON]:
         """Return what a chunk says besides its tensors."""
         saved: JSON = None if state is None else {"value": state.value, "file": token}
@@ -278,6 +306,7 @@ class RunWriter:
         return {
             **self._description.place(self._rank, len(self._checksums), self.durable),
             "ids": ids_to_json(ids),
+            "rows": rows,
             "batches": None if kept is None else list(kept.rows),
             "state": saved,
         }

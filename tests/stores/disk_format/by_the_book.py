@@ -86,7 +86,9 @@ def unseal(data: bytes) -> Any:
 def chunks_of(root: Path) -> list[tuple[Path, Any]]:
     """Return the commits of a finished recording, in order, and what they say."""
     description = unseal((root / "recording.safetensors").read_bytes())
-    assert (description["format"], description["version"]) == ("scio-recording", 2)
+    by_rows = description["rows"] is not None
+    version = 3 if by_rows else 2
+    assert (description["format"], description["version"]) == ("scio-recording", version)
     found = []
     for rank in range(description["world_size"]):
         manifest = unseal((root / f"manifest-{rank:05d}.safetensors").read_bytes())
@@ -100,6 +102,7 @@ def chunks_of(root: Path) -> list[tuple[Path, Any]]:
             place = {"run": description["run"], "rank": rank, "number": number}
             assert place.items() <= content.items()
             assert content["samples_before"] == before
+            assert (content["rows"] is not None) == by_rows
             before += len(ids_of(content))
             found.append((file, content))
         assert manifest["samples"] == before
@@ -125,6 +128,28 @@ def read_run(root: Path) -> tuple[list[Any], dict[str, torch.Tensor]]:
             parts[name].append(tensors[name])
         ids += ids_of(content)
     return ids, {name: torch.cat(part) for name, part in parts.items()}
+
+
+def read_rows(root: Path) -> dict[str, torch.Tensor]:
+    """Read what the rows of a finished recording are; samples are counted over all ranks."""
+    description = unseal((root / "recording.safetensors").read_bytes())
+    names = [name for name, _ in description["layers"]]
+    columns = [name for name, _ in description["rows"]]
+    assert columns[0] == "sample"
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in columns}
+    samples_of: dict[int, int] = {}
+    for file, content in chunks_of(root):
+        tensors = safetensors.torch.load_file(file)
+        here = [name for name, _ in content["tensors"]][len(names) :]
+        assert here[: len(columns)] == [f"@{name}" for name in columns]
+        assert {len(tensors[name]) for name in names + here} == {content["rows"]}
+        earlier = sum(count for rank, count in samples_of.items() if rank < content["rank"])
+        tensors["@sample"] += earlier
+        samples_of[content["rank"]] = content["samples_before"] + len(ids_of(content))
+        assert all(tensors["@sample"] < earlier + samples_of[content["rank"]])
+        for name in columns:
+            parts[name].append(tensors[f"@{name}"])
+    return {name: torch.cat(part) for name, part in parts.items()}
 
 
 def read_kept(root: Path) -> list[tuple[int, Any, list[torch.Tensor]]]:
