@@ -128,6 +128,18 @@ class Capture:
         """Whether the caller runs inside a call of the recorder."""
         return self._site.local.active is not None or self._site.local.is_idle
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody wants the records of each pass."""
+        return any(watcher.passes is not None for watcher in self.watchers)
+
+    def acting(self, given: Postprocessors | None) -> Postprocessors | None:
+        """Return what acts in a call: what it is given, or what the innermost block is."""
+        if given is None and self.watchers:
+            blocks = (watcher.posts for watcher in reversed(self.watchers))
+            given = next((posts for posts in blocks if posts is not None), None)
+        return given
+
     def run(
         self,
         net: Callable[..., Any],
@@ -141,13 +153,13 @@ class Capture:
     ) -> Any:
         """Run the network, recording what it does; with ``stop``, no further than needed.
 
-        With a sink, activations go there as they come, and the pass leaves no records.
+        With a sink, activations go there as they come, whether the pass leaves records or not.
         """
         program = self.program
-        if self.watchers and given is None and sink is None:
-            acting = (watcher.posts for watcher in reversed(self.watchers))
-            given = next((posts for posts in acting if posts is not None), None)
-        if self._is_removed or not program.recording or (given is None and not records_outputs):
+        if sink is None:
+            given = self.acting(given)
+        is_observed = records_outputs or sink is not None
+        if self._is_removed or not program.recording or (given is None and not is_observed):
             self._forget_latest()
             if given is not None:
                 # There is no layer to act on, which is wrong where layers are named.
@@ -156,7 +168,7 @@ class Capture:
         _refuse_transforms()
         if is_rerun():
             # Checkpointing around the recorder: the pass that is run again is recorded already.
-            records_outputs = False
+            records_outputs, sink = False, None
         else:
             self._forget_latest()
         posts = _NO_POSTS
@@ -218,7 +230,8 @@ class Capture:
             latest.gradients = current.gradients
             latest.state = current.moments, current.posts.functions
             for watcher in self.watchers:
-                watcher.passes.add(activations)
+                if watcher.passes is not None:
+                    watcher.passes.add(activations)
 
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients

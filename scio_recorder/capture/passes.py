@@ -57,19 +57,21 @@ class Pass:
         self.setting = setting
         self.keeping = setting.keeping
         self.posts = posts
-        self.records_outputs = records_outputs and sink is None
-        # A sink takes all calls of a module at once, where it may run any number of times.
-        self._keeps_outputs = records_outputs and (sink is None or not program.counts_calls)
+        self.records_outputs = records_outputs
         self._sink = sink
+        # A sink takes all calls of a module at once, where it may run any number of times.
+        self._hands_on = sink is not None and program.counts_calls
+        self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)
         # The number of selected events that remain until the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
-        is_simple = not posts and self.records_outputs and not stops
+        is_simple = not posts and records_outputs and sink is None and not stops
         self.fast = self.keeping.fast if is_simple else program.never_fast
         self.is_fast = is_simple and self.keeping.is_fast
         # What hooks hand outputs to directly, by module.
         self.receivers = program.no_receivers
-        if sink is not None and not (stops or posts or options.inputs or options.gradients):
+        is_kept = records_outputs or options.inputs or options.gradients
+        if sink is not None and not (stops or posts or is_kept):
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
         self.keeper = Keeper()
@@ -162,9 +164,9 @@ class Pass:
         self.rerun = None
 
     def _keep(self, position: int, label: DepthIdx, output: Any, handed: Any) -> Any:
+        if self._sink is not None and self._hands_on:
+            self._sink.receivers[label](output)
         if not self._keeps_outputs:
-            if self._sink is not None:
-                self._sink.receivers[label](output)
             return NOTHING
         options = self.program.options
         kept: Any
@@ -200,7 +202,7 @@ class Pass:
             self._positions = self._told_apart(modules)
         hold = holder()
         activations = self._activations(hold)
-        if self._sink is not None and self._keeps_outputs:
+        if self._sink is not None and not self._hands_on:
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
         if not program.options.inputs or self._sink is not None:

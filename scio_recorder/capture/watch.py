@@ -132,9 +132,9 @@ class Passes(Sequence[Records]):
 
 @dataclass(eq=False)
 class Watcher:
-    """A block: who gets its passes, and what acts in those that are given nothing else."""
+    """A block: who gets records of its passes, and what acts in those that are given nothing."""
 
-    passes: Passes
+    passes: Passes | None
     posts: Postprocessors | None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import DepthIdx, text_of
@@ -23,6 +24,37 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def named(self, module: nn.Module) -> dict[str, Any]:
+        """Return these by the names that the module's ``forward`` has for them.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            The module.
+
+        Returns
+        -------
+        dict
+            What was given: neither defaults, nor what did not go in. Further positional arguments
+            are a tuple under the name of theirs.
+
+        Examples
+        --------
+        >>> import torch
+        >>> Inputs((torch.ones(2),), {}).named(torch.nn.ReLU())
+        {'input': tensor([1., 1.])}
+        """
+        try:
+            signature = inspect.signature(module.forward)
+            found = signature.bind(*self.args, **self.kwargs).arguments
+        except (TypeError, ValueError):
+            # There are no names, or the call itself is about to say what is wrong with them.
+            return {**{str(place): value for place, value in enumerate(self.args)}, **self.kwargs}
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                found |= found.pop(name, {})
+        return dict(found)
 
 
 class LayerMapping(Mapping["DepthIdx", T], Generic[T]):

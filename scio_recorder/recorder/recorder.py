@@ -91,6 +91,7 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
         self.summary = statistics
         self.architecture = architecture
         self._watchers = []
+        self._collected = None
         self._install(Capture(net, architecture))
 
     def _install(self, capture: Capture) -> None:
@@ -181,6 +182,11 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
         self._replace_capture(Capture(self._net, self.architecture))
 
     def _replace_capture(self, capture: Capture) -> None:
+        if self._collected is not None:
+            raise SelectorTypeError(
+                "layers can't be chosen anew while they are collected: leave the block of "
+                "collecting(...) first"
+            )
         self._finalizer.detach()
         self._capture.remove()
         self._install(capture)
@@ -239,7 +245,7 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
             return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
         # Attributes of a module that are modules are found last, which takes a microsecond.
         net: Any = self._modules["_net"]
-        return self._capture.run(
+        return self._runner.run(
             net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
         )
 
@@ -338,7 +344,7 @@ class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
         state = dict(self.__dict__)
         for name in ("_capture", "_finalizer", "_compiled_call_impl", "_hooks_on_gradients"):
             state.pop(name, None)
-        state["_watchers"] = []
+        state["_watchers"], state["_collected"] = [], None
         state["_selection"] = (self.recording, self._capture.program.options)
         return state
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.capture.watch import Passes, Watcher, around_calls
-from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
+from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError
 from scio_recorder.recorder.reading import Reading
 
 if TYPE_CHECKING:
+    import torch
+
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recording.collect.block import CollectedPasses
+    from scio_recorder.recording.collect.options import Reduce, Transforms
+    from scio_recorder.stores import Store
 
 
 # Only transformers' Trainer looks for it. It would take our forward's keywords for the network's.
@@ -23,6 +29,13 @@ class Watching(Reading):
     """The part of a recorder that sees calls of the network by others."""
 
     _watchers: list[Watcher]
+    # The block of `collecting`, if the recorder is in one.
+    _collected: CollectedPasses | None
+
+    @property
+    def _runner(self) -> Capture | CollectedPasses:
+        """What runs a pass."""
+        return self._capture if self._collected is None else self._collected
 
     @contextlib.contextmanager
     def watch(
@@ -68,23 +81,132 @@ class Watching(Reading):
         if not self._capture.program.recording:
             raise SelectorTypeError("nothing to watch: choose layers with record(...) first")
         passes = Passes(last)
+        with self._around(Watcher(passes, activation_postproc)):
+            yield passes
+
+    @contextlib.contextmanager
+    def collecting(
+        self,
+        *,
+        store: str | Store | None = "auto",
+        reduce: Reduce | None = None,
+        transform: Transforms | None = None,
+        every: int = 1,
+        max_batches: int | None = None,
+        sample_ids: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        activation_postproc: Postprocessors | None = None,
+        progress: bool = False,
+        resume: bool = False,
+    ) -> Iterator[CollectedPasses]:
+        """Collect what the recorded layers return in a block, whoever calls the network.
+
+        Each call of the network is a pass, and its batch is the mapping of the arguments of the
+        network's ``forward`` by name. The network runs as without the block: in the caller's modes,
+        with gradients and training as they are. Passes leave no `activations`.
+
+        Parameters
+        ----------
+        store, reduce, dtype
+            As in :meth:`collect`.
+        transform : callable or mapping by selector, optional
+            ``transform(activation, batch) -> Tensor [batch, ...]``, without gradients.
+        every : int, default 1
+            Take every n-th pass. The others run and are not collected.
+        max_batches : int, optional
+            Take no more than so many passes.
+        sample_ids : callable, optional
+            ``batch ->`` integers or strings, one for each sample, none twice.
+        activation_postproc : callable, list or mapping, optional
+            As in :meth:`watch`. Layers are collected as they returned, before it acts.
+        progress : bool, default False
+            Show a progress bar, on a terminal. Trainers have their own.
+        resume : bool, default False
+            Go on with a recording on disk: passes that are durable run and are not collected again.
+
+        Yields
+        ------
+        CollectedPasses
+            Its ``recording`` is there after the block. After an exception in the block, it holds
+            the passes that had ended before. A pass that fails counts for nothing.
+
+        Raises
+        ------
+        CollectError
+            The network was not called, samples have different shapes, or something else can't be
+            done as asked.
+        RecordingError
+            The disk fails, or holds a recording made otherwise.
+        UnsupportedNetError
+            The network is compiled, or is compiled inside the block.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Linear(2, 1)
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> with rnet.collecting() as collection:
+        ...     for _ in range(3):
+        ...         net(torch.ones(4, 2)).sum().backward()
+        ...         optimizer.step()
+        >>> collection.recording["0-1"].shape
+        torch.Size([12, 1])
+        """
+        from scio_recorder.recording.collect.block import CollectedPasses
+        from scio_recorder.recording.collect.collection import Collection
+        from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.options import Options
+
+        if self._collected is not None:
+            raise CollectError(
+                "the recorder is collecting already: leave that block first, or use another "
+                "Recorder of the same network"
+            )
+        collection = Collection(
+            self._capture,
+            self._net,
+            # An iterator, as nobody knows how many passes there will be.
+            Feed(iter(()), every, max_batches, None, sample_ids),
+            Options(self._capture, reduce, transform, dtype),
+            store,
+            activation_postproc,
+            resume,
+            outlives_failures=True,
+        )
+        collected = CollectedPasses(collection)
+        with (
+            collected.open(progress=progress),
+            self._around(Watcher(None, activation_postproc)),
+        ):
+            self._collected = collected
+            try:
+                yield collected
+            finally:
+                self._collected = None
+
+    @contextlib.contextmanager
+    def _around(self, watcher: Watcher) -> Iterator[None]:
+        """Make each call of the network a pass of the recorder, for the length of a block."""
         recorder = weakref.ref(self)
 
         def run(call: Any, args: Any, kwargs: Any) -> Any:
             owner = recorder()
             if owner is None:
                 return call(*args, **kwargs)
-            return owner._capture.run(call, args, kwargs)
+            return owner._runner.run(call, args, kwargs)
 
         def is_running() -> bool:
             owner = recorder()
             return owner is not None and owner._capture.is_running
 
-        watcher = Watcher(passes, activation_postproc)
         with around_calls(self._net, run, is_running):
             self._watchers.append(watcher)
             try:
-                yield passes
+                yield
             finally:
                 self._watchers.remove(watcher)
 

@@ -139,13 +139,15 @@ class StoreWriter(abc.ABC):
             self.calls.commit(len(ids), calls)
 
     @abc.abstractmethod
-    def finish(self, state: Callable[[], State]) -> Held:
+    def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Return all that was committed.
 
         Parameters
         ----------
         state : callable
             Returns the last state.
+        is_complete : bool, default True
+            Whether nothing is missing.
 
         Returns
         -------

@@ -183,7 +183,7 @@ class MemoryWriter(StoreWriter):
         self._devices.add(first.device)
         return column
 
-    def finish(self, state: Callable[[], State]) -> Held:
+    def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Return the arrays, narrowed to what was committed."""
         wait_for(self._devices)
         arrays = [(key, column.close(self.start)) for key, column in self._columns.items()]
@@ -192,6 +192,7 @@ class MemoryWriter(StoreWriter):
             {key: array for key, array in arrays if not isinstance(key, str)},
             self.sample_ids,
             Calls(self.calls, self._job.architecture, names),
+            is_complete,
             rows={key: array for key, array in arrays if isinstance(key, str)},
             num_rows=self.start if self.counts_rows else None,
         )

@@ -49,6 +49,9 @@ class Collection:
         As ``collect`` is given it.
     resume : bool
         Whether to go on with what the store holds.
+    outlives_failures : bool, default False
+        Whether there may be other passes after one that fails. Reductions then take in a pass when
+        it has ended, from copies.
     """
 
     capture: Capture
@@ -58,6 +61,7 @@ class Collection:
     store: str | Store | None
     activation_postproc: Postprocessors | None
     resume: bool
+    outlives_failures: bool = False
 
     def open(self) -> None:
         """Open the store, and say what takes in each layer."""
@@ -124,13 +128,16 @@ class Collection:
         self._seen, self._kept = 0, 0
         self._ids: Ids = ()
         self._storing: dict[DepthIdx, StoringIntake] = {}
+        self._reducing: list[ReducingIntake] = []
         self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
         for label in options.recording:
             shared = options.architecture[label], options.transforms.get(label), self._current
             if label in options.reductions:
                 given = options.reductions[label]
                 several = given if isinstance(given, list) else [given]
-                receive = ReducingIntake(*shared, several).receive
+                reducing = ReducingIntake(*shared, several, waits=self.outlives_failures)
+                self._reducing.append(reducing)
+                receive = reducing.receive
             else:
                 self._storing[label] = StoringIntake(*shared, self._writer, options.dtype)
                 receive = self._storing[label].receive
@@ -144,6 +151,11 @@ class Collection:
         if self._writer.state is not None:
             self._restore(self._writer.state)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no pass that counts, of this time or before."""
+        return len(self._writer.sample_ids) == 0
+
     def pass_over(self, batch: Any) -> None:
         """Leave a batch out: only its samples are counted."""
         # Ids that are given need no running index, and batches no look.
@@ -152,6 +164,12 @@ class Collection:
 
     def begin(self, batch: Any, inputs: Inputs) -> bool:
         """Go on to a batch, and return whether it is to be taken: not all of it is durable."""
+        if not self.is_trusted:
+            raise CollectError(
+                "a pass has failed while reductions took it in, and they hold a part of it: leave "
+                "the block, and collect again from the beginning or by resume=True"
+            )
+        self._ids = ()
         self._ids = ids = self.feed.ids(batch, inputs, self._seen)
         kept = self._kept
         skip = min(max(0, self._num_durable - kept), len(ids))
@@ -179,32 +197,51 @@ class Collection:
         except BaseException:
             self._is_tainted = current.is_reduced
             raise
+        self._commit()
+        return output
+
+    def _commit(self) -> None:
+        """Count the pass, which has ended well."""
+        try:
+            for intake in self._reducing if self.outlives_failures else ():
+                intake.settle()
+        except BaseException:
+            self._is_tainted = self._current.is_reduced
+            raise
         # Every layer of every batch would pay for a look.
         if self.options.dtype is not None:
-            for intake in self._storing.values():
-                intake.settle()
+            for storing in self._storing.values():
+                storing.settle()
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         self._is_tainted = True
         try:
-            self._writer.commit(self._ids[current.skip :], self._state, calls)
+            self._writer.commit(self._ids[self._current.skip :], self._state, calls)
         except ValueError as error:
             raise CollectError(str(error)) from None
         self._is_tainted = False
-        return output
+
+    def drop(self) -> None:
+        """Let go of the batch, which has failed: it may come again."""
+        self._current.batch = None
+        for intake in self._reducing:
+            intake.drop()
+        self.feed.forget(self._ids)
+        self._ids = ()
 
     def end(self) -> int:
         """Count the batch, and return how many of its samples were not durable before."""
         self._current.batch = None
-        self._seen += len(self._ids)
-        self._kept += len(self._ids)
-        return len(self._ids) - self._current.skip
+        ids, self._ids = self._ids, ()
+        self._seen += len(ids)
+        self._kept += len(ids)
+        return max(0, len(ids) - self._current.skip)
 
     def check_end(self) -> None:
         """Refuse the end of the data before all samples have come that are durable."""
         if self._kept < self._num_durable:
             raise CollectError(
-                f"the recording holds {self._num_durable} samples already and the loader gave "
-                f"{self._kept}: resume with the same loader"
+                f"the recording holds {self._num_durable} samples already and {self._kept} came "
+                "now: resume with the same loader, or the same passes"
             )
 
     def _check_boundary(self, skip: int, rows: int) -> None:
@@ -237,13 +274,18 @@ class Collection:
 
     # What a collection becomes.
 
+    @property
+    def is_trusted(self) -> bool:
+        """Whether what was committed counts: no reduction holds a part of a pass that failed."""
+        return not self._is_tainted
+
     def abandon(self) -> None:
         """End early: what was committed is kept where that outlives us, if it can be trusted."""
-        self._writer.abandon(None if self._is_tainted else self._state)
+        self._writer.abandon(self._state if self.is_trusted else None)
 
-    def finish(self) -> Recording:
+    def finish(self, *, is_complete: bool = True) -> Recording:
         """Return all samples, or their summaries, by layer."""
-        held = self._writer.finish(self._state)
+        held = self._writer.finish(self._state, is_complete=is_complete)
         errors = {
             label: intake.relative_error
             for label, intake in self._storing.items()

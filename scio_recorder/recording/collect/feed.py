@@ -74,8 +74,13 @@ class Feed:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
         stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
         for number, batch in enumerate(islice(self.batches, stop)):
-            self._number = number
-            yield batch, number % self.every == 0
+            yield batch, self.is_taken(number)
+
+    def is_taken(self, number: int) -> bool:
+        """Go on to the batch of this number, and return whether it is taken."""
+        self._number = number
+        nth, remainder = divmod(number, self.every)
+        return remainder == 0 and (self.max_batches is None or nth < self.max_batches)
 
     @property
     def num_batches(self) -> int | None:
@@ -124,6 +129,11 @@ class Feed:
         self._seen.add(ids, self._number)
         return ids
 
+    def forget(self, ids: Ids) -> None:
+        """Let ids come again: those of the latest batch, which has failed."""
+        if self.sample_ids is not None:
+            self._seen.remove(ids)
+
 
 class _SeenIds:
     """Refuses an id that comes twice. As long as ids rise, only the last one has to be looked at.
@@ -136,7 +146,7 @@ class _SeenIds:
         self._others: set[int | str] | None = None
 
     def add(self, ids: Ids, number: int) -> None:
-        """Take the ids of a batch, which has this number."""
+        """Take the ids of a batch, which has this number; none of them if one came before."""
         if not len(ids):
             return
         if self._others is None:
@@ -144,13 +154,22 @@ class _SeenIds:
                 self._rising.append(ids)
                 return
             self._others = set(chain.from_iterable(self._rising))
-        for value in ids:
+        given: Iterable[Any] = ids
+        for place, value in enumerate(given):
             if value in self._others:
+                self._others.difference_update(ids[:place])
                 raise CollectError(
                     f"sample_ids: batch {number} has the id {value!r}, which another sample has "
                     "had before: give every sample an id of its own"
                 )
             self._others.add(value)
+
+    def remove(self, ids: Ids) -> None:
+        """Forget the ids that were added last."""
+        if self._others is not None:
+            self._others.difference_update(ids)
+        elif len(ids):
+            self._rising.pop()
 
     def _goes_on_rising(self, ids: Ids) -> bool:
         before: Any = self._rising[-1][-1:] if self._rising else ()

@@ -14,6 +14,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, TensorSpec
 from scio_recorder.recording.collect.options import Transform
 from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.samples import SampleReduction
 from scio_recorder.stores import Column, StoreWriter
 from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.tensors.copies import gathered, is_dense
@@ -136,6 +137,7 @@ class StoringIntake(LayerIntake):
                 return
         self._receive_checked(activation)
 
+    @torch.no_grad()
     def _receive_checked(self, activation: Any) -> None:
         current, kept = self.current, self._transformed(activation)
         self._check(kept)
@@ -206,17 +208,40 @@ class ReducingIntake(LayerIntake):
     """Keeps a running summary, or several."""
 
     reductions: list[Reduction]
+    # Whether they take in a pass only when it has ended well.
+    waits: bool = False
+    _waiting: Tensor | None = None
 
+    @torch.no_grad()
     def receive(self, activation: Any) -> None:
-        """Hand an activation to the reductions."""
+        """Hand an activation to the reductions, or a copy of it later."""
         kept = self._transformed(activation)
         if self.current.skip:
             kept = self._tail(kept)
-        self.current.is_reduced = True
+        if self.waits:
+            self._waiting = kept.clone()
+        else:
+            self._reduce(kept)
+
+    def settle(self) -> None:
+        """Take in what waits for the end of the pass."""
+        kept, self._waiting = self._waiting, None
+        if kept is not None:
+            self._reduce(kept)
+
+    def drop(self) -> None:
+        """Forget what waits: the pass has failed."""
+        self._waiting = None
+
+    def _reduce(self, kept: Tensor) -> None:
+        current = self.current
         for reduction in self.reductions:
+            was_reduced, current.is_reduced = current.is_reduced, True
             try:
-                reduction.update(kept, self.current.batch)
+                reduction.update(kept, current.batch)
             except CollectError as error:
+                # Those of this library look at all before they change anything.
+                current.is_reduced = was_reduced or not isinstance(reduction, SampleReduction)
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
 

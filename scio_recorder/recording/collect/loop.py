@@ -49,7 +49,7 @@ def _run_batches(collection: Collection, stop_early: bool, progress: bool) -> No
             is_advised = is_advised or advise_second_element(net, batch, stacklevel=5)
             inputs = feed.inputs(batch)
             if collection.begin(batch, inputs):
-                collection.take(net, inputs, given=posts, stop=stop_early)
+                collection.take(net, inputs, given=posts, records_outputs=False, stop=stop_early)
             added = collection.end()
             # All layers have run by then, and no two passes differ in this.
             sample_bytes = sample_bytes or collection.sample_bytes

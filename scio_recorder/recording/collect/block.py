@@ -1,0 +1,124 @@
+"""Collecting the passes of a block, whoever runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import CollectError, RecorderError
+from scio_recorder.nets.records import Inputs
+from scio_recorder.postprocessors.assigning import Postprocessors
+from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.recording import Recording
+
+
+class CollectedPasses:
+    """The passes of a block, collected; its `recording` is there after the block.
+
+    Parameters
+    ----------
+    collection : Collection
+        What takes the passes, which outlives those that fail.
+    """
+
+    def __init__(self, collection: Collection) -> None:
+        self._collection = collection
+        self._recording: Recording | None = None
+        self._why_none = "the block has not ended: read `recording` after it"
+        # How many passes have ended.
+        self._number = 0
+        # Rows of two passes can't be written at once.
+        self._lock = threading.RLock()
+
+    @property
+    def recording(self) -> Recording:
+        """What was collected; after an exception, what had ended before it.
+
+        Raises
+        ------
+        CollectError
+            The block has not ended, or there is nothing.
+        """
+        if self._recording is None:
+            raise CollectError(f"there is no recording: {self._why_none}")
+        return self._recording
+
+    def __repr__(self) -> str:
+        return f"CollectedPasses({self._number})"
+
+    @contextlib.contextmanager
+    def open(self, *, progress: bool) -> Iterator[None]:
+        """Open the store for the length of a block.
+
+        Parameters
+        ----------
+        progress : bool
+            Whether to show a progress bar.
+        """
+        collection = self._collection
+        collection.open()
+        try:
+            with progress_bar("collecting", None, is_wanted=progress) as self._advance:
+                yield
+            if not collection.is_complete:
+                collection.check_end()
+            if collection.is_empty:
+                raise CollectError(
+                    "the network was not called in the block, or all passes failed: a copy of it "
+                    "may have been called; write rnet.net where a network is asked for"
+                )
+        except BaseException as error:
+            self._keep_what_ended(error)
+            raise
+        self._recording = collection.finish()
+
+    def _keep_what_ended(self, error: BaseException) -> None:
+        collection = self._collection
+        self._why_none = f"the block ended by {error!r}, and no pass that counts before it"
+        if collection.is_empty or not collection.is_trusted:
+            collection.abandon()
+            return
+        # The exception is what must be reported.
+        with contextlib.suppress(RecorderError):
+            self._recording = collection.finish(is_complete=False)
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        given: Postprocessors | None = None,
+        records_outputs: bool = True,
+    ) -> Any:
+        """Run the network, as `Capture.run` does, and collect what it does."""
+        collection, capture = self._collection, self._collection.capture
+        if not records_outputs or capture.is_running or is_rerun():
+            return capture.run(call, args, kwargs, given=given, records_outputs=records_outputs)
+        given = capture.acting(given)
+        with self._lock:
+            try:
+                output = self._take(call, Inputs(args, kwargs), given)
+            except BaseException:
+                collection.drop()
+                raise
+            added = collection.end()
+            self._number += 1
+            self._advance(added, added * collection.sample_bytes)
+        return output
+
+    def _take(self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None) -> Any:
+        collection = self._collection
+        capture, batch = collection.capture, inputs.named(collection.net)
+        options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
+        if not collection.feed.is_taken(self._number):
+            output = capture.run(call, *inputs, **options)
+            collection.pass_over(batch)
+            return output
+        if collection.is_complete or not collection.begin(batch, Inputs((), batch)):
+            return capture.run(call, *inputs, **options)
+        return collection.take(call, inputs, **options)
