@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -104,13 +105,13 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, 
     return {label: recording[label] for label in recording.stored if label in chosen}
 
 
-def fingerprint(layers: Mapping[DepthIdx, Tensor], architecture: str) -> str:
-    """Return what tells the rows of layers from those of other recordings.
+def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: str) -> str:
+    """Return what tells rows from those of other recordings.
 
     Parameters
     ----------
-    layers : mapping
-        Samples by label.
+    columns : iterable of pairs
+        The label of a layer, or the name of what is known of rows, and its values in all rows.
     architecture : str
         The fingerprint of the labelled net.
 
@@ -120,14 +121,15 @@ def fingerprint(layers: Mapping[DepthIdx, Tensor], architecture: str) -> str:
         In hexadecimal. On disk all data counts, by its checksums; in memory some rows do.
     """
     contents: list[Any] = [architecture]
-    for label, samples in layers.items():
+    for key, samples in columns:
+        name = key if isinstance(key, str) else text_of(key)
         if isinstance(samples, DiskTensor):
             content = samples.reader.fingerprint()
         else:
             last = max(0, len(samples) - 1)
             some = torch.linspace(0, last, min(len(samples), _FINGERPRINT_ROWS)).round().long()
             content = digest_of(samples[some.to(samples.device)])
-        contents.append([text_of(label), list(samples.shape), str(samples.dtype), content])
+        contents.append([name, list(samples.shape), str(samples.dtype), content])
     return checksum(dump(contents))
 
 
@@ -175,7 +177,9 @@ class RecordingLoader(IterableDataset[Any]):
     Parameters
     ----------
     layers : mapping
-        Samples by label.
+        Rows by label.
+    rows : mapping
+        What is known of each row, by name; nothing where it is a sample.
     architecture : str
         The fingerprint of the labelled net.
     arguments : Arguments
@@ -183,9 +187,14 @@ class RecordingLoader(IterableDataset[Any]):
     """
 
     def __init__(
-        self, layers: Mapping[DepthIdx, Tensor], architecture: str, arguments: Arguments
+        self,
+        layers: Mapping[DepthIdx, Tensor],
+        rows: Mapping[str, Tensor],
+        architecture: str,
+        arguments: Arguments,
     ) -> None:
         self._layers = dict(layers)
+        self._rows = dict(rows)
         self._architecture = architecture
         self._arguments = arguments
         self._num_rows = len(next(iter(self._layers.values())))
@@ -254,7 +263,7 @@ class RecordingLoader(IterableDataset[Any]):
             "epoch": self._position.epoch,
             "batches": self._given,
             "worker": None if get_worker_info() is None else [self._part, _num_workers()],
-            "recording": fingerprint(self._layers, self._architecture),
+            "recording": self._fingerprint(),
             "arguments": self._to_json(),
         }
 
@@ -288,7 +297,7 @@ class RecordingLoader(IterableDataset[Any]):
         other = [f"{key}={arguments.get(key)!r}" for key in own if arguments.get(key) != own[key]]
         if other:
             raise ArgumentError(f"the state is of a loader with {', '.join(other)}: make one alike")
-        if recording != fingerprint(self._layers, self._architecture):
+        if recording != self._fingerprint():
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state: there are {len(self)}")
@@ -305,17 +314,23 @@ class RecordingLoader(IterableDataset[Any]):
         # One that is under way counts no more.
         self._iteration += 1
 
+    def _fingerprint(self) -> str:
+        return fingerprint(chain(self._layers.items(), self._rows.items()), self._architecture)
+
     def _to_json(self) -> dict[str, Any]:
         return {"layers": list(map(text_of, self._layers)), **self._arguments.to_json()}
 
     def _batches(self, own: range, skipped: int, iteration: int) -> Iterator[Any]:
         layers, size = list(self._layers.values()), self._arguments.batch_size
-        sizes = Sizes.of(layers, size, self._arguments.buffer_bytes)
+        rows = list(self._rows.values())
+        # The order does not depend on whether what is known of rows is read as well.
+        sizes = Sizes.of(layers, rows, size, self._arguments.buffer_bytes)
+        columns = layers + rows * self._arguments.with_rows
         key = f"{self._arguments.seed} {self._position.epoch}" if self._arguments.shuffle else None
         begun = skipped * size
         if begun >= len(own):
             return
-        with Buffer(layers, Order(layers[0], sizes.run, key), own, sizes.buffer) as buffer:
+        with Buffer(columns, Order(layers[0], sizes.run, key), own, sizes.buffer) as buffer:
             # The batch under way, and how many rows of it there are.
             batch, filled = None, 0
             for filling in buffer.fillings(begun):
@@ -335,9 +350,12 @@ class RecordingLoader(IterableDataset[Any]):
                         del shown
 
     def _shown(self, batch: Batch) -> Any:
-        values = dict(zip(self._layers, batch.values, strict=True))
+        values = dict(zip(self._layers, batch.values, strict=False))
         shown = values if len(values) > 1 else batch.values[0]
-        return (shown, {"sample": batch.rows}) if self._arguments.with_rows else shown
+        if not self._arguments.with_rows:
+            return shown
+        known = dict(zip(self._rows, batch.values[len(values) :], strict=True))
+        return shown, known or {"sample": batch.rows}
 
 
 def _num_workers() -> int:

@@ -122,8 +122,9 @@ class Recording(RecomputingRecording, Exporting, Showing):
         buffer_bytes : int, default 256 MiB
             What rows from disk, two batches included, take in memory, in each worker.
         with_rows : bool, default False
-            Whether to give pairs, of a batch and what is known of its rows: the mapping
-            ``{"sample": Tensor [batch]}``, positions in ``sample_ids``.
+            Whether to give pairs, of a batch and what is known of its rows: a mapping of all that
+            is in ``rows``, and where that is empty ``{"sample": Tensor [batch]}``, positions in
+            ``sample_ids``.
 
         Returns
         -------
@@ -161,7 +162,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
             buffer_bytes=buffer_bytes,
             with_rows=with_rows,
         )
-        return RecordingLoader(rows_of(self, selectors), self.architecture.fingerprint, given)
+        layers, fingerprint = rows_of(self, selectors), self.architecture.fingerprint
+        return RecordingLoader(layers, self.rows, fingerprint, given)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a folder, from which ``open_recording`` reads it.

@@ -57,33 +57,42 @@ class Sizes(NamedTuple):
     buffer: int
 
     @classmethod
-    def of(cls, layers: Sequence[Tensor], batch_size: int, buffer_bytes: int) -> Self:
+    def of(
+        cls,
+        layers: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        batch_size: int,
+        buffer_bytes: int,
+    ) -> Self:
         """Divide the bytes of a buffer, in which two batches have room as well.
 
         Parameters
         ----------
         layers : sequence of Tensor
-            Samples of each.
+            The values of each in all rows.
+        rows : sequence of Tensor
+            What else is known of them.
         batch_size : int
             Rows of a batch: one is made while the caller still has the one before.
         buffer_bytes : int
             What may be taken in all.
         """
-        each = [samples.dtype.itemsize * samples.shape[1:].numel() for samples in layers]
-        row_bytes = max(1, sum(each))
+        row_bytes = max(1, sum(map(_bytes_of_row, [*layers, *rows])))
         room = buffer_bytes - 2 * batch_size * row_bytes
         half = max(0, room) // 2
         run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
-        # After so many rows a block of every layer begins.
-        aligned = max(BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, size)) for size in each)
+        # After so many rows a block of every layer begins. Those of narrower columns are longer.
+        each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, _bytes_of_row(one))) for one in layers]
+        aligned = max(each)
         if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
             run = max(1, run // aligned) * aligned
-        buffered = sum(
-            size
-            for samples, size in zip(layers, each, strict=True)
-            if isinstance(samples, DiskTensor)
-        )
+        on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
+        buffered = sum(map(_bytes_of_row, on_disk))
         return cls(max(1, run), max(1, room // (buffered + _NUMBERS_BYTES)))
+
+
+def _bytes_of_row(samples: Tensor) -> int:
+    return samples.dtype.itemsize * samples.shape[1:].numel()
 
 
 class Order:
@@ -141,7 +150,7 @@ class _Half:
 
     def __init__(self, samples: DiskTensor, rows: int) -> None:
         self._samples = samples
-        self._row_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
+        self._row_bytes = _bytes_of_row(samples)
         self._data = memory(rows * self._row_bytes)
         self.values = self._data.view(samples.dtype).view(rows, *samples.shape[1:])
 

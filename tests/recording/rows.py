@@ -39,6 +39,15 @@ GENERATED = (
     Pass(range(2, 4), [(2, 0), (3, 0), (3, 1)]),
     Pass((), [(2, 1), (3, 2)]),
 )
+# Sixty samples of up to eight rows, seven a pass, and each pass goes on with a sample of before.
+MANY = tuple(
+    Pass(
+        range(first, min(60, first + 7)),
+        [(at, row) for at in range(first, min(60, first + 7)) for row in range(at * 5 % 9)]
+        + [(first // 2, 9)] * (first > 0),
+    )
+    for first in range(0, 60, 7)
+)
 ALL_PASSES = {"padded": PADDED, "generated": GENERATED}
 
 
