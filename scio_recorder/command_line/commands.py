@@ -1,15 +1,13 @@
-"""The command line over the library, ``scio-recorder COMMAND``, and what its arguments name."""
+"""The command line over the library, ``scio-recorder COMMAND``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from inspect import getdoc
 from typing import Any
 
@@ -21,105 +19,26 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from torch import nn
 
+from scio_recorder.command_line.arguments import (
+    UsageError,
+    current_folder_on_path,
+    dtype_of,
+    kind_of,
+    made,
+    said,
+    size,
+    whole_from,
+)
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
-from scio_recorder.tensors.dtypes import DTYPES
 
 # Between lines about long work, where there is no terminal.
 SECONDS = 10.0
 
 
-class UsageError(Exception):
-    """An argument that can't be followed; its text is all that the user sees."""
-
-
 class FailureError(Exception):
     """A command was understood and failed; its text is all that the user sees."""
-
-
-def load(target: str) -> Any:
-    """Import what ``MODULE:NAME`` says."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"can't load {target}: {said(error)}") from error
-    return found
-
-
-@contextmanager
-def current_folder_on_path() -> Iterator[None]:
-    """Import from the current folder too inside the block, as ``python -m`` does.
-
-    A function that was loaded may import more when it is called, and so may worker processes.
-    """
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(folder)
-
-
-def made(target: str) -> Any:
-    """Return what ``MODULE:NAME`` says, or what that makes where it is called without arguments."""
-    found = load(target)
-    if isinstance(found, nn.Module) or not callable(found):
-        return found
-    try:
-        return found()
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{target}, called without arguments, failed: {said(error)}") from error
-
-
-def said(error: BaseException) -> str:
-    """Return an error in one line."""
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r})"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def kind_of(thing: Any) -> str:
-    """Return the type of a thing with its article."""
-    name = type(thing).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def size(text: str) -> tuple[int, ...]:
-    """Read a shape."""
-    try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it like 1,3,32,32")
-    return shape
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """Read a dtype."""
-    dtype = DTYPES.get(text.removeprefix("torch."))
-    if dtype is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
-    return dtype
-
-
-def whole_from(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-        return int(text)
-
-    return read
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -371,7 +290,9 @@ def _there(path: str) -> str:
 
 def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
-    return escape(f"{recording.path}: {recording.num_samples} samples, {state}")
+    rows = f", {recording.num_rows} rows" if recording.has_rows else ""
+    rows += f" ({', '.join(recording.rows)})" if recording.rows else ""
+    return escape(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
 
 
 def demo(parsed: argparse.Namespace, console: Console) -> None:

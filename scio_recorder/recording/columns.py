@@ -2,8 +2,9 @@
 
 NOTE [Exported columns]
 
-Each export has a column ``sample_id`` and one for each layer of which samples are stored, named by
-`Column.name`. All of them say the same of these (`about`), so that what was widened can be undone.
+Each export has a column ``sample_id``, one for each layer of which samples are stored, and, where
+rows are not samples, one for all that is known of a row. All of them say the same of these
+(`about`), so that what was widened can be undone.
 
 Samples become NumPy arrays first (`to_array`). dtypes that NumPy lacks are widened to float32 or
 complex64, in which every number of theirs is found exactly: bits under another name would be
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -36,19 +37,30 @@ if TYPE_CHECKING:
 PART_BYTES = 1 << 26
 # What an id takes as an object of Python, about.
 ID_BYTES = 64
+SAMPLE_ID = "sample_id"
 
 
 @dataclass(frozen=True)
 class Column:
-    """The samples of one layer, to be exported."""
+    """What is exported under one name: a layer's values in all rows, or what is known of rows."""
 
-    layer: Layer
+    name: str
     samples: Tensor
+    layer: Layer | None = None
+
+    @classmethod
+    def of(cls, layer: Layer, samples: Tensor) -> Self:
+        """Name a layer by its label, and a qualified name if it has one: ``1-3_layer4.relu``."""
+        return cls("_".join(filter(None, [str(layer.label), layer.name])), samples, layer)
 
     @property
-    def name(self) -> str:
-        """The label, and the qualified name of what has one: ``1-3_layer4.relu``."""
-        return "_".join(filter(None, [str(self.layer.label), self.layer.name]))
+    def about(self) -> dict[str, Any]:
+        """What a reader without this library has to know of it, as JSON."""
+        kind = {"dtype": dtype_name(self.samples.dtype), "shape": list(self.samples.shape[1:])}
+        if self.layer is None:
+            return kind
+        layer = self.layer
+        return {"label": str(layer.label), "name": layer.name, "type": layer.type_name, **kind}
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Return some samples, in rows without gaps."""
@@ -63,11 +75,19 @@ def columns_of(recording: Readable) -> list[Column]:
     ArgumentError
         There is nothing, or something that no array can hold.
     """
-    columns = [Column(recording.architecture[one], recording[one]) for one in recording.stored]
+    columns = [Column.of(recording.architecture[one], recording[one]) for one in recording.stored]
     if not columns:
         raise ArgumentError(
             "there are no samples to export: every layer was reduced. Collect some layers without "
             'reduce=, as in reduce={"features.*": Mean()}; results of reductions are recording[key]'
+        )
+    columns += [Column(name, samples) for name, samples in recording.rows.items()]
+    names = [SAMPLE_ID, *(column.name for column in columns)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ArgumentError(
+            f"what is known of a row is called {twice!r}, and so is another column of an export: "
+            "give it another name when it is collected"
         )
     for column in columns:
         try:
@@ -75,28 +95,32 @@ def columns_of(recording: Readable) -> list[Column]:
         except (TypeError, RuntimeError) as error:
             name = dtype_name(column.samples.dtype)
             raise ArgumentError(
-                f"layer {column.layer} has dtype {name}, which no array can hold: convert it "
-                "with transform= when it is collected"
+                f"{'layer ' if column.layer else ''}{column.layer or column.name} has dtype "
+                f"{name}, which no array can hold: convert it when it is collected, layers with "
+                "transform="
             ) from error
     return columns
 
 
 def about(recording: Readable, columns: dict[str, Column]) -> dict[str, Any]:
     """Return what a reader without this library has to know of columns by name, as JSON."""
-    return {
+    items = columns.items()
+    said: dict[str, Any] = {
         "complete": recording.complete,
         "fingerprint": recording.architecture.fingerprint,
-        "layers": {
-            name: {
-                "label": str(column.layer.label),
-                "name": column.layer.name,
-                "type": column.layer.type_name,
-                "dtype": dtype_name(column.samples.dtype),
-                "shape": list(column.samples.shape[1:]),
-            }
-            for name, column in columns.items()
-        },
+        "layers": {name: column.about for name, column in items if column.layer is not None},
     }
+    if recording.has_rows:
+        said["rows"] = {name: column.about for name, column in items if column.layer is None}
+    return said
+
+
+def ids_of_rows(recording: Readable, start: int, stop: int) -> Sequence[int | str]:
+    """Return the id of the sample of each of some rows."""
+    ids = recording.sample_ids
+    if not recording.has_rows:
+        return ids[start:stop]
+    return [ids[sample] for sample in recording.rows["sample"][start:stop].tolist()]
 
 
 def has_texts(recording: Readable) -> bool:
@@ -132,18 +156,18 @@ def arrow_type(pa: Any, array: NDArray[Any]) -> pa.DataType:
 def record_batches(
     pa: Any, schema: pa.Schema, recording: Readable, columns: Sequence[Column]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all samples in parts, and hold on to none of them."""
-    num_samples, ids = recording.num_samples, recording.sample_ids
+    """Yield all rows in parts, and hold on to none of them."""
+    num_rows = recording.num_rows
     row_bytes = ID_BYTES + sum(
         column.read(0, 0).itemsize * column.samples.shape[1:].numel() for column in columns
     )
     step = max(1, PART_BYTES // row_bytes)
     id_type, *types = schema.types
-    for start in range(0, num_samples, step):
-        stop = min(start + step, num_samples)
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
         yield pa.RecordBatch.from_arrays(
             [
-                pa.array(ids[start:stop], id_type),
+                pa.array(ids_of_rows(recording, start, stop), id_type),
                 *(
                     _arrow_array(pa, kind, plain(column.read(start, stop)))
                     for kind, column in zip(types, columns, strict=True)

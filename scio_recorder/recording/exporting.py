@@ -22,10 +22,12 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.columns import (
     ID_BYTES,
+    SAMPLE_ID,
     about,
     arrow_type,
     columns_of,
     has_texts,
+    ids_of_rows,
     plain,
     record_batches,
     to_array,
@@ -78,7 +80,8 @@ class Exporting(Readable):
         -------
         pyarrow.RecordBatchReader
             A column ``sample_id`` and one for each layer, ``"1-3_layer4.relu"``: fixed-shape
-            tensors, or plain numbers where a sample is one. bfloat16 and float8 are widened to
+            tensors, or plain numbers where a sample is one. Where rows are not samples, what is
+            known of each comes along under its name. bfloat16 and float8 are widened to
             float32, bool is uint8, and complex numbers are pairs in a last dimension of 2.
             The metadata of the schema say, under ``scio_recorder``, what each column was.
 
@@ -105,7 +108,7 @@ class Exporting(Readable):
         columns = columns_of(self)
         schema = pa.schema(
             [
-                ("sample_id", pa.string() if has_texts(self) else pa.int64()),
+                (SAMPLE_ID, pa.string() if has_texts(self) else pa.int64()),
                 *((column.name, arrow_type(pa, plain(column.read(0, 0)))) for column in columns),
             ],
             {_KEY: json.dumps(about(self, {column.name: column for column in columns}))},
@@ -152,7 +155,7 @@ class Exporting(Readable):
         library = _imported("datasets", "datasets")
         pa = _imported("pyarrow", "datasets")
         columns = {column.name: column for column in columns_of(self)}
-        features = {"sample_id": library.Value("string" if has_texts(self) else "int64")}
+        features = {SAMPLE_ID: library.Value("string" if has_texts(self) else "int64")}
         for name, column in columns.items():
             features[name] = _feature(library, plain(column.read(0, 0)))
         info = library.DatasetInfo(
@@ -169,16 +172,16 @@ class Exporting(Readable):
             (folder / "state.json").write_text(json.dumps(_state(data.name)), encoding="utf-8")
             # The library's `save_to_disk` would write everything a second time, in larger parts.
             # Whether it reads this folder is known before anybody else can.
-            if len(library.load_from_disk(str(folder))) != self.num_samples:
-                raise RecordingError("this version of datasets reads another number of samples")
+            if len(library.load_from_disk(str(folder))) != self.num_rows:
+                raise RecordingError("this version of datasets reads another number of rows")
         return library.load_from_disk(os.fspath(path))
 
     def to_zarr(self, path: str | os.PathLike[str]) -> zarr.Group:
         """Write the samples to a folder with a Zarr array for each layer, and one of sample ids.
 
-        Needs the extra ``zarr``. Arrays are named as columns of :meth:`to_arrow`, with characters
-        other than letters, digits and ``_.-~`` percent-encoded. bfloat16 and float8 are widened to
-        float32; bool and complex numbers stay what they are.
+        Needs the extra ``zarr``. Arrays are the columns of :meth:`to_arrow`, under their names,
+        with characters other than letters, digits and ``_.-~`` percent-encoded. bfloat16 and float8
+        are widened to float32; bool and complex numbers stay what they are.
 
         Parameters
         ----------
@@ -213,15 +216,17 @@ class Exporting(Readable):
         """
         library = _imported("zarr", "zarr")
         columns = {quote(column.name, safe=""): column for column in columns_of(self)}
-        ids, id_type = self.sample_ids, "object" if has_texts(self) else "int64"
+        id_type = "object" if has_texts(self) else "int64"
+        line = "row" if self.has_rows else "sample"
         with _new_folder(path) as folder:
             group = library.create_group(str(folder), attributes={_KEY: about(self, columns)})
+            layout = _layout(SAMPLE_ID, (self.num_rows,), id_type, line)
             _fill(
-                group.create_array("sample_id", **_layout("sample_id", (len(ids),), id_type)),
-                lambda start, stop: np.array(ids[start:stop], dtype=id_type),
+                group.create_array(SAMPLE_ID, **layout),
+                lambda start, stop: np.array(ids_of_rows(self, start, stop), dtype=id_type),
             )
             for name, column in columns.items():
-                layout = _layout(name, column.samples.shape, column.read(0, 0).dtype)
+                layout = _layout(name, column.samples.shape, column.read(0, 0).dtype, line)
                 _fill(group.create_array(name, **layout), column.read)
         written: zarr.Group = library.open_group(os.fspath(path), mode="r")
         return written
@@ -252,8 +257,8 @@ def _state(name: str) -> dict[str, Any]:
     }
 
 
-def _layout(name: str, shape: Sequence[int], dtype: Any) -> dict[str, Any]:
-    """Return how a Zarr array is laid out: files of whole samples."""
+def _layout(name: str, shape: Sequence[int], dtype: Any, line: str) -> dict[str, Any]:
+    """Return how a Zarr array is laid out: files of whole rows, whatever one is."""
     is_text = dtype == "object"
     item_bytes = ID_BYTES if is_text else np.dtype(dtype).itemsize
     rows = min(shape[0], CHUNK_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
@@ -263,7 +268,7 @@ def _layout(name: str, shape: Sequence[int], dtype: Any) -> dict[str, Any]:
         "dtype": str if is_text else dtype,
         # A file that is not there reads as zeros, and some versions take negative zeros for these.
         "config": {"write_empty_chunks": True},
-        "dimension_names": ["sample", *(f"{name}_{axis}" for axis in range(1, len(shape)))],
+        "dimension_names": [line, *(f"{name}_{axis}" for axis in range(1, len(shape)))],
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.filesize import decimal
+from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw
 from scio_recorder.display.outline import Outline, Outlined, outline
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_HISTOGRAMS = 400
 FRAME_COLUMNS = (
-    *("label", "name", "type", "samples", "shape", "dtype", "bytes"),
+    *("label", "name", "type", "samples", "rows", "shape", "dtype", "bytes"),
     *("mean", "std", "min", "max", "zeros", "nan", "inf"),
 )
 
@@ -139,10 +140,10 @@ class Showing(Outlined, Readable):
         Returns
         -------
         pandas.DataFrame
-            Indexed by label, ``"1-3"``. Columns: name, type, samples, shape and dtype of a sample,
-            bytes; mean, std, min and max in float64, without NaNs; zeros, the share of values that
-            are 0; nan and inf, how many are that. All but the first three are missing for layers
-            that were reduced.
+            Indexed by label, ``"1-3"``. Columns: name, type, samples, rows where these are not
+            samples, shape and dtype of a row, bytes; mean, std, min and max in float64, without
+            NaNs; zeros, the share of values that are 0; nan and inf, how many are that. Layers that
+            were reduced have no more than the numbers of samples and rows.
 
         Examples
         --------
@@ -155,7 +156,8 @@ class Showing(Outlined, Readable):
         """
         import pandas as pd
 
-        frame = pd.DataFrame(self.layer_rows(), columns=list(FRAME_COLUMNS)).set_index("label")
+        columns = [name for name in FRAME_COLUMNS if name != "rows" or self.has_rows]
+        frame = pd.DataFrame(self.layer_rows(), columns=columns).set_index("label")
         # Whole numbers stay such where others are missing.
         return frame.astype(dict.fromkeys(("bytes", "nan", "inf"), "Int64"))
 
@@ -196,6 +198,8 @@ def _row(recording: Readable, summary: LayerSummary) -> dict[str, Any]:
         "type": layer.type_name,
         "samples": recording.num_samples,
     }
+    if recording.has_rows:
+        row["rows"] = recording.num_rows
     if summary.num_bytes is not None:
         row |= {"shape": summary.shape, "dtype": summary.dtype, "bytes": summary.num_bytes}
         row |= {"mean": values.mean, "std": values.std, "min": values.low, "max": values.high}
@@ -207,10 +211,11 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
     """Return names and values for the head of a page."""
     stored = [recording[label] for label in recording.stored]
     size = sum(samples.nbytes for samples in stored)
+    kept = "Kept as rows" if recording.has_rows else "Kept as samples"
     facts = [
         ("Samples", f"{recording.num_samples:,}"),
         ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),
-        ("Kept as samples", f"{len(stored):,}, {decimal(size)}" if stored else "none"),
+        (kept, f"{len(stored):,}, {decimal(size)}" if stored else "none"),
         ("Fingerprint of the net", recording.architecture.fingerprint[:12]),
     ]
     if recording.reductions:
@@ -218,6 +223,12 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
     ids = recording.sample_ids
     if len(ids):
         facts.insert(1, ("First and last id", f"{ids[0]}, {ids[-1]}"))
+    if recording.has_rows:
+        facts.insert(1, ("Rows", f"{recording.num_rows:,}"))
+    if recording.rows and len(ids):
+        lengths = recording.rows_of_samples().lengths
+        facts.insert(2, ("Rows of a sample", _extent(lengths)))
+        facts.insert(3, ("Known of a row", ", ".join(recording.rows)))
     for key, name in (("dtype", "Kept in"), ("every", "Every n-th batch")):
         value = recording.settings.get(key)
         if value not in (None, 1):
@@ -225,11 +236,16 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
     return facts
 
 
+def _extent(lengths: Tensor) -> str:
+    low, high = (f"{int(length):,}" for length in lengths.aminmax())
+    return f"{low} to {high}, {float(lengths.double().mean()):.4g} on average"
+
+
 def _notes(recording: Readable) -> list[str]:
     """Return what a reader has to know before looking at numbers."""
     notes = []
     if not recording.complete:
         notes.append("The recording was interrupted: these are the samples that it has so far.")
-    if not recording.num_samples:
-        notes.append("There are no samples.")
+    if not recording.num_rows:
+        notes.append("There are no rows." if recording.num_samples else "There are no samples.")
     return notes
