@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
+    from scio_recorder.recording.collect.nodes import Nodes
+    from scio_recorder.recording.collect.tokens import Tokens
 
 __all__ = [
     "ActivationCheckpointer",
@@ -39,6 +41,7 @@ __all__ = [
     "LayerNotFoundError",
     "MissingInputError",
     "MutationError",
+    "Nodes",
     "PostprocessorError",
     "RecomputeError",
     "Recorder",
@@ -46,6 +49,7 @@ __all__ = [
     "Recording",
     "RecordingError",
     "SelectorTypeError",
+    "Tokens",
     "Tracker",
     "UnsupportedNetError",
     "UnsupportedTorchError",
@@ -61,8 +65,10 @@ _HOMES = {
     "CheckpointConfig": "recompute.checkpointer",
     "DepthIdx": "layer",
     "Layer": "layer",
+    "Nodes": "recording.collect.nodes",
     "Recorder": "recorder.recorder",
     "Recording": "recording",
+    "Tokens": "recording.collect.tokens",
     "Tracker": "events",
     "open_recording": "recording",
     "track": "events",

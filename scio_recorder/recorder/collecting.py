@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
     from scio_recorder.recording.collect.options import Reduce, Transforms
+    from scio_recorder.recording.collect.rows import Rows
     from scio_recorder.stores import Plan, Store
 
 
@@ -33,6 +34,7 @@ class Collecting(Reading):
         to_inputs: Callable[[Any], Any] | None = None,
         sample_ids: Callable[[Any], Any] | None = None,
         dtype: torch.dtype | None = None,
+        rows: Rows | None = None,
         activation_postproc: Postprocessors | None = None,
         stop_early: bool = False,
         progress: bool = True,
@@ -67,6 +69,8 @@ class Collecting(Reading):
             are numbered from 0 on, those of batches that are passed over included.
         dtype : torch.dtype, optional
             What floating-point activations are rounded to where they are kept.
+        rows : Tokens or Nodes, optional
+            What a line of the arrays is, where it is no sample: padding is then left out.
         activation_postproc : callable, list or mapping, optional
             What to do to the output of recorded layers before the network goes on with it, as in
             ``Recorder.forward``. Layers are collected as they returned, before it acts; one that
@@ -119,7 +123,7 @@ class Collecting(Reading):
             self._capture,
             self._net,
             Feed(batches, every, max_batches, to_inputs, sample_ids),
-            Options(self._capture, reduce, transform, dtype),
+            Options(self._capture, reduce, transform, dtype, rows),
             store,
             activation_postproc,
             resume,

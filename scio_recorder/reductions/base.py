@@ -200,8 +200,11 @@ def undisturbed(device_type: str) -> Iterator[None]:
         yield
 
 
-def labels_of(by: By, batch: object, count: int) -> list[Label]:
-    """Return the labels of a batch of `count` samples, converted to Python values."""
+def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> list[Label]:
+    """Return the labels of a batch of `count` samples, converted to Python values.
+
+    ``to_rows`` makes labels of the samples of what ``by`` returned, where these are not the same.
+    """
     if batch is None:
         raise CollectError(
             "A reduction with by= needs the batch that the labels are read from; "
@@ -215,6 +218,7 @@ def labels_of(by: By, batch: object, count: int) -> list[Label]:
             f"by= returned {type(given).__name__}, which is no sequence of labels; "
             f"return one label for each of the {count} samples."
         )
+    values = values if to_rows is None else to_rows(values)
     labels = [_plain(value) for value in values]
     if len(labels) != count:
         raise CollectError(

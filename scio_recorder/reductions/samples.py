@@ -78,12 +78,22 @@ class SampleReduction(Reduction):
 
     # What a user calls.
 
-    def update(self, activation: Tensor, batch: Any = None) -> None:
-        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from."""
+    def update(self, activation: Tensor, batch: Any = None, *, to_rows: By | None = None) -> None:
+        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The samples of one batch along dimension 0.
+        batch : any, optional
+            What the loader gave, with labels for ``by`` among it.
+        to_rows : callable, optional
+            Makes of what ``by`` returned one label for each entry of dimension 0.
+        """
         self._check(activation)
         with undisturbed(activation.device.type):
             samples = gathered(activation).detach()
-            labels = None if self._by is None else labels_of(self._by, batch, len(samples))
+            labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
             if len(samples) == 0:
                 return
             self._accept(samples)

@@ -208,15 +208,13 @@ class Column:
         self.array = torch.empty(0)
         self._reserve(max(rows, 1))
 
-    def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
-        """Copy the samples of a batch to where they begin; they count once the batch does.
+    def place(self, start: int, rows: int, follows: bool = False) -> Tensor:
+        """Return where the rows of a batch go; they count once the batch does.
 
         Parameters
         ----------
-        activation : torch.Tensor
-            The samples, [rows, ...].
         start : int
-            The row of the first.
+            The first of them.
         rows : int
             How many there are.
         follows : bool, default False
@@ -226,11 +224,27 @@ class Column:
         Returns
         -------
         torch.Tensor
-            The place to which they were copied.
+            The place, [rows, ...].
         """
         if not (follows and self.places):
             self._make_places(start, rows, _MOST_PLACES if follows else 1)
-        return self.places.pop().copy_(activation, True)  # does not wait for a GPU
+        return self.places.pop()
+
+    def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
+        """Copy the rows of a batch to their `place`, and return that.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The rows, [rows, ...].
+        start : int
+            The first of them.
+        rows : int
+            How many there are.
+        follows : bool, default False
+            As for `place`.
+        """
+        return self.place(start, rows, follows).copy_(activation, True)  # does not wait for a GPU
 
     def turn_to(self, buffer: Buffer) -> Buffer:
         """Go on in other memory, from its beginning.

@@ -15,9 +15,16 @@ from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
+from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.feed import Feed
-from scio_recorder.recording.collect.intake import CurrentBatch, ReducingIntake, StoringIntake
+from scio_recorder.recording.collect.intake import (
+    CurrentBatch,
+    ReducingIntake,
+    RowColumns,
+    StoringIntake,
+)
 from scio_recorder.recording.collect.options import Options
+from scio_recorder.recording.collect.rows import Source
 from scio_recorder.recording.recipes import states_of
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, State, Store, as_store
@@ -127,6 +134,7 @@ class Collection:
         # Samples of all batches so far, and those of taken batches among them.
         self._seen, self._kept = 0, 0
         self._ids: Ids = ()
+        self._row_columns = RowColumns(self._writer)
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
         self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
@@ -160,7 +168,7 @@ class Collection:
         """Leave a batch out: only its samples are counted."""
         # Ids that are given need no running index, and batches no look.
         if self.feed.sample_ids is None:
-            self._seen += len(self.feed.ids(batch, None, self._seen))
+            self._seen += len(self._look_at(batch, self.feed.inputs(batch))[0])
 
     def begin(self, batch: Any, inputs: Inputs) -> bool:
         """Go on to a batch, and return whether it is to be taken: not all of it is durable."""
@@ -170,14 +178,26 @@ class Collection:
                 "the block, and collect again from the beginning or by resume=True"
             )
         self._ids = ()
-        self._ids = ids = self.feed.ids(batch, inputs, self._seen)
-        kept = self._kept
+        self._ids, rows = self._look_at(batch, inputs)
+        ids, kept = self._ids, self._kept
         skip = min(max(0, self._num_durable - kept), len(ids))
         if skip:
             self._check_boundary(skip, len(ids))
             _check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
-        self._current.begin(batch, len(ids), skip, self._writer.start)
+        self._current.begin(batch, rows, skip, self._writer.start)
         return not 0 < skip == len(ids)
+
+    def _look_at(self, batch: Any, inputs: Inputs) -> tuple[Ids, BatchRows]:
+        """Return the ids of the samples of a batch, and its rows."""
+        options = self.options
+        if options.rows is None:
+            ids = self.feed.ids(batch, inputs, self._seen)
+            return ids, BatchRows.of_samples(len(ids))
+        root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
+        named, number = inputs.named(self.net), self.feed.number
+        source = Source(self.net, batch, named, number, str(first), root.input_shape)
+        rows = options.rows.of(source)
+        return self.feed.ids(batch, inputs, self._seen, rows.num_samples), rows
 
     def take(self, call: Callable[..., Any], inputs: Inputs, **options: Any) -> Any:
         """Run the pass of the batch, and commit its samples but for those that are durable.
@@ -192,6 +212,8 @@ class Collection:
             As for :meth:`Capture.run`.
         """
         current, self._calls = self._current, {}
+        # Before the pass: one that can't be kept need not run.
+        self._row_columns.put(current, len(self._writer.sample_ids))
         try:
             output = self.capture.run(call, *inputs, sink=self, **options)
         except BaseException:
@@ -202,11 +224,12 @@ class Collection:
 
     def _commit(self) -> None:
         """Count the pass, which has ended well."""
+        current = self._current
         try:
             for intake in self._reducing if self.outlives_failures else ():
                 intake.settle()
         except BaseException:
-            self._is_tainted = self._current.is_reduced
+            self._is_tainted = current.is_reduced
             raise
         # Every layer of every batch would pay for a look.
         if self.options.dtype is not None:
@@ -215,7 +238,9 @@ class Collection:
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         self._is_tainted = True
         try:
-            self._writer.commit(self._ids[self._current.skip :], self._state, calls)
+            ids = self._ids[current.skip :]
+            rows = None if current.rows.are_samples else current.num_rows
+            self._writer.commit(ids, self._state, calls, rows=rows)
         except ValueError as error:
             raise CollectError(str(error)) from None
         self._is_tainted = False

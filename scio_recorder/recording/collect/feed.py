@@ -55,7 +55,8 @@ class Feed:
 
     def __post_init__(self) -> None:
         batches = self.batches
-        self._seen, self._number = _SeenIds(), 0
+        # The number of the batch that is under way.
+        self._seen, self.number = _SeenIds(), 0
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
             self.max_batches = whole("max_batches", self.max_batches, 1)
@@ -78,7 +79,7 @@ class Feed:
 
     def is_taken(self, number: int) -> bool:
         """Go on to the batch of this number, and return whether it is taken."""
-        self._number = number
+        self.number = number
         nth, remainder = divmod(number, self.every)
         return remainder == 0 and (self.max_batches is None or nth < self.max_batches)
 
@@ -111,11 +112,22 @@ class Feed:
             "inputs, a dict of keyword inputs, or both as a pair (tuple, dict)"
         )
 
-    def ids(self, batch: Any, inputs: Inputs | None, first: int) -> Ids:
-        """Return the ids of a batch's samples, which also say how many there are."""
+    def ids(self, batch: Any, inputs: Inputs, first: int, number: int | None = None) -> Ids:
+        """Return the ids of a batch's samples, which also say how many there are.
+
+        Parameters
+        ----------
+        batch : any
+            What the loader gave.
+        inputs : Inputs
+            What the net is given for it.
+        first : int
+            The running index of its first sample.
+        number : int, optional
+            How many samples it has, where that is known.
+        """
         if self.sample_ids is None:
-            rows = _num_samples(self.inputs(batch) if inputs is None else inputs)
-            return range(first, first + rows)
+            return range(first, first + (_num_samples(inputs) if number is None else number))
         given = self.sample_ids(batch)
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
@@ -126,7 +138,12 @@ class Feed:
             ids = to_ids(list(values))
         except ValueError as error:
             raise CollectError(f"sample_ids: {error}") from None
-        self._seen.add(ids, self._number)
+        if number is not None and len(ids) != number:
+            raise CollectError(
+                f"sample_ids returned {len(ids)} ids for batch {self.number}, which has {number} "
+                "samples by rows=: return one for each"
+            )
+        self._seen.add(ids, self.number)
         return ids
 
     def forget(self, ids: Ids) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, TensorSpec
+from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.options import Transform
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.samples import SampleReduction
@@ -25,20 +27,24 @@ class CurrentBatch:
     """The batch that is under way."""
 
     batch: Any = None
-    rows: int = 0
+    # Those that are to be kept.
+    rows: BatchRows = field(default_factory=partial(BatchRows.of_samples, 0))
+    num_rows: int = 0
     # Samples at its beginning that are durable already.
     skip: int = 0
-    # The row of the store where its samples begin.
+    # The row of the store where its rows begin.
     start: int = 0
-    # Whether its samples follow those of the batch before, and are as many.
+    # Whether its rows follow those of the batch before, and are as many.
     follows: bool = False
     # Whether a reduction may have seen a part of it.
     is_reduced: bool = False
 
-    def begin(self, batch: Any, rows: int, skip: int, start: int) -> None:
-        """Go on to the next batch."""
-        self.follows = start == self.start + self.rows and (rows, skip) == (self.rows, 0)
-        self.batch, self.rows, self.skip, self.start = batch, rows, skip, start
+    def begin(self, batch: Any, rows: BatchRows, skip: int, start: int) -> None:
+        """Go on to the next batch, of which the first few samples are not kept again."""
+        before, end = self.num_rows, self.start + self.num_rows
+        self.batch, self.rows, self.skip, self.start = batch, rows.past(skip), skip, start
+        self.num_rows = self.rows.num_rows
+        self.follows = (start, self.num_rows, skip) == (end, before, 0)
         self.is_reduced = False
 
 
@@ -88,16 +94,6 @@ class LayerIntake:
             f'"{self.layer.label}": lambda activation, batch: activation[0]}}'
         )
 
-    def _check_rows(self, kept: Tensor) -> None:
-        rows = self.current.rows
-        if kept.ndim == 0 or kept.shape[0] != rows:
-            raise CollectError(
-                f"layer {self.layer} gave a tensor of shape {tuple(kept.shape)} for a batch of "
-                f"{rows} samples, and dimension 0 must count the samples, as in "
-                f"{(rows, *kept.shape[1:])}: rearrange it with transform=, or say with sample_ids= "
-                "how many samples a batch has"
-            )
-
 
 @dataclass
 class StoringIntake(LayerIntake):
@@ -140,17 +136,17 @@ class StoringIntake(LayerIntake):
     @torch.no_grad()
     def _receive_checked(self, activation: Any) -> None:
         current, kept = self.current, self._transformed(activation)
+        rows, first = current.rows, current.start
         self._check(kept)
-        kept = kept[current.skip :]
         try:
-            column = self._column or self._open(kept)
-            rows = current.rows - current.skip
-            place = column.put(kept, current.start, rows, current.follows)
+            column = self._column or self._open(rows.choose(kept))
+            place = column.place(first, current.num_rows, current.follows)
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
+        rows.choose_into(place, kept)
         if self.rounds:
-            self._measured = _rounding(kept, place)
-        elif self.transform is None:
+            self._measured = _rounding(rows.choose(kept), place)
+        elif self.transform is None and rows.are_samples:
             self._usual_shape = activation.shape
 
     def settle(self) -> None:
@@ -173,13 +169,14 @@ class StoringIntake(LayerIntake):
         return 0 if self._column is None else self._column.spec.nbytes
 
     def _check(self, kept: Tensor) -> None:
-        self._check_rows(kept)
-        column = self._column
-        if column is not None and tuple(kept.shape[1:]) != column.spec.shape:
+        rows, column = self.current.rows, self._column
+        rows.check(self.layer, kept, is_transformed=self.transform is not None)
+        shape = tuple(kept.shape[len(rows.shape) :])
+        if column is not None and shape != column.spec.shape:
             raise CollectError(
-                f"layer {self.layer} gave samples of shape {tuple(kept.shape[1:])} after samples "
-                f"of shape {column.spec.shape}: bring them to one shape with transform=, by "
-                "padding or pooling, or reduce the layer"
+                f"layer {self.layer} gave {rows.unit}s of shape {shape} after {rows.unit}s of "
+                f"shape {column.spec.shape}: bring them to one shape with transform=, by padding "
+                "or pooling, or reduce the layer"
             )
         if self._dtype not in (None, kept.dtype):
             raise CollectError(
@@ -216,8 +213,11 @@ class ReducingIntake(LayerIntake):
     def receive(self, activation: Any) -> None:
         """Hand an activation to the reductions, or a copy of it later."""
         kept = self._transformed(activation)
-        if self.current.skip:
-            kept = self._tail(kept)
+        rows = self.current.rows
+        if self.current.skip or not rows.are_samples:
+            rows.check(self.layer, kept, is_transformed=self.transform is not None)
+            self._check_boundary()
+            kept = rows.choose(kept)
         if self.waits:
             self._waiting = kept.clone()
         else:
@@ -238,23 +238,72 @@ class ReducingIntake(LayerIntake):
         for reduction in self.reductions:
             was_reduced, current.is_reduced = current.is_reduced, True
             try:
-                reduction.update(kept, current.batch)
+                if current.rows.are_samples or not isinstance(reduction, SampleReduction):
+                    reduction.update(kept, current.batch)
+                else:
+                    reduction.update(kept, current.batch, to_rows=current.rows.labels)
             except CollectError as error:
                 # Those of this library look at all before they change anything.
                 current.is_reduced = was_reduced or not isinstance(reduction, SampleReduction)
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
 
-    def _tail(self, kept: Tensor) -> Tensor:
-        self._check_rows(kept)
-        for reduction in self.reductions:
-            if reduction.reads_batch:
+    def _check_boundary(self) -> None:
+        """Refuse a batch that is durable in part where a reduction would read all of it."""
+        rows, skip = self.current.rows, self.current.skip
+        for reduction in self.reductions if skip else ():
+            reads_rows = isinstance(reduction, SampleReduction) and not rows.are_samples
+            if reduction.reads_batch and not reads_rows:
                 raise CollectError(
                     f"{reduction!r} of layer {self.layer} reads the batch, and the first "
-                    f"{self.current.skip} of its {self.current.rows} samples are durable already: "
-                    "resume with the batch size of before, or one that divides it"
+                    f"{skip} of its {rows.num_samples} samples are durable already: resume with "
+                    "the batch size of before, or one that divides it"
                 )
-        return kept[self.current.skip :]
+
+
+class RowColumns:
+    """Keeps what is known of each row beside the layers, where a row is no sample.
+
+    Parameters
+    ----------
+    writer : StoreWriter
+        Where to.
+    """
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+        self._columns: dict[str, Column] = {}
+
+    def put(self, current: CurrentBatch, first_sample: int) -> None:
+        """Keep the columns of a batch.
+
+        Parameters
+        ----------
+        current : CurrentBatch
+            The batch.
+        first_sample : int
+            How many samples the store has of the batches before.
+        """
+        given = current.rows.columns
+        # What the first batch has, all have.
+        for name in self._columns or given:
+            values = given.get(name)
+            if values is None:
+                raise CollectError(f"a batch has no field {name!r}, which those before had")
+            if name == "sample":
+                values = values + (first_sample - current.skip)
+            column = self._columns.get(name) or self._open(name, values)
+            if values.dtype != column.spec.dtype:
+                raise CollectError(
+                    f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
+                    "with fields={...: lambda batch: ...}"
+                )
+            column.put(values, current.start, current.num_rows, current.follows)
+
+    def _open(self, name: str, values: Tensor) -> Column:
+        spec = TensorSpec((), values.dtype)
+        self._columns[name] = self._writer.column(name, spec, values)
+        return self._columns[name]
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

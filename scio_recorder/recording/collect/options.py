@@ -12,6 +12,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import select
+from scio_recorder.recording.collect.rows import Rows
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.dtypes import dtype_name
@@ -30,7 +31,7 @@ class Options:
     ----------
     capture : Capture
         Knows the recorded layers.
-    reduce, transform, dtype
+    reduce, transform, dtype, rows
         As ``collect`` is given them.
 
     Raises
@@ -45,6 +46,7 @@ class Options:
         reduce: Reduce | None,
         transform: Transforms | None,
         dtype: torch.dtype | None,
+        rows: Rows | None = None,
     ) -> None:
         program = capture.program
         self.architecture, self.recording = program.architecture, program.recording
@@ -59,6 +61,7 @@ class Options:
                 "of other kinds are kept as they are, and transform= can change them"
             )
         self.dtype = dtype
+        self.rows = _checked(rows, self.with_inputs)
         # All of them fresh: what is given is a pattern.
         self.reductions: dict[DepthIdx, Reduction | list[Reduction]] = {
             label: _fresh(given) for label, given in self._by_layer(reduce, "reduce").items()
@@ -89,6 +92,7 @@ class Options:
             "inputs": self.with_inputs,
             "transforms": list(map(text_of, sorted(self.transforms))),
             "postprocessors": list(map(text_of, sorted(posts))),
+            **({} if self.rows is None else {"rows": self.rows.settings}),
             **has,
             "mode": _mode_of(net),
             "autocast": {
@@ -126,6 +130,20 @@ def _mode_of(net: nn.Module) -> str:
     base = "train mode" if net.training else "eval mode"
     others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
     return f"{base}, but for {', '.join(others)}" if others else base
+
+
+def _checked(rows: Any, with_inputs: bool) -> Rows | None:
+    if rows is None or isinstance(rows, Rows):
+        if rows is not None and with_inputs:
+            raise CollectError(
+                "inputs=True can't be collected with rows=, since inputs are kept by whole "
+                "batches: leave one out"
+            )
+        return rows
+    hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""
+    raise CollectError(
+        f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
+    )
 
 
 def _fresh(given: Any) -> Reduction | list[Reduction]:

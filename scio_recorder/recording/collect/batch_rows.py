@@ -1,0 +1,191 @@
+"""The rows of one batch: which lines of what layers return are kept, and what each of them is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.layer import Layer
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Which lines of what layers return for one batch are kept, and what each of them is.
+
+    Parameters
+    ----------
+    dims : tuple of str
+        What the leading dimensions of a layer count, such as ``("batch", "positions")``.
+    shape : tuple of int
+        How long they are.
+    num_samples : int
+        How many samples the batch has.
+    index : torch.Tensor or None
+        The lines that are kept, int64 [rows], counted through the leading dimensions and in the
+        order in which they are kept. None where all are kept as they come.
+    columns : mapping
+        Names -> [rows], what is known of each row: "sample" (counted from 0 in the batch),
+        "position" and so on. Empty where a row is a sample.
+    labelled : tuple of int or None
+        How long the leading dimensions were when the net was labelled, where that is known.
+    are_scalars_doubtful : bool
+        Whether a layer that gives one number a line is rather one of features that are as many.
+    """
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    num_samples: int
+    index: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    labelled: tuple[int, ...] | None = None
+    are_scalars_doubtful: bool = False
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_samples(cls, number: int) -> BatchRows:
+        """Return the rows of a batch of so many samples, each of which is one."""
+        return cls(("batch",), (number,), number)
+
+    @property
+    def are_samples(self) -> bool:
+        """Whether each row is a sample."""
+        return not self.columns
+
+    @property
+    def unit(self) -> str:
+        """What one row is, in a word."""
+        return "sample" if self.are_samples else "row"
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are kept."""
+        return math.prod(self.shape) if self.index is None else len(self.index)
+
+    def past(self, skip: int) -> BatchRows:
+        """Return the rows of all but the first few samples, which still count."""
+        if not skip:
+            return self
+        sample = self.columns.get("sample")
+        # Rows are in the order of their samples.
+        first = skip if sample is None else int((sample < skip).sum())
+        index = torch.arange(math.prod(self.shape)) if self.index is None else self.index
+        columns = {name: column[first:] for name, column in self.columns.items()}
+        return replace(self, index=index[first:], columns=columns, _indices={})
+
+    def check(self, layer: Layer, values: Tensor, *, is_transformed: bool) -> None:
+        """Refuse what a layer gave unless its leading dimensions are those of the batch.
+
+        Parameters
+        ----------
+        layer : Layer
+            The layer.
+        values : torch.Tensor
+            What it gave, or what a transform made of that.
+        is_transformed : bool
+            Whether it was a transform: somebody has looked at the shape.
+        """
+        shape, number = tuple(values.shape), len(self.shape)
+        is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
+        fits = shape[:number] == self.shape
+        if fits and not is_map and (is_transformed or not self._is_chance(layer)):
+            return
+        gave = f"layer {layer} gave a tensor of shape {shape}"
+        if self.are_samples:
+            rows = self.num_samples
+            raise CollectError(
+                f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, as "
+                f"in {(rows, *shape[1:])}: rearrange it with transform=, or say with sample_ids= "
+                "how many samples a batch has"
+            )
+        wanted = ", ".join([*map(str, self.shape), "..."])
+        looks = ""
+        if is_map:
+            looks = ", which looks like an attention map [batch, heads, positions, positions]"
+        elif fits:
+            looks = f" (at labelling {layer.output_shape}), which fits by chance"
+        raise CollectError(
+            f"{gave}{looks}, and rows= wants [{', '.join(self.dims)}, ...], here "
+            f'({wanted}): bring it to that with transform={{"{layer.label}": lambda activation, '
+            "batch: ...}, or leave the layer out"
+        )
+
+    def _is_chance(self, layer: Layer) -> bool:
+        """Whether other dimensions are just as long, as the shape at labelling lets one tell."""
+        was, labelled = layer.output_shape, self.labelled
+        if labelled is None or not isinstance(was, tuple):
+            return False
+        is_scalar = was == labelled == self.shape
+        return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
+
+    def choose(self, values: Tensor) -> Tensor:
+        """Return the rows, [rows, ...], of what a layer gave."""
+        lines = values.flatten(0, len(self.shape) - 1)
+        return lines if self.index is None else lines.index_select(0, self._on(lines.device))
+
+    def choose_into(self, place: Tensor, values: Tensor) -> None:
+        """Write the rows of what a layer gave to their place, with no copy between where it can.
+
+        Parameters
+        ----------
+        place : torch.Tensor
+            Where they go, [rows, ...], on any device and of any dtype.
+        values : torch.Tensor
+            What the layer gave.
+        """
+        if self.index is None or (place.dtype, place.device) != (values.dtype, values.device):
+            place.copy_(self.choose(values), True)  # does not wait for a GPU
+            return
+        lines = values.flatten(0, len(self.shape) - 1)
+        torch.index_select(lines, 0, self._on(lines.device), out=place)
+
+    def labels(self, given: Any) -> list[Any]:
+        """Return the label of each row, given those of a batch.
+
+        Parameters
+        ----------
+        given : tensor, array or sequence
+            One for each entry of all the leading dimensions, of the first of them, or for each
+            sample.
+
+        Returns
+        -------
+        list
+            One a row.
+
+        Raises
+        ------
+        CollectError
+            There are not as many as of any of these.
+        """
+        values = given.tolist() if hasattr(given, "tolist") else list(given)
+        lengths = {len(value) for value in values if isinstance(value, list | tuple)}
+        if lengths and (len(values), *lengths) == self.shape:
+            return self._picked(list(chain.from_iterable(values)), 1)
+        if not lengths and len(values) == self.shape[0]:
+            return self._picked(values, math.prod(self.shape[1:]))
+        if not lengths and len(values) == self.num_samples:
+            return [values[sample] for sample in self.columns["sample"].tolist()]
+        found = (len(values), *lengths)
+        raise CollectError(
+            f"by= returned labels of shape {found} for a batch of {self.num_samples} samples: "
+            f"return one for each of its {self.shape[0]} entries of dimension 0, or labels of "
+            f"shape {self.shape}"
+        )
+
+    def _picked(self, values: list[Any], lines: int) -> list[Any]:
+        """Return for each row the value of its line, where a value stands for so many lines."""
+        places = range(math.prod(self.shape)) if self.index is None else self.index.tolist()
+        return [values[place // lines] for place in places]
+
+    def _on(self, device: torch.device) -> Tensor:
+        assert self.index is not None
+        if device not in self._indices:
+            self._indices[device] = self.index.to(device, non_blocking=True)
+        return self._indices[device]

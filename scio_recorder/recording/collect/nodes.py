@@ -1,0 +1,101 @@
+"""Rows that are nodes of graphs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
+
+
+class Nodes(Rows):
+    """Makes a line of a recording a node of a graph; each graph of a batch is a sample.
+
+    Layers must be ``[nodes, ...]``. Rows are in the order of samples, and keep the order of nodes
+    in each.
+
+    Parameters
+    ----------
+    sample : str, callable or None, default "batch"
+        Of which graph of the batch a node is, counted from 0: integers ``[nodes]``. None: each
+        batch is one graph, as is one that has no ``batch``.
+    fields : sequence of str, or mapping from str to str or callable, optional
+        What to keep beside each row, ``[nodes]``.
+    where : str or callable, optional
+        Which nodes to keep, ``[nodes]``. The others still count in ``position``.
+
+    Notes
+    -----
+    A name is a key or an attribute of the batch, or an argument of the network's forward; a
+    function is given the batch.
+
+    Raises
+    ------
+    CollectError
+        An argument is no name and no function.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Nodes, Recorder
+    >>> rnet = Recorder(torch.nn.Linear(4, 2), input_size=(3, 4))
+    >>> rnet.record("0-1")
+    >>> graphs = [{"input": torch.ones(5, 4), "batch": torch.tensor([0, 0, 0, 1, 1])}]
+    >>> recording = rnet.collect(graphs, rows=Nodes(), to_inputs=lambda batch: batch["input"])
+    >>> recording["0-1"].shape, recording.num_samples
+    (torch.Size([5, 2]), 2)
+    """
+
+    def __init__(
+        self,
+        sample: Name | None = "batch",
+        fields: Fields | None = None,
+        where: Name | None = None,
+    ) -> None:
+        self.sample = sample
+        self.fields = fields
+        self.where = where
+        self._check()
+
+    def of(self, source: Source) -> BatchRows:
+        """Return the rows of a batch.
+
+        Parameters
+        ----------
+        source : Source
+            The batch, and what the network is given.
+
+        Returns
+        -------
+        BatchRows
+            Which nodes are kept, and what they are.
+        """
+        if self.sample is None or (self.sample == "batch" and source.find("batch") is None):
+            owners, number = torch.zeros(_num_nodes(source), dtype=torch.int64), 1
+        else:
+            owners = source.read("sample", self.sample)
+            if owners.ndim != 1 or owners.is_floating_point() or owners.is_complex():
+                raise CollectError(
+                    f"sample of rows=Nodes() is {owners.dtype} of shape {tuple(owners.shape)} in "
+                    f"batch {source.number}: give integers [nodes], the graph of each node"
+                )
+            if bool((owners < 0).any()):
+                raise CollectError(
+                    f"sample of rows=Nodes() is negative in batch {source.number}: count the "
+                    "graphs of a batch from 0"
+                )
+            owners = owners.long()
+            number = int(owners.max()) + 1 if len(owners) else 0
+        return self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
+
+
+def _num_nodes(source: Source) -> int:
+    for value in [source.arguments.get("x"), *source.arguments.values()]:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            return value.shape[0]
+    raise CollectError(
+        f"the net is given no tensor in batch {source.number} that would tell the number of nodes: "
+        "write Nodes(sample=lambda batch: ...) with the graph of each node"
+    )

@@ -1,0 +1,215 @@
+"""What a line of a recording's arrays stands for where it is no sample: what all kinds share."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.errors import CollectError
+from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.tensors.copies import is_dense
+
+# A key or attribute of the batch, an argument of forward, or a function of the batch.
+Name: TypeAlias = str | Callable[[Any], Any]
+Fields: TypeAlias = Sequence[str] | Mapping[str, Name]
+
+# Columns that are made here, or around passes that go on with earlier samples.
+_OWN = ("sample", "position", "step")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the names in ``rows=`` are looked up.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+    batch : any
+        What the loader gave.
+    arguments : mapping
+        What the network's forward is given for it, by name.
+    number : int
+        The number of the batch, for messages.
+    layer : str
+        The first recorded layer, for messages.
+    labelled : any
+        Shapes of what the network was given at labelling, as `Layer.input_shape` has them.
+    """
+
+    net: nn.Module
+    batch: Any
+    arguments: Mapping[str, Any]
+    number: int
+    layer: str
+    labelled: Any = None
+
+    def find(self, name: str) -> Any:
+        """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
+        if isinstance(self.batch, Mapping) and name in self.batch:
+            return self.batch[name]
+        # Tensors, and tuples, have attributes of their own that nobody means.
+        value = None if isinstance(self.batch, Tensor) else getattr(self.batch, name, None)
+        return self.arguments.get(name) if value is None or callable(value) else value
+
+    def read(self, what: str, given: Name) -> Tensor:
+        """Return what a name or a function of the batch stands for, on the host.
+
+        Parameters
+        ----------
+        what : str
+            What it is for, for messages.
+        given : str or callable
+            The name or function.
+        """
+        value = self.find(given) if isinstance(given, str) else given(self.batch)
+        if value is None and isinstance(given, str):
+            raise CollectError(
+                f"rows= has {what}={given!r}, and batch {self.number} has no such key or attribute "
+                "and forward gets no such argument: give a name that each batch has, or a function "
+                "of the batch"
+            )
+        return self.tensor(what, value)
+
+    def tensor(self, what: str, value: Any) -> Tensor:
+        """Return a value as a tensor on the host."""
+        try:
+            found = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if found is None or not is_dense(found):
+            raise CollectError(
+                f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a dense "
+                "tensor, or something that makes one"
+            )
+        return found.detach().cpu()
+
+    def truth(self, what: str, given: Tensor, dims: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+        """Return a mask as bool, and refuse one of another shape or meaning."""
+        if tuple(given.shape) != shape:
+            raise CollectError(
+                f"{what} of rows= has shape {tuple(given.shape)} in batch {self.number}, whose "
+                f"[{', '.join(dims)}] is {shape}: give a bool tensor of that shape"
+            )
+        if given.dtype == torch.bool:
+            return given
+        if given.is_complex() or not bool((given >= 0).all()):
+            raise CollectError(
+                f"{what} of rows= has negative values or NaN in batch {self.number}, as a mask has "
+                "that is added to attention scores: give True where a row is real, as in "
+                f"{what}=lambda batch: ... >= 0"
+            )
+        return given != 0
+
+
+class Rows(abc.ABC):
+    """What a line of a recording's arrays stands for: see :class:`Tokens` and :class:`Nodes`."""
+
+    fields: Fields | None
+    where: Name | None
+
+    @abc.abstractmethod
+    def of(self, source: Source) -> BatchRows:
+        """Return the rows of a batch.
+
+        Parameters
+        ----------
+        source : Source
+            The batch, and what the network is given.
+
+        Returns
+        -------
+        BatchRows
+            Which lines are kept, and what they are.
+
+        Raises
+        ------
+        CollectError
+            The batch has not what is needed, or something else under its name.
+        """
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Say as JSON what was given, of a function only that it is one."""
+        fields = None if self.fields is None else [list(map(_text, p)) for p in self._pairs()]
+        own = {name: _text(value) for name, value in vars(self).items() if name != "fields"}
+        return {"kind": type(self).__name__, **own, "fields": fields}
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if v is not None)
+        return f"{type(self).__name__}({given})"
+
+    def _check(self) -> None:
+        """Refuse arguments that are no names."""
+        for what, value in vars(self).items():
+            if what != "fields" and not (
+                value is None or isinstance(value, str) or callable(value)
+            ):
+                raise CollectError(f"{what}={value!r}: give a name, or a function of the batch")
+        if self.fields is None:
+            return
+        if isinstance(self.fields, str) or not isinstance(self.fields, Sequence | Mapping):
+            raise CollectError(
+                f'fields={self.fields!r}: give a sequence of names such as ("input_ids",), or a '
+                "mapping from names to names or functions of the batch"
+            )
+        for name, value in self._pairs():
+            if not isinstance(name, str) or not (isinstance(value, str) or callable(value)):
+                raise CollectError(f"fields has {name!r}: {value!r}, which is no name or function")
+            if name in _OWN:
+                raise CollectError(
+                    f"fields has {name!r}, a column that rows have anyway: rename it"
+                )
+
+    def _pairs(self) -> list[tuple[str, Name]]:
+        fields = self.fields or ()
+        if isinstance(fields, Mapping):
+            return list(fields.items())
+        return [(name, name) for name in fields]
+
+    def _rows(
+        self,
+        source: Source,
+        dims: tuple[str, ...],
+        shape: tuple[int, ...],
+        owners: Tensor,
+        num_samples: int,
+        fields: Sequence[tuple[str, Name]],
+    ) -> BatchRows:
+        """Return the rows of a batch, given the sample of each line, or -1 for padding."""
+        index = (owners >= 0).nonzero().squeeze(1)
+        sample = owners[index]
+        lengths = torch.bincount(sample, minlength=num_samples)
+        if not bool(lengths.all()):
+            raise CollectError(
+                f"sample {int((lengths == 0).nonzero()[0])} of batch {source.number} is empty: no "
+                f"row of its {dims[-1]} is real; leave such samples out of the batches"
+            )
+        if bool((sample.diff() < 0).any()):
+            order = sample.argsort(stable=True)
+            index, sample = index[order], sample[order]
+        position = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
+        if self.where is not None:
+            kept = source.truth("where", source.read("where", self.where), dims, shape)
+            is_kept = kept.flatten()[index]
+            index, sample, position = index[is_kept], sample[is_kept], position[is_kept]
+        columns = {"sample": sample, "position": position}
+        for name, given in fields:
+            value = source.read(f"the field {name!r}", given)
+            if tuple(value.shape) != shape:
+                raise CollectError(
+                    f"the field {name!r} has shape {tuple(value.shape)} in batch {source.number}, "
+                    f"whose [{', '.join(dims)}] is {shape}: give one entry a row"
+                )
+            columns[name] = value.flatten()[index]
+        is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
+        return BatchRows(dims, shape, num_samples, None if is_all else index, columns)
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else "function"

@@ -1,0 +1,210 @@
+"""Rows that are tokens: of padded batches, and of packed documents."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
+
+_ENCODER = ("input_ids", "inputs_embeds")
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+class Tokens(Rows):
+    """Makes a line of a recording a token: what is padding is not kept, reduced or counted.
+
+    Layers must be ``[batch, positions, ...]``. Rows are in the order of samples, and positions rise
+    in each.
+
+    Parameters
+    ----------
+    mask : str or callable, optional
+        What is real, ``[batch, positions]``: True, or a number other than zero. By default
+        ``attention_mask`` where there is one, else all is. A mask that is longer counts by its
+        last columns.
+    segments : str or callable, optional
+        For packed documents: integers ``[batch, positions]``. Each segment of a line of the batch
+        is a sample, in the order in which they begin; negative is padding.
+    fields : sequence of str, or mapping from str to str or callable, optional
+        What to keep beside each row, ``[batch, positions]``. By default ``input_ids`` where there
+        is one.
+    where : str or callable, optional
+        What to keep of the real tokens, ``[batch, positions]``. The others still count in
+        ``position``.
+
+    Notes
+    -----
+    A name is a key or an attribute of the batch, or an argument of the network's forward; a
+    function is given the batch.
+
+    Raises
+    ------
+    CollectError
+        An argument is no name and no function.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder, Tokens
+    >>> rnet = Recorder(torch.nn.Embedding(9, 2), input_data=torch.zeros(2, 3, dtype=torch.long))
+    >>> rnet.record("0-1")
+    >>> ids = torch.tensor([[5, 6, 7], [0, 0, 8]])
+    >>> rows = Tokens(mask=lambda batch: batch > 0, fields={"token": lambda batch: batch})
+    >>> recording = rnet.collect([ids], rows=rows)
+    >>> recording["0-1"].shape
+    torch.Size([4, 2])
+    """
+
+    def __init__(
+        self,
+        mask: Name | None = None,
+        segments: Name | None = None,
+        fields: Fields | None = None,
+        where: Name | None = None,
+    ) -> None:
+        self.mask = mask
+        self.segments = segments
+        self.fields = fields
+        self.where = where
+        self._check()
+
+    def of(self, source: Source) -> BatchRows:
+        """Return the rows of a batch.
+
+        Parameters
+        ----------
+        source : Source
+            The batch, and what the network is given.
+
+        Returns
+        -------
+        BatchRows
+            Which tokens are kept, and what they are.
+        """
+        dims = "batch", "positions"
+        mask = self._mask(source)
+        name, shape = self._sequence(source, mask)
+        if mask is not None:
+            if mask.ndim == 2 and mask.shape[1] > shape[1]:
+                mask = mask[:, mask.shape[1] - shape[1] :]
+            mask = source.truth("mask", mask, dims, shape).flatten()
+        if self.segments is None:
+            owners = torch.arange(shape[0]).repeat_interleave(shape[1])
+            number = shape[0]
+        else:
+            owners, number = _owners(source, source.read("segments", self.segments), shape)
+        if mask is not None:
+            owners = owners.where(mask, -1)
+        fields = self._pairs() if self.fields is not None else _default_fields(source, name, shape)
+        rows = self._rows(source, dims, shape, owners, number, fields)
+        given = source.arguments.get(name)
+        # Scalars in, scalars out; of ids, layers make features.
+        are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
+        return replace(
+            rows, labelled=_labelled(source.labelled, name), are_scalars_doubtful=are_features
+        )
+
+    def _mask(self, source: Source) -> Tensor | None:
+        if self.mask is not None:
+            return source.read("mask", self.mask)
+        _refuse_pair(source)
+        found = source.find("attention_mask")
+        if found is None:
+            return None
+        if self.segments is not None and getattr(found, "ndim", 2) != 2:
+            # It says who attends to whom, which is what segments are for.
+            return None
+        return source.tensor("mask", found)
+
+    def _sequence(self, source: Source, mask: Tensor | None) -> tuple[str, tuple[int, int]]:
+        """Return the argument that is the sequence of tokens, and its [batch, positions]."""
+        names: tuple[str, ...] = _ENCODER
+        if isinstance(self.mask, str):
+            names = _DECODER if self.mask.startswith("decoder") else _ENCODER
+        elif self.mask is not None:
+            names = _ENCODER + _DECODER
+        found = _shapes(source, names, (2, 3))
+        if not found and names is not _DECODER:
+            others = [name for name in source.arguments if "mask" not in name]
+            found = dict(list(_shapes(source, others, (2, 3)).items())[:1])
+        if mask is not None and mask.ndim == 2:
+            size: tuple[int, int] = (mask.shape[0], mask.shape[1])
+            fitting = {name: shape for name, shape in found.items() if shape == size}
+            found = fitting or found or {"": size}
+        if not found:
+            raise CollectError(
+                f"layer {source.layer} can't be collected by rows=Tokens(): the net is given no "
+                "sequence, a tensor [batch, positions] or [batch, positions, features]; write "
+                "Tokens(mask=lambda batch: ...) with a bool tensor [batch, positions] and, where "
+                "layers are of another shape, transform=; or leave rows= out"
+            )
+        return next(iter(found.items()))
+
+
+def _shapes(
+    source: Source, names: Sequence[str], ndims: tuple[int, ...]
+) -> dict[str, tuple[int, int]]:
+    values = {name: source.arguments.get(name) for name in names}
+    return {
+        name: (value.shape[0], value.shape[1])
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.ndim in ndims
+    }
+
+
+def _labelled(shapes: Any, name: str) -> tuple[int, ...] | None:
+    """Return the [batch, positions] with which the net was labelled, where that can be told."""
+    found = shapes.get(name) if isinstance(shapes, Mapping) else shapes
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        return None
+    return found[:2] if all(isinstance(length, int) for length in found) else None
+
+
+def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:
+    """Return the ids of the tokens, where there are some."""
+    wanted = "decoder_input_ids" if name in _DECODER else "input_ids"
+    found = source.find(wanted)
+    is_fitting = isinstance(found, Tensor) and tuple(found.shape) == shape
+    return [(wanted, wanted)] if is_fitting else []
+
+
+def _refuse_pair(source: Source) -> None:
+    """Refuse to guess which of two sequences is meant."""
+    is_given = any(source.arguments.get(name) is not None for name in _DECODER)
+    config = getattr(source.net, "config", None)
+    is_pair = getattr(config, "is_encoder_decoder", False) is True
+    if is_given or (is_pair and _DECODER[0] in inspect.signature(source.net.forward).parameters):
+        raise CollectError(
+            f"the net has an encoder and a decoder, whose positions are not the same, and layer "
+            f'{source.layer} belongs to one of them: write Tokens(mask="attention_mask") and '
+            'record layers of the encoder only, or Tokens(mask="decoder_attention_mask") and '
+            "record layers of the decoder only"
+        )
+
+
+def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
+    """Return the sample of each line, -1 for padding, and how many samples there are."""
+    if tuple(segments.shape) != shape or segments.is_floating_point() or segments.is_complex():
+        raise CollectError(
+            f"segments of rows= are {segments.dtype} of shape {tuple(segments.shape)} in batch "
+            f"{source.number}, whose [batch, positions] is {shape}: give integers of that shape"
+        )
+    numbers = segments.flatten()
+    is_real = numbers >= 0
+    lines = torch.arange(shape[0]).repeat_interleave(shape[1])[is_real]
+    _, codes = torch.unique(numbers[is_real], return_inverse=True)
+    keys, places = torch.unique(lines * max(1, len(codes)) + codes, return_inverse=True)
+    # Samples are numbered in the order in which they begin.
+    first = torch.full((len(keys),), len(places))
+    first = first.scatter_reduce(0, places, torch.arange(len(places)), "amin")
+    owners = torch.full((numbers.numel(),), -1)
+    owners[is_real] = first.argsort().argsort()[places]
+    return owners, len(keys)
