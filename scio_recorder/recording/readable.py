@@ -91,17 +91,17 @@ class Readable(LayerMapping[Any]):
 
     @property
     def has_rows(self) -> bool:
-        """Whether a line of the arrays stands for something else than a sample: a token, a node."""
+        """Whether a line of the arrays is not a sample but a part of one, as a token or a node."""
         return self._num_rows is not None
 
     @property
     def num_rows(self) -> int:
-        """How many rows the arrays of layers have: as many as samples, unless `has_rows`."""
+        """How many rows the arrays of layers have, as many as samples unless `has_rows`."""
         return self.num_samples if self._num_rows is None else self._num_rows
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """What each row is, [rows] each: "sample", a position in ``sample_ids``, and more by name.
+        """What each row is, [rows] each, by name. "sample" is a position in ``sample_ids``.
 
         Empty where a row is a sample. From disk it is read when it is used.
         """
