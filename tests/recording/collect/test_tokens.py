@@ -1,0 +1,430 @@
+"""Which tokens of a batch are rows: masks, packed documents, fields, and what is refused."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import CollectError, Recorder, Tokens
+from scio_recorder.reductions import Mean
+from tests.recording.collect.tables import (
+    assert_rows,
+    batches,
+    columns,
+    padded,
+    reader,
+    run_all,
+    seen,
+    tokens,
+)
+
+DATA = batches((3, 8, 1), (4, 4), (2, 5, 5, 1))
+
+
+class Texts(NamedTuple):
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def as_keywords(batch: Any) -> dict[str, Tensor]:
+    return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+
+
+FORMS = {
+    "dict": (dict, None),
+    "other mapping": (UserDict, None),
+    "attributes": (lambda batch: SimpleNamespace(**batch), as_keywords),
+    "named tuple": (lambda batch: Texts(**batch), as_keywords),
+    "pair": (lambda batch: tuple(batch.values()), tuple),
+    "keywords of a pair": (
+        lambda batch: list(batch.values()),
+        lambda batch: {"attention_mask": batch[1], "input_ids": batch[0]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_names_are_looked_up_in_every_form_of_batch(form):
+    make, to_inputs = FORMS[form]
+    rnet = reader("mix")
+    recording = rnet.collect([make(batch) for batch in DATA], rows=Tokens(), to_inputs=to_inputs)
+    values = seen(rnet.net, ["mix"], run_all(rnet.net, DATA))["mix"]
+    assert torch.equal(recording["mix"], tokens(values, DATA))
+    assert_rows(recording, columns(DATA))
+
+
+MASKS = {
+    "name": "real",
+    "function": lambda batch: batch["input_ids"] != 0,
+    "array": lambda batch: (batch["input_ids"] != 0).numpy(),
+    "lists": lambda batch: (batch["input_ids"] != 0).tolist(),
+    "numbers": lambda batch: batch["attention_mask"] * 7,
+    "floats": lambda batch: batch["attention_mask"] * 0.5,
+    "longer": lambda batch: torch.cat([1 - batch["attention_mask"], batch["attention_mask"]], 1),
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+def test_every_form_of_mask(form):
+    rnet = reader("mix")
+    data = [{**batch, "real": batch["attention_mask"].bool()} for batch in DATA]
+    recording = rnet.collect(
+        data,
+        rows=Tokens(mask=MASKS[form]),
+        to_inputs=lambda batch: {"input_ids": batch["input_ids"]},
+    )
+    assert_rows(recording, columns(DATA))
+    values = seen(rnet.net, ["mix"], run_all(rnet.net, DATA))["mix"]
+    assert torch.equal(recording["mix"], tokens(values, DATA))
+
+
+def test_a_mask_in_the_middle():
+    rnet = reader("mix")
+    ids = torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3]])
+    mask = torch.tensor([[False, True, False, True], [True, False, True, True]])
+    recording = rnet.collect([{"input_ids": ids, "attention_mask": mask}], rows=Tokens())
+    wanted = {
+        "sample": [0, 0, 1, 1, 1],
+        "position": [0, 1, 0, 1, 2],
+        "input_ids": [6, 8, 9, 2, 3],
+    }
+    assert_rows(recording, wanted)
+
+
+def test_where_drops_tokens_that_still_count_in_positions():
+    rnet = reader("mix")
+    rows = Tokens(where=lambda batch: batch["input_ids"] % 2 == 0)
+    recording = rnet.collect(DATA, rows=rows)
+    whole = columns(DATA)
+    kept = [place for place, number in enumerate(whole["input_ids"]) if number % 2 == 0]
+    assert 0 < len(kept) < len(whole["sample"])
+    assert_rows(recording, {name: [each[i] for i in kept] for name, each in whole.items()})
+    values = tokens(seen(rnet.net, ["mix"], run_all(rnet.net, DATA))["mix"], DATA)
+    assert torch.equal(recording["mix"], values[kept])
+    # A sample may be left without rows.
+    none = rnet.collect(DATA, rows=Tokens(where=lambda batch: batch["input_ids"] < 0))
+    assert (none.num_rows, none.num_samples, len(none["mix"])) == (0, 9, 0)
+    assert len(none.by_sample("mix")[3]) == 0
+
+
+def test_fields_by_name_and_by_function():
+    rnet = reader("mix")
+    data = [{**b, "weight": b["input_ids"].to(torch.float16) / 8, "text": ["a"]} for b in DATA]
+    rows = Tokens(
+        fields={
+            "weight": "weight",
+            "next": lambda batch: batch["input_ids"].roll(-1, 1).to(torch.int32),
+            "is_even": lambda batch: batch["input_ids"].numpy() % 2 == 0,
+        }
+    )
+    recording = rnet.collect(
+        data, rows=rows, to_inputs=lambda b: (b["input_ids"], b["attention_mask"])
+    )
+    assert list(recording.rows) == ["sample", "position", "weight", "next", "is_even"]
+    found = [recording.rows[name] for name in ("weight", "next", "is_even")]
+    assert [column.dtype for column in found] == [torch.float16, torch.int32, torch.bool]
+    real = [batch["attention_mask"].bool() for batch in data]
+    following = torch.cat([b["input_ids"].roll(-1, 1)[m] for b, m in zip(data, real, strict=True)])
+    assert found[1].tolist() == following.tolist()
+    assert found[0].tolist() == [number / 8 for number in columns(DATA)["input_ids"]]
+    assert found[2].tolist() == [number % 2 == 0 for number in columns(DATA)["input_ids"]]
+    # No fields at all.
+    assert list(rnet.collect(DATA, rows=Tokens(fields=())).rows) == ["sample", "position"]
+
+
+PACKED = torch.tensor(
+    [
+        [4, 4, 4, 9, 9, -1, 2],
+        [7, 8, 7, 8, 8, -1, -1],
+        [-1, -1, -1, -1, -1, -1, -1],
+        [0, 0, 0, 0, 0, 0, 0],
+    ]
+)
+
+
+def packed_rows(segments: Tensor, real: Tensor) -> tuple[list[int], list[int], list[list[int]]]:
+    """Go through packed documents by hand: sample, position and place of each row."""
+    samples, positions, places = [], [], []
+    number = 0
+    for line, own in enumerate(segments.tolist()):
+        for segment in dict.fromkeys(one for one in own if one >= 0):
+            held = [p for p, one in enumerate(own) if one == segment and real[line, p]]
+            samples += [number] * len(held)
+            positions += range(len(held))
+            places += [[line, place] for place in held]
+            number += 1
+    return samples, positions, places
+
+
+@pytest.mark.parametrize("masked", ["no mask", "mask", "4-D mask"])
+def test_each_segment_of_packed_documents_is_a_sample(masked):
+    rnet = reader("mix")
+    ids = padded(7, 7, 7, 7)["input_ids"]
+    real = torch.ones(4, 7, dtype=torch.bool)
+    batch = {"input_ids": ids, "documents": PACKED}
+    if masked == "mask":
+        real[0, 1] = real[3, 6] = False
+        batch["attention_mask"] = real.long()
+    elif masked == "4-D mask":
+        batch["attention_mask"] = torch.ones(4, 1, 7, 7)
+    recording = rnet.collect(
+        [batch, batch],
+        rows=Tokens(segments="documents"),
+        to_inputs=lambda batch: batch["input_ids"],
+        sample_ids=names_of(["abcdef", "ghijkl"]),
+    )
+    samples, positions, places = packed_rows(PACKED, real)
+    line, place = torch.tensor(places).T
+    (values,) = seen(rnet.net, ["mix"], lambda: rnet.net(ids))["mix"]
+    assert torch.equal(recording["mix"], torch.cat([values[line, place]] * 2))
+    wanted = {
+        "sample": samples + [number + 6 for number in samples],
+        "position": positions * 2,
+        "input_ids": ids[line, place].tolist() * 2,
+    }
+    assert_rows(recording, wanted)
+    assert list(recording.sample_ids) == list("abcdefghijkl")
+
+
+def names_of(words: list[str]) -> Any:
+    given = iter(words)
+    return lambda batch: list(next(given))
+
+
+def test_what_the_net_is_given_says_how_many_positions_there_are():
+    class Embedded(nn.Module):
+        def forward(self, noise: Tensor, inputs_embeds: Tensor) -> Tensor:
+            return inputs_embeds * 2
+
+    rnet = Recorder(Embedded().eval(), input_data=[torch.ones(1), torch.ones(2, 3, 4)])
+    rnet.record("0-1")
+    x = torch.randn(2, 5, 4)
+    recording = rnet.collect(
+        [x], rows=Tokens(), to_inputs=lambda batch: {"noise": x, "inputs_embeds": batch}
+    )
+    assert torch.equal(recording["0-1"], (x * 2).flatten(0, 1))
+    # A net that is fed by position alone.
+    plain = Recorder(nn.Linear(4, 3), input_size=(2, 3, 4))
+    plain.record("0-1")
+    assert plain.collect([x], rows=Tokens())["0-1"].shape == (10, 3)
+
+
+def test_scalars_that_go_in_come_out():
+    rnet = Recorder(nn.ReLU(), input_size=(2, 5))
+    rnet.record("0-1")
+    x = torch.randn(2, 5)
+    recording = rnet.collect([x], rows=Tokens(mask=lambda batch: batch > 0))
+    assert torch.equal(recording["0-1"], x[x > 0])
+
+
+# What is refused.
+
+
+def same_error(rnet: Recorder, data: list[Any], match: str, tmp_path: Any, **options: Any) -> None:
+    """See the same error with every store, and that nothing is left of it."""
+    for store in ("host", f"disk:{tmp_path}/run"):
+        with pytest.raises(CollectError, match=match):
+            rnet.collect(data, store=store, **options)
+    # Nothing has changed: the next collection is as if there had been none.
+    recording = rnet.collect([DATA[0]], store="host", rows=Tokens())
+    assert recording.num_rows == 12
+
+
+def changed(number: int, **entries: Any) -> list[dict[str, Any]]:
+    data = [dict(batch) for batch in DATA]
+    data[number].update(entries)
+    return data
+
+
+ADDED = (1 - DATA[2]["attention_mask"]) * -1e9
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "mask of another shape": (
+        changed(1, real=torch.ones(2, 3)),
+        {"mask": lambda batch: batch.get("real", batch["attention_mask"])},
+        r"mask .*\(2, 3\) in batch 1.*\(2, 4\)",
+    ),
+    "mask of more lines": (
+        DATA,
+        {"mask": lambda batch: torch.ones(7, 4)},
+        r"mask .*\(7, 4\) in batch 0.*\(3, 8\)",
+    ),
+    "4-D mask": (
+        changed(1, attention_mask=torch.ones(2, 1, 4, 4)),
+        {},
+        r"mask .*\(2, 1, 4, 4\) in batch 1.*\(2, 4\)",
+    ),
+    "additive mask": (changed(2, attention_mask=ADDED), {}, "mask .*batch 2.*True where"),
+    "mask of NaN": (
+        DATA,
+        {"mask": lambda batch: batch["attention_mask"] * torch.nan},
+        "mask .*batch 0.*True where",
+    ),
+    "missing mask": (DATA, {"mask": "real"}, "mask='real', and batch 0 has no"),
+    "mask that is no tensor": (DATA, {"mask": lambda batch: "yes"}, "mask .* is a str"),
+    "empty sequence": (
+        changed(2, attention_mask=DATA[2]["attention_mask"] * torch.tensor([[1], [1], [0], [1]])),
+        {},
+        "sample 2 of batch 2 is empty",
+    ),
+    "unknown field": (DATA, {"fields": ("weight",)}, "weight.*batch 0 has no"),
+    "field of another shape": (
+        DATA,
+        {"fields": {"last": lambda batch: batch["input_ids"][:, -3:]}},
+        r"field 'last' has shape \(3, 3\) in batch 0.*\(3, 8\)",
+    ),
+    "missing segments": (DATA, {"segments": "documents"}, "segments='documents'"),
+    "segments of another shape": (
+        DATA,
+        {"segments": lambda batch: batch["input_ids"][:, :2]},
+        r"segments .*\(3, 2\) in batch 0.*\(3, 8\)",
+    ),
+    "segments of floats": (
+        DATA,
+        {"segments": lambda batch: batch["input_ids"] * 1.0},
+        "segments .*float32.*integers",
+    ),
+    "where of another shape": (
+        DATA,
+        {"where": lambda batch: torch.ones(3)},
+        r"where .*\(3,\) in batch 0.*\(3, 8\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_of_a_batch(case, tmp_path):
+    data, given, match = REFUSED[case]
+    same_error(
+        reader("mix"),
+        data,
+        match,
+        tmp_path,
+        rows=Tokens(**given),
+        to_inputs=lambda batch: batch["input_ids"],
+    )
+
+
+def test_a_field_that_one_batch_lacks(tmp_path):
+    data = [{**batch, "weight": batch["input_ids"]} for batch in DATA]
+    del data[1]["weight"]
+    same_error(
+        reader("mix"),
+        data,
+        "weight.*batch 1",
+        tmp_path,
+        rows=Tokens(fields=["weight"]),
+        to_inputs=lambda batch: batch["input_ids"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"fields": "input_ids"}, r"fields='input_ids'.*\(\"input_ids\",\)"),
+        ({"fields": {"a": 3}}, "fields has 'a'"),
+        ({"fields": 3}, "fields=3"),
+        ({"fields": ["sample"]}, "'sample', a column that rows have"),
+        ({"mask": 3}, "mask=3"),
+        ({"where": torch.ones(2)}, "where=tensor"),
+    ],
+)
+def test_arguments_that_are_no_names(given, match):
+    with pytest.raises(CollectError, match=match):
+        Tokens(**given)
+
+
+@pytest.mark.parametrize(
+    ("selector", "shown"),
+    [
+        ("pool", r"\(3, 4\), .*\[batch, positions, \.\.\.\].*\(3, 8, \.\.\.\).*transform="),
+        ("maps", r"\(3, 3, 8, 8\), which looks like an attention map.*transform="),
+    ],
+)
+@pytest.mark.parametrize("reduce", [False, True])
+def test_layers_of_other_shapes_are_named(selector, shown, reduce, tmp_path):
+    rnet = reader("mix", selector)
+    options = {"reduce": Mean()} if reduce else {}
+    match = rf"layer .*{selector}.*{shown}"
+    for store in ("host", f"disk:{tmp_path}/run"):
+        with pytest.raises(CollectError, match=match):
+            rnet.collect(DATA, store=store, rows=Tokens(), **options)
+
+
+def test_other_dimensions_that_are_as_long_by_chance():
+    # 6 features, and 4 pooled ones, 3 maps: as many as there are positions.
+    for selector, data in (("pool", padded(4, 4)), ("maps", padded(3, 3))):
+        rnet = reader(selector)
+        with pytest.raises(CollectError, match=f"{selector}.*"):
+            rnet.collect([data], rows=Tokens())
+    # As long at labelling already: nobody can tell.
+    torch.manual_seed(3)
+    rnet = Recorder(reader().net, input_data=torch.ones(2, 4, dtype=torch.long))
+    rnet.record("pool")
+    with pytest.raises(CollectError, match="by chance"):
+        rnet.collect([padded(4, 4)], rows=Tokens())
+    said = rnet.collect(
+        [padded(4, 4)], rows=Tokens(), transform=lambda activation, batch: activation
+    )
+    assert said["pool"].shape == (8,)
+
+
+def test_images_are_no_sequences():
+    rnet = Recorder(nn.Conv2d(3, 5, 3), input_size=(2, 3, 8, 8))
+    rnet.record("0-1")
+    with pytest.raises(CollectError, match=r"layer 0-1.*no sequence.*mask="):
+        rnet.collect([torch.ones(2, 3, 8, 8)], rows=Tokens())
+    # Whoever says what is real says how many positions there are.
+    recording = rnet.collect(
+        [torch.ones(2, 3, 8, 8)],
+        rows=Tokens(mask=lambda batch: torch.ones(2, 36)),
+        transform=lambda activation, batch: activation.flatten(2).mT,
+    )
+    assert recording["0-1"].shape == (72, 5)
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(50, 4)
+        self.decoder = nn.Embedding(50, 4)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        read: Tensor = self.encoder(input_ids).mean(1, keepdim=True)
+        return read + self.decoder(decoder_input_ids)
+
+
+def test_encoder_or_decoder():
+    rnet = Recorder(Pair().eval(), input_data=[torch.ones(2, 3).long()] * 4)
+    first, second = padded(3, 5), padded(4, 2, seed=5)
+    batch = {**first, **{f"decoder_{name}": value for name, value in second.items()}}
+    rnet.record("encoder")
+    with pytest.raises(CollectError, match=r"layer 1-1 encoder.*decoder_attention_mask"):
+        rnet.collect([batch], rows=Tokens())
+    recording = rnet.collect([batch], rows=Tokens(mask="attention_mask"))
+    wanted = tokens(seen(rnet.net, ["encoder"], lambda: rnet.net(**batch))["encoder"], [first])
+    assert torch.equal(recording["encoder"], wanted)
+    assert_rows(recording, columns([first]))
+    rnet.record("decoder")
+    for mask in ("decoder_attention_mask", lambda batch: batch["decoder_attention_mask"]):
+        recording = rnet.collect([batch], rows=Tokens(mask=mask))
+        wanted = tokens(seen(rnet.net, ["decoder"], lambda: rnet.net(**batch))["decoder"], [second])
+        assert torch.equal(recording["decoder"], wanted)
+        assert recording.rows["decoder_input_ids"].tolist() == columns([second])["input_ids"]
+    # Layers of the other half don't have these positions.
+    rnet.record("encoder")
+    with pytest.raises(CollectError, match=r"encoder.*\(2, 5, 4\).*\(2, 4, \.\.\.\)"):
+        rnet.collect([batch], rows=Tokens(mask="decoder_attention_mask"))
