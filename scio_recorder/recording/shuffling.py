@@ -110,7 +110,7 @@ class Order:
 
     def __init__(self, samples: Tensor, run: int, key: str | None) -> None:
         self._key = key
-        chunks = [0, len(samples)]
+        chunks: Sequence[int] = [0, len(samples)]
         if isinstance(samples, DiskTensor):
             chunks = samples.reader.starts
         begins = [torch.arange(a, b, run, device="cpu") for a, b in pairwise(chunks)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -41,17 +41,17 @@ class DiskTensor(Tensor):
 
     Parameters
     ----------
-    reader : RunReader
-        The open recording.
+    reader : RowReader
+        Reads the files of the recording.
     layer : str
         The layer's name in it, or that of a column of rows.
     """
 
-    reader: RunReader
+    reader: RowReader
     layer: str
 
     @staticmethod
-    def __new__(cls, reader: RunReader, layer: str) -> DiskTensor:
+    def __new__(cls, reader: RowReader, layer: str) -> DiskTensor:
         """Make a tensor without memory."""
         spec = reader.table[layer]
         shape = (reader.num_rows, *spec.shape)

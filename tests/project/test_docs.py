@@ -19,6 +19,7 @@ PUBLIC = (
     "scio_recorder.events",
     "scio_recorder.integrations.lightning",
     "scio_recorder.integrations.tensorboard",
+    "scio_recorder.integrations.vllm",
     "scio_recorder.postprocessors",
     "scio_recorder.reductions",
     "scio_recorder.stores",

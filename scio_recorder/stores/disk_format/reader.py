@@ -13,12 +13,12 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
+from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_format.run import SAMPLE, VALUES, Chunk, read_state, scan
-from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile, memory
+from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
 
 
 class KeptBatches(NamedTuple):
@@ -100,7 +100,7 @@ class FileReport(NamedTuple):
     problem: str | None
 
 
-class RunReader:
+class RunReader(RowReader):
     """A recording that is open for reading.
 
     Opening reads the description, the manifests and the header of every chunk; data is read when it
@@ -177,7 +177,6 @@ class RunReader:
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
         self.starts = list(accumulate((chunk.num_rows for chunk in self._chunks), initial=0))
-        self.num_rows = self.starts[-1]
         self._first_samples = self._run.first_samples()
         if verify:
             for report in self.verify():
@@ -199,33 +198,11 @@ class RunReader:
         """Whether anything has been committed."""
         return any(self._run.chunks.values()) or bool(self._run.closed)
 
-    def read(self, layer: str, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop`` of a layer or column, in memory of their own.
-
-        Raises
-        ------
-        LayerNotFoundError, IndexError
-            If the recording has no such layer or no such rows.
-        RecordingError
-            If the data is not what was written.
-        """
-        spec = self._spec(layer)
-        if not 0 <= start <= stop <= self.num_rows:
-            raise IndexError(f"rows {start} to {stop} of {self.num_rows} in {self.path}")
-        data = memory((stop - start) * spec.nbytes)
-        self.read_into(data.numpy(), layer, start)
-        return data.view(spec.dtype).view(stop - start, *spec.shape)
-
-    def read_into(self, out: NDArray[numpy.uint8], layer: str, start: int) -> None:
-        """Fill memory with the bytes of a layer's rows from ``start`` on; see `read`."""
-        row_bytes = self._spec(layer).nbytes
-        stop = start + len(out) // max(1, row_bytes)
-        for number, first, last in self._overlaps(start, stop):
-            begin = self.starts[number]
-            part = out[(first - start) * row_bytes : (last - start) * row_bytes]
-            self._chunks[number].copy_into(part, layer, (first - begin) * row_bytes)
-            if layer == SAMPLE:
-                self._count_on(part.view(numpy.int64), self._chunks[number])
+    def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
+        chunk = self._chunks[number]
+        chunk.copy_into(out, name, start * self._spec(name).nbytes)
+        if name == SAMPLE:
+            self._count_on(out.view(numpy.int64), chunk)
 
     def distrust(self) -> None:
         """Verify all blocks again when they are read next."""
@@ -270,19 +247,6 @@ class RunReader:
         if samples.min() < 0 or samples.max() >= chunk.samples_before + len(chunk.ids):
             raise RecordingError(f"{chunk.path} is damaged: it has rows of samples not there yet")
         samples += self._first_samples[chunk.rank]
-
-    def _spec(self, layer: str) -> TensorSpec:
-        if layer not in self.table:
-            known = ", ".join(map(repr, self.layers)) or "none"
-            raise LayerNotFoundError(f"{self.path} has no layer {layer!r}; it has {known}")
-        return self.table[layer]
-
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        number = bisect_right(self.starts, start) - 1
-        while start < stop:
-            end = min(stop, self.starts[number + 1])
-            yield number, start, end
-            start, number = end, number + 1
 
 
 def _verify(folder: Folder, name: str) -> int:

@@ -1,0 +1,283 @@
+"""Hidden states that vLLM has extracted, read as a recording whose rows are tokens."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, label_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.recording import Recording
+from scio_recorder.stores import Held
+from scio_recorder.stores.calls import Calls, KeptCalls
+from scio_recorder.stores.disk_format.folder import accessing
+from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.disk_format.jsons import checksum, dump
+from scio_recorder.stores.disk_format.row_reader import RowReader
+from scio_recorder.stores.disk_format.run import SAMPLE, row_column
+from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.tensors.digests import digest_of
+
+__all__ = ["open_hidden_states"]
+
+_SUFFIX = ".safetensors"
+_STATES, _TOKENS = "hidden_states", "token_ids"
+_POSITION, _TOKEN = row_column("position"), row_column(_TOKENS)
+# Those in which vLLM keeps hidden states, and token ids.
+_STATE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_TOKEN_DTYPES = {"I32": torch.int32, "I64": torch.int64}
+# From so many rows a folder is recognised.
+_FINGERPRINT_ROWS = 16
+
+
+def open_hidden_states(
+    folder: str | os.PathLike[str], layers: Sequence[str | int | DepthIdx]
+) -> Recording:
+    """Open the files that vLLM's extraction of hidden states has written, one for each request.
+
+    They are those of its ``ExampleHiddenStatesConnector``: ``REQUEST.safetensors`` with
+    ``hidden_states`` [tokens, layers, features] and ``token_ids`` [tokens].
+
+    Parameters
+    ----------
+    folder : str or path-like
+        The connector's ``shared_storage_path``.
+    layers : sequence
+        What to call the entries of the dimension of layers, in its order: a name, a label such as
+        ``"2-7"``, or a number, which becomes the name, such as vLLM's
+        ``eagle_aux_hidden_state_layer_ids``.
+
+    Returns
+    -------
+    Recording
+        A row is a token, and a sample a request, whose id is the name of its file; they are in the
+        order of these names, in which numbers count as numbers. ``rows`` has "sample", "position"
+        and "token_ids". Values are read when they are used. vLLM writes no checksums: data that was
+        damaged without changing a header reads as it is.
+
+    Raises
+    ------
+    RecordingError
+        There are no such files, or one of them is damaged, still being written, or does not fit
+        with the others or with ``layers``.
+    ArgumentError
+        ``layers`` is no sequence of distinct names, labels or numbers.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from safetensors.torch import save_file
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for request, length in enumerate([3, 2]):
+    ...     states, tokens = torch.ones(length, 2, 8), torch.arange(length)
+    ...     file = f"{folder.name}/{request}.safetensors"
+    ...     save_file({"hidden_states": states, "token_ids": tokens}, file)
+    >>> recording = open_hidden_states(folder.name, ["model.layers.3", "model.layers.9"])
+    >>> recording
+    <Recording of 2 samples, 5 rows: 1-1, 1-2>
+    >>> recording["model.layers.9"].shape, recording.rows["token_ids"][:]
+    (torch.Size([5, 8]), tensor([0, 1, 2, 0, 1]))
+    >>> folder.cleanup()
+    """
+    architecture = _architecture(layers)
+    reader = _HiddenStates(os.fspath(folder), len(architecture))
+    ids = SampleIds()
+    ids.add(to_ids(reader.requests))
+    with torch.inference_mode(False):
+        held = Held(
+            {label: DiskTensor(reader, str(at)) for at, label in enumerate(architecture)},
+            ids,
+            Calls(KeptCalls(), architecture, ()),
+            path=reader.path,
+            store="disk",
+            rows={name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)},
+            num_rows=reader.num_rows,
+        )
+    settings = {"rows": {"kind": "Tokens", "made_by": "vLLM"}}
+    return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
+
+
+class _Kind(NamedTuple):
+    """What all files of a folder have in common."""
+
+    layers: int
+    features: int
+    dtype: torch.dtype
+    token_dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers of {self.features} features, {self.dtype}, and token ids, "
+            f"{self.token_dtype}"
+        )
+
+
+class _HiddenStates(RowReader):
+    """The files of a folder, one after the other: layers are named by their numbers."""
+
+    def __init__(self, path: str, num_layers: int) -> None:
+        self.path = path
+        self.requests = _requests(path)
+        lengths, kinds = zip(*(self._look(name) for name in self.requests), strict=True)
+        kind: _Kind = kinds[0]
+        for name, other in zip(self.requests, kinds, strict=True):
+            if other != kind:
+                raise RecordingError(
+                    f"{self._path_of(name)} holds {other}, and {self.requests[0]}{_SUFFIX} {kind}: "
+                    "keep what different nets gave in folders of their own"
+                )
+        if kind.layers != num_layers:
+            raise RecordingError(
+                f"the files in {path} hold {kind.layers} layers, and layers= names {num_layers}: "
+                "name each of them"
+            )
+        self.starts = list(accumulate(lengths, initial=0))
+        self.table = {
+            **dict.fromkeys(map(str, range(num_layers)), TensorSpec((kind.features,), kind.dtype)),
+            **dict.fromkeys((SAMPLE, _POSITION), TensorSpec((), torch.int64)),
+            _TOKEN: TensorSpec((), kind.token_dtype),
+        }
+
+    def _look(self, request: str) -> tuple[int, _Kind]:
+        """Return how many tokens a file has, and what it holds of each."""
+        path = self._path_of(request)
+        with _opened(path) as file:
+            found = sorted(file.keys())
+            if not {_STATES, _TOKENS} <= set(found):
+                raise RecordingError(
+                    f"{path} holds {', '.join(found) or 'nothing'}, not {_STATES} and {_TOKENS}: "
+                    "it is no file of vLLM's extraction of hidden states"
+                )
+            states, tokens = file.get_slice(_STATES), file.get_slice(_TOKENS)
+            shape, length = states.get_shape(), tokens.get_shape()
+            dtypes = _STATE_DTYPES.get(states.get_dtype()), _TOKEN_DTYPES.get(tokens.get_dtype())
+        if len(shape) != 3 or length != shape[:1]:
+            raise RecordingError(
+                f"{path}: {_STATES} {shape} must be [tokens, layers, features], and {_TOKENS} "
+                f"{length} one for each token"
+            )
+        if dtypes[0] is None or dtypes[1] is None:
+            raise RecordingError(f"{path} holds numbers of types that vLLM does not write there")
+        return shape[0], _Kind(shape[1], shape[2], dtypes[0], dtypes[1])
+
+    def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
+        spec = self.table[name]
+        stop = start + len(out) // max(1, spec.nbytes)
+        to = torch.from_numpy(out).view(spec.dtype).view(stop - start, *spec.shape)
+        if name in (SAMPLE, _POSITION):
+            counted = torch.arange(start, stop, device="cpu")
+            to.copy_(counted if name == _POSITION else torch.full_like(counted, number))
+            return
+        with _opened(self._path_of(self.requests[number])) as file:
+            if name == _TOKEN:
+                found = file.get_slice(_TOKENS)[start:stop]
+            else:
+                # Of what is mapped into memory, no more than this layer's is touched.
+                found = file.get_slice(_STATES)[start:stop, int(name)]
+            if (found.shape, found.dtype) != (to.shape, to.dtype):
+                raise RecordingError(f"{self.path} has other files than when it was opened")
+            to.copy_(found)
+
+    def distrust(self) -> None:
+        """There are no checksums to compare with."""
+
+    def fingerprint(self) -> str:
+        """Return what tells these rows from others: names, lengths, and some of them."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        some = torch.linspace(0, max(0, self.num_rows - 1), _FINGERPRINT_ROWS, device="cpu")
+        rows = some.round().long().tolist() if self.num_rows else []
+        contents = [
+            digest_of(torch.cat([self.read(name, row, row + 1) for row in rows])) if rows else ""
+            for name in self.table
+        ]
+        return checksum(dump([self.requests, list(self.starts), contents]))
+
+    def _path_of(self, request: str) -> str:
+        return os.path.join(self.path, request + _SUFFIX)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    try:
+        with accessing(path), safe_open(path, "pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise RecordingError(f"{path} is damaged: {error}") from error
+
+
+def _requests(path: str) -> list[str]:
+    """Return the names of requests, numbers in them as numbers; none may be under way."""
+    with accessing(path):
+        files = sorted(os.listdir(path), key=_naturally)
+    requests = [name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX)]
+    if not requests:
+        raise RecordingError(
+            f"{path} holds no hidden states of vLLM: there is no {_SUFFIX} file, compressed ones "
+            "have to be decompressed first"
+        )
+    for name in files:
+        if name.endswith(f"{_SUFFIX}.lock") and _is_locked(os.path.join(path, name)):
+            raise RecordingError(
+                f"{path}/{name} is locked: vLLM is at work on this request. Wait until it is done"
+            )
+    return requests
+
+
+def _naturally(name: str) -> list[str | int]:
+    parts = re.split(r"(\d+)", name.removesuffix(_SUFFIX), flags=re.ASCII)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
+
+
+def _is_locked(path: str) -> bool:
+    # vLLM locks the file beside that of a request until it is whole.
+    with accessing(path), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
+    """Return layers of these names or labels, side by side."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentError(f"layers={given!r}: give a list of names, labels or numbers")
+    layers = []
+    for place, key in enumerate(given):
+        label = label_of(key)
+        if label is None and (isinstance(key, bool) or not isinstance(key, str | int)):
+            raise ArgumentError(f"layers= has {key!r}: give names, labels such as 1-3, or numbers")
+        name = str(key) if label is None else str(label)
+        layers.append(
+            Layer(
+                label=label or Label((1, place + 1)),
+                name=name,
+                module=None,
+                type_name="HiddenStates",
+                call=0,
+                input_shape=None,
+                num_params=0,
+                executed=True,
+                completion=place,
+                output_spec=None,
+            )
+        )
+    names = {layer.name: (layer.label,) for layer in layers}
+    if not layers or len(names) < len(layers) or len({one.label for one in layers}) < len(layers):
+        raise ArgumentError(f"layers={given!r}: give each layer a name or a label of its own")
+    return Architecture(layers, names)
