@@ -102,3 +102,16 @@ def whole_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def rows_of(text: str) -> Any:
+    """Return what a row is, by a word or as what ``MODULE:NAME`` makes."""
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder import Nodes, Tokens
+
+    known = {"tokens": Tokens, "nodes": Nodes}
+    if text in known:
+        return known[text]()
+    if ":" not in text:
+        raise UsageError(f"--rows {text!r}: write tokens, nodes, or MODULE:NAME for Tokens(...)")
+    return made(text)

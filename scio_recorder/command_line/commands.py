@@ -25,6 +25,7 @@ from scio_recorder.command_line.arguments import (
     dtype_of,
     kind_of,
     made,
+    rows_of,
     said,
     size,
     whole_from,
@@ -163,6 +164,11 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
     )
+    add(
+        "--rows",
+        metavar="ROWS",
+        help="what a row is: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...) (samples)",
+    )
     add("--out", required=True, metavar="PATH", help="the folder to write")
     add("--every", type=number, default=1, help="take every n-th batch (1)")
     add("--max-batches", type=number, help="stop after so many batches taken")
@@ -202,10 +208,12 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
     batches = made(parsed.data)
+    rows = None if parsed.rows is None else rows_of(parsed.rows)
     try:
         recording = rnet.collect(
             batches,
             store=f"disk:{parsed.out}",
+            rows=rows,
             every=parsed.every,
             max_batches=parsed.max_batches,
             dtype=parsed.keep_dtype,

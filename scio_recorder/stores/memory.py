@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,12 +220,20 @@ class AutoWriter(MemoryWriter):
             self._known[key] = num_samples * spec.nbytes
             if self._guess is None:
                 architecture, stored = self._job.architecture, self._job.stored
-                self._guess = make_plan(architecture, stored, num_samples, first.device)
+                dims = self._row_dims(architecture[key].output_spec, spec)
+                self._guess = make_plan(architecture, stored, num_samples, first.device, dims)
                 if "device" in self._guess.stores:
                     self._store = Device()
             if isinstance(self._store, Host):
                 self._check(self._guess)
         return super().column(key, spec, first)
+
+    def _row_dims(self, labelled: Any, spec: TensorSpec) -> int | None:
+        """Return how many dimensions of a layer count rows, which columns are kept of before."""
+        if not any(isinstance(key, str) for key in self._columns):
+            return None
+        ndim = len(labelled.shape) if isinstance(labelled, TensorSpec) else 0
+        return max(1, ndim - len(spec.shape))
 
     def _check(self, guess: Plan) -> None:
         """Raise where already the layers that were seen don't fit."""

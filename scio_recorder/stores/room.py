@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ class Plan:
         What is free on the "device" (if that is a GPU), in "host" memory and on the "disk".
     names : mapping of (int, int) to str
         How layers are shown.
+    unit : str, default "samples"
+        What is counted.
 
     Examples
     --------
@@ -51,6 +54,7 @@ class Plan:
     num_bytes: Mapping[DepthIdx, int]
     free_bytes: Mapping[str, int]
     names: Mapping[DepthIdx, str]
+    unit: str = "samples"
 
     @property
     def total_bytes(self) -> int:
@@ -67,7 +71,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.num_samples} samples take {decimal(self.total_bytes)}"]
+        lines = [f"{self.num_samples} {self.unit} take {decimal(self.total_bytes)}"]
         lines += [f"  {self.names[k]}: {decimal(n)}" for k, n in self.num_bytes.items()]
         for store, free in self.free_bytes.items():
             verdict = "enough" if store in self.stores else "not enough"
@@ -80,6 +84,7 @@ def make_plan(
     labels: Sequence[DepthIdx],
     num_samples: int,
     device: torch.device,
+    row_dims: int | None = None,
 ) -> Plan:
     """Return the plan for layers, by what a sample of each took at labelling.
 
@@ -93,6 +98,8 @@ def make_plan(
         How many samples there will be.
     device : torch.device
         Where the net is, of which the free memory counts.
+    row_dims : int, optional
+        Where rows are counted in place of samples: how many of the leading dimensions count them.
 
     Returns
     -------
@@ -114,14 +121,14 @@ def make_plan(
 
     def add(label: DepthIdx, spec: TensorSpec | None) -> None:
         if spec is not None:
-            is_batch = bool(spec.shape) and spec.shape[0] > 0
-            sample_bytes = spec.nbytes // (spec.shape[0] if is_batch else 1)
-            num_bytes[label] += sample_bytes * num_samples
+            rows = math.prod(spec.shape[: 1 if row_dims is None else row_dims])
+            num_bytes[label] += spec.nbytes // max(1, rows) * num_samples
 
     for label in labels:
         map_leaves(partial(add, label), architecture[label].output_spec)
     names = {label: str(architecture[label]) for label in labels}
-    return Plan(num_samples, num_bytes, free, names)
+    unit = "samples" if row_dims is None else "rows"
+    return Plan(num_samples, num_bytes, free, names, unit)
 
 
 def _free_host_bytes() -> int:

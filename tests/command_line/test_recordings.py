@@ -29,6 +29,22 @@ def failing():
     raise OSError("the share is gone")
 def empty_handed():
     yield 1 / 0
+from scio_recorder import Tokens
+def padded():
+    for length in (3, 2):
+        x = torch.randn(2, length, 4)
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[1, -1] = False
+        yield {"input": x, "mask": mask, "word": torch.full((2, length), length)}
+class Inputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, input, mask=None, word=None):
+        return self.layer(input)
+words_net = Inputs()
+def words():
+    return Tokens(mask="mask", fields=("word",))
 """
 COMMAND = ["collect", "collect_nets:net", "--input-size", "1,4", "--data", "collect_nets:loader"]
 
@@ -64,6 +80,39 @@ def test_collect_inspect_verify(capsys):
     assert row.split()[-2:] == ["0", "0"]
     assert main(["verify", "run"]) == 0
     assert "every checksum is right; complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "count"),
+    [
+        ("tokens", "sample, position", 10),
+        ("collect_nets:words", "sample, position, word", 8),
+        ("collect_nets:Tokens", "sample, position", 10),
+    ],
+)
+def test_rows_of_tokens(rows, known, count, capsys):
+    command = ["collect", "collect_nets:words_net", "--input-size", "1,3,4", "--layers", "layer"]
+    command += ["--data", "collect_nets:padded", "--out", "run", "--rows", rows]
+    assert main(command) == 0
+    assert main(["inspect", "run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"4 samples, {count} rows ({known}), complete" in shown
+    recording = open_recording("run")
+    assert recording["layer"].shape == (count, 3)
+    # Whatever rows are must agree when a recording is gone on with.
+    other = [*command[:-1], "collect_nets:words" if rows == "tokens" else "tokens", "--resume"]
+    assert main([*command, "--resume"]) == 0
+    if rows != "collect_nets:Tokens":
+        assert main(other) == 2
+        assert "other settings: rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["token", "collect_nets:nothing", "collect_nets:loader"])
+def test_rows_that_are_none(rows, capsys):
+    assert main([*COMMAND, "--layers", "0", "--out", "run", "--rows", rows]) == 2
+    error = capsys.readouterr().err
+    assert rows in error or "rows=" in error
+    assert not Path("run").exists()
 
 
 def test_thinned_and_rounded(capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import CollectError, Recorder
+from scio_recorder import CollectError, Recorder, Tokens
 from scio_recorder.stores import buffers
 from scio_recorder.stores import room as planning
 from tests.recording.nets import Pair, assert_same, batches, expected, recorder
@@ -42,6 +42,20 @@ def test_auto_raises_with_the_plan_where_there_is_no_room(monkeypatch):
     assert rnet.collect(data, transform=lambda t, batch: t[:, :1])["0"].shape == (12, 1)
     assert_same(rnet.collect(data, store="host"), expected(rnet, data))
     assert_same(rnet.collect(iter(data)), expected(rnet, data))
+
+
+def test_auto_plans_for_rows_where_there_are_some(monkeypatch):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    rnet = Recorder(net, input_size=(2, 5, 4))
+    rnet.record("0", "1")
+    # Six tokens a batch, which have 6 and 3 numbers; labelled with ten.
+    data = [{"input": torch.randn(2, 3, 4)}] * 2
+    monkeypatch.setattr(planning, "_free_host_bytes", lambda: 12 * 24)
+    with pytest.raises(CollectError) as caught:
+        rnet.collect(data, rows=Tokens())
+    assert "12 rows take 432 bytes" in str(caught.value)
+    monkeypatch.setattr(planning, "_free_host_bytes", lambda: 12 * 100)
+    assert rnet.collect(data, rows=Tokens())["1"].shape == (12, 3)
 
 
 class Claiming:
