@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording.collect.block import CollectedPasses
     from scio_recorder.recording.collect.options import Reduce, Transforms
+    from scio_recorder.recording.collect.rows import Rows
     from scio_recorder.stores import Store
 
 
@@ -95,6 +96,7 @@ class Watching(Reading):
         max_batches: int | None = None,
         sample_ids: Callable[[Any], Any] | None = None,
         dtype: torch.dtype | None = None,
+        rows: Rows | None = None,
         activation_postproc: Postprocessors | None = None,
         progress: bool = False,
         resume: bool = False,
@@ -116,7 +118,12 @@ class Watching(Reading):
         max_batches : int, optional
             Take no more than so many passes.
         sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice.
+            ``batch ->`` integers or strings, one for each sample, none twice; asked of passes that
+            begin samples.
+        rows : Tokens or Nodes, optional
+            As in :meth:`collect`. A pass that is given a cache with something in it goes on with
+            the samples of the pass before, as in ``generate``: ``recording.rows["step"]`` counts
+            the passes of a sample, and ``recording.by_sample`` joins prompt and continuation.
         activation_postproc : callable, list or mapping, optional
             As in :meth:`watch`. Layers are collected as they returned, before it acts.
         progress : bool, default False
@@ -171,11 +178,11 @@ class Watching(Reading):
             self._net,
             # An iterator, as nobody knows how many passes there will be.
             Feed(iter(()), every, max_batches, None, sample_ids),
-            Options(self._capture, reduce, transform, dtype),
+            Options(self._capture, reduce, transform, dtype, rows),
             store,
             activation_postproc,
             resume,
-            outlives_failures=True,
+            is_of_others=True,
         )
         collected = CollectedPasses(collection)
         with (

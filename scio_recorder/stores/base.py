@@ -90,6 +90,8 @@ class StoreWriter(abc.ABC):
         self.calls = KeptCalls()
         # Whether what was found already holds everything, and what was committed last with it.
         self.is_complete = False
+        # Where rows are counted apart from samples, how many were found.
+        self.num_found_rows = 0
         self.state: State | None = None
 
     @abc.abstractmethod

@@ -279,6 +279,7 @@ class DiskWriter(StoreWriter):
             self._check_same(reader)
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete
+            self.num_found_rows = 0 if reader.rows is None else reader.num_rows
             self._found = reader.table
             if is_joining:
                 return

@@ -312,6 +312,30 @@ def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     return leaves, lambda new: _pytree.tree_unflatten(new, structure)
 
 
+# -- libraries that call a network -----------------------------------------------------------------
+
+
+@checked("GenerationMixin.generate", "rows= around generate", examples.finds_generation)
+def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
+    """Return how the caller is made to generate, and how many sequences for each prompt.
+
+    None where it does not run inside that function of transformers. What is generated for one
+    prompt looks like several prompts to the network: only the configuration says which it is.
+    """
+    code, frame = inspect.unwrap(generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    held = frame.f_locals
+    try:
+        config = held["generation_config"]
+        mode = config.get_generation_mode(held["assistant_model"])
+        return str(getattr(mode, "value", mode)), config.num_return_sequences or 1
+    except (KeyError, AttributeError) as error:
+        raise unsupported("rows= around generate", "GenerationMixin.generate") from error
+
+
 # -- tensors that are more, or less, than numbers --------------------------------------------------
 
 

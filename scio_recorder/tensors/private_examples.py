@@ -195,6 +195,19 @@ def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
     return bool(call_of(module)(1) == 2)
 
 
+def finds_generation(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
+    class Config:
+        num_return_sequences = 2
+
+        def get_generation_mode(self, assistant_model: Any) -> str:
+            return f"by {assistant_model}"
+
+    def generate(generation_config: Any, assistant_model: Any) -> Any:
+        return generation_in(generate)
+
+    return generate(Config(), "one") == ("by one", 2) and generation_in(generate) is None
+
+
 def has_shape_only(make: Callable[..., Tensor]) -> bool:
     class Wrapper(Tensor):
         __torch_dispatch__ = nothing  # type: ignore[assignment]  # is never called

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,8 @@ class BatchRows:
     columns : mapping
         Names -> [rows], what is known of each row: "sample" (counted from 0 in the batch),
         "position" and so on. Empty where a row is a sample.
+    lengths : torch.Tensor
+        How many lines of each sample are real, kept or not.
     labelled : tuple of int or None
         How long the leading dimensions were when the net was labelled, where that is known.
     are_scalars_doubtful : bool
@@ -44,6 +47,7 @@ class BatchRows:
     num_samples: int
     index: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    lengths: Tensor = field(default_factory=partial(torch.empty, 0))
     labelled: tuple[int, ...] | None = None
     are_scalars_doubtful: bool = False
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)

@@ -106,19 +106,15 @@ class CollectedPasses:
             except BaseException:
                 collection.drop()
                 raise
-            added = collection.end()
+            self._advance(*collection.end(output))
             self._number += 1
-            self._advance(added, added * collection.sample_bytes)
         return output
 
     def _take(self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None) -> Any:
         collection = self._collection
         capture, batch = collection.capture, inputs.named(collection.net)
         options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
-        if not collection.feed.is_taken(self._number):
-            output = capture.run(call, *inputs, **options)
-            collection.pass_over(batch)
-            return output
-        if collection.is_complete or not collection.begin(batch, Inputs((), batch)):
-            return capture.run(call, *inputs, **options)
-        return collection.take(call, inputs, **options)
+        is_taken = collection.feed.is_taken(self._number) and not collection.is_complete
+        if collection.begin(batch, Inputs((), batch), is_taken=is_taken):
+            return collection.take(call, inputs, **options)
+        return capture.run(call, *inputs, **options)

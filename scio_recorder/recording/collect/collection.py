@@ -16,6 +16,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.continuing import Continuing
 from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
@@ -56,9 +57,9 @@ class Collection:
         As ``collect`` is given it.
     resume : bool
         Whether to go on with what the store holds.
-    outlives_failures : bool, default False
-        Whether there may be other passes after one that fails. Reductions then take in a pass when
-        it has ended, from copies.
+    is_of_others : bool, default False
+        Whether others run the passes: one may go on with the samples of another, and there may be
+        more after one that fails. Reductions take in a pass when it has ended, from copies.
     """
 
     capture: Capture
@@ -68,7 +69,7 @@ class Collection:
     store: str | Store | None
     activation_postproc: Postprocessors | None
     resume: bool
-    outlives_failures: bool = False
+    is_of_others: bool = False
 
     def open(self) -> None:
         """Open the store, and say what takes in each layer."""
@@ -96,17 +97,13 @@ class Collection:
         )
         self._writer = store.open(job)
         self._num_durable = len(self._writer.sample_ids)
+        self._num_durable_rows = self._writer.num_found_rows
         self._prepare()
 
     @property
     def is_complete(self) -> bool:
         """Whether the store held all samples when it was opened."""
         return self._writer.is_complete
-
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes that are kept of one sample, as far as layers have run."""
-        return sum(intake.sample_bytes for intake in self._storing.values())
 
     def _check(self, store: Store) -> None:
         if self.store is None and self.options.stored:
@@ -131,9 +128,13 @@ class Collection:
         """Say what takes in each layer, in the state in which a collection was left."""
         options = self.options
         self._current = CurrentBatch()
-        # Samples of all batches so far, and those of taken batches among them.
-        self._seen, self._kept = 0, 0
+        # Samples of all batches so far, and those of taken batches among them, with their rows.
+        self._seen, self._kept, self._kept_rows = 0, 0, 0
+        # Of the batch that is under way: its ids, and whether, and as how many rows, it is taken.
         self._ids: Ids = ()
+        self._is_taken, self._num_rows = True, 0
+        self._row_bytes = 0
+        self._continuing = Continuing() if self.is_of_others and options.rows else None
         self._row_columns = RowColumns(self._writer)
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
@@ -143,7 +144,7 @@ class Collection:
             if label in options.reductions:
                 given = options.reductions[label]
                 several = given if isinstance(given, list) else [given]
-                reducing = ReducingIntake(*shared, several, waits=self.outlives_failures)
+                reducing = ReducingIntake(*shared, several, waits=self.is_of_others)
                 self._reducing.append(reducing)
                 receive = reducing.receive
             else:
@@ -164,40 +165,52 @@ class Collection:
         """Whether there is no pass that counts, of this time or before."""
         return len(self._writer.sample_ids) == 0
 
-    def pass_over(self, batch: Any) -> None:
-        """Leave a batch out: only its samples are counted."""
-        # Ids that are given need no running index, and batches no look.
-        if self.feed.sample_ids is None:
-            self._seen += len(self._look_at(batch, self.feed.inputs(batch))[0])
-
-    def begin(self, batch: Any, inputs: Inputs) -> bool:
-        """Go on to a batch, and return whether it is to be taken: not all of it is durable."""
+    def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
+        """Go on to a batch, and return whether it is to be taken, and not durable already."""
         if not self.is_trusted:
             raise CollectError(
                 "a pass has failed while reductions took it in, and they hold a part of it: leave "
                 "the block, and collect again from the beginning or by resume=True"
             )
-        self._ids = ()
-        self._ids, rows = self._look_at(batch, inputs)
-        ids, kept = self._ids, self._kept
+        self._ids, skip, is_durable = (), 0, False
+        rows = self._rows_of(batch, inputs, is_taken)
+        self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
+        # Ids that are given need no running index, and samples that go on have theirs.
+        is_counted = self._is_taken or self.feed.sample_ids is None
+        if is_counted and (rows is None or rows.num_samples):
+            number = None if rows is None else rows.num_samples
+            self._ids = self.feed.ids(batch, inputs, self._seen, number)
+            if self._is_taken:
+                skip = self._num_to_skip(self._ids)
+                is_durable = 0 < skip == len(self._ids)
+        rows = rows or BatchRows.of_samples(len(self._ids))
+        self._num_rows = rows.num_rows
+        if not rows.num_samples:
+            # It goes on with samples that are durable, and is so where its rows are.
+            is_durable = 0 < self._num_rows <= self._num_durable_rows - self._kept_rows
+        self._current.begin(batch, rows, skip, self._writer.start)
+        return self._is_taken and not is_durable
+
+    def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
+        """Return the rows of a batch, None where they are its samples."""
+        options = self.options
+        if options.rows is None:
+            return None
+        root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
+        named, number = inputs.named(self.net), self.feed.number
+        source = Source(self.net, batch, named, number, str(first), root.input_shape)
+        if self._continuing is None:
+            return options.rows.of(source)
+        return self._continuing.rows(options.rows, source, self._kept, is_taken=is_taken)
+
+    def _num_to_skip(self, ids: Ids) -> int:
+        """Return how many samples at the beginning of a batch are durable already."""
+        kept = self._kept
         skip = min(max(0, self._num_durable - kept), len(ids))
         if skip:
             self._check_boundary(skip, len(ids))
             _check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
-        self._current.begin(batch, rows, skip, self._writer.start)
-        return not 0 < skip == len(ids)
-
-    def _look_at(self, batch: Any, inputs: Inputs) -> tuple[Ids, BatchRows]:
-        """Return the ids of the samples of a batch, and its rows."""
-        options = self.options
-        if options.rows is None:
-            ids = self.feed.ids(batch, inputs, self._seen)
-            return ids, BatchRows.of_samples(len(ids))
-        root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
-        named, number = inputs.named(self.net), self.feed.number
-        source = Source(self.net, batch, named, number, str(first), root.input_shape)
-        rows = options.rows.of(source)
-        return self.feed.ids(batch, inputs, self._seen, rows.num_samples), rows
+        return skip
 
     def take(self, call: Callable[..., Any], inputs: Inputs, **options: Any) -> Any:
         """Run the pass of the batch, and commit its samples but for those that are durable.
@@ -226,7 +239,7 @@ class Collection:
         """Count the pass, which has ended well."""
         current = self._current
         try:
-            for intake in self._reducing if self.outlives_failures else ():
+            for intake in self._reducing if self.is_of_others else ():
                 intake.settle()
         except BaseException:
             self._is_tainted = current.is_reduced
@@ -250,23 +263,38 @@ class Collection:
         self._current.batch = None
         for intake in self._reducing:
             intake.drop()
+        if self._continuing is not None:
+            self._continuing.drop()
         self.feed.forget(self._ids)
         self._ids = ()
 
-    def end(self) -> int:
-        """Count the batch, and return how many of its samples were not durable before."""
+    def end(self, output: Any = None) -> tuple[int, int]:
+        """Count the batch; return how many samples, and bytes, were not durable before.
+
+        Parameters
+        ----------
+        output : any
+            What the network returned, where others run the pass.
+        """
         self._current.batch = None
         ids, self._ids = self._ids, ()
         self._seen += len(ids)
+        if self._continuing is not None:
+            self._continuing.settle(output)
+        if not self._is_taken:
+            return 0, 0
         self._kept += len(ids)
-        return max(0, len(ids) - self._current.skip)
+        self._kept_rows += self._num_rows
+        # All layers have run by then, and no two passes differ in this.
+        self._row_bytes = self._row_bytes or sum(i.sample_bytes for i in self._storing.values())
+        return len(ids) - self._current.skip, self._current.num_rows * self._row_bytes
 
     def check_end(self) -> None:
-        """Refuse the end of the data before all samples have come that are durable."""
-        if self._kept < self._num_durable:
+        """Refuse the end of the data before all has come that is durable."""
+        if self._kept < self._num_durable or self._kept_rows < self._num_durable_rows:
             raise CollectError(
                 f"the recording holds {self._num_durable} samples already and {self._kept} came "
-                "now: resume with the same loader, or the same passes"
+                "now, or fewer rows of them: resume with the same loader, or the same passes"
             )
 
     def _check_boundary(self, skip: int, rows: int) -> None:

@@ -39,21 +39,19 @@ def _run_batches(collection: Collection, stop_early: bool, progress: bool) -> No
     """Run the net on all batches, past the samples that are durable already, in order."""
     net, feed, posts = collection.net, collection.feed, collection.posts
     is_empty, is_advised = True, feed.to_inputs is not None
-    sample_bytes = 0
     with progress_bar("collecting", feed.num_batches, is_wanted=progress) as advance:
         for batch, is_taken in feed:
             is_empty = False
-            if not is_taken:
-                collection.pass_over(batch)
+            if not is_taken and feed.sample_ids is not None:
+                # Ids that are given need no running index.
                 continue
             is_advised = is_advised or advise_second_element(net, batch, stacklevel=5)
             inputs = feed.inputs(batch)
-            if collection.begin(batch, inputs):
+            if collection.begin(batch, inputs, is_taken=is_taken):
                 collection.take(net, inputs, given=posts, records_outputs=False, stop=stop_early)
             added = collection.end()
-            # All layers have run by then, and no two passes differ in this.
-            sample_bytes = sample_bytes or collection.sample_bytes
-            advance(added, added * sample_bytes)
+            if is_taken:
+                advance(*added)
     if is_empty:
         raise CollectError("batches is empty: it gave no batch to run the net on")
     collection.check_end()

@@ -49,6 +49,11 @@ class Source:
     layer: str
     labelled: Any = None
 
+    @property
+    def is_part(self) -> bool:
+        """Whether others may bring more of the same samples."""
+        return False
+
     def find(self, name: str) -> Any:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
         if isinstance(self.batch, Mapping) and name in self.batch:
@@ -185,7 +190,7 @@ class Rows(abc.ABC):
         index = (owners >= 0).nonzero().squeeze(1)
         sample = owners[index]
         lengths = torch.bincount(sample, minlength=num_samples)
-        if not bool(lengths.all()):
+        if not (source.is_part or bool(lengths.all())):
             raise CollectError(
                 f"sample {int((lengths == 0).nonzero()[0])} of batch {source.number} is empty: no "
                 f"row of its {dims[-1]} is real; leave such samples out of the batches"
@@ -208,7 +213,7 @@ class Rows(abc.ABC):
                 )
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
-        return BatchRows(dims, shape, num_samples, None if is_all else index, columns)
+        return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
 
 
 def _text(value: Any) -> str | None:

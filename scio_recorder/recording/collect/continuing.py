@@ -1,0 +1,288 @@
+"""Passes that go on with the samples of a pass before, as those of ``generate`` do.
+
+NOTE [Which pass goes on with which]
+
+A pass that is given a cache with something in it goes on: its positions are the next ones of the
+same samples. The cache itself, the same object from pass to pass, says with which. Where each pass
+makes another one, it is the pass before, on the same thread. Either way there have to be as many
+lines as then, and the cache has to be as long as all positions that ran. Anything else (beams,
+candidates that are taken back, a cache that somebody else has filled) would put rows under samples
+that they are not of, and is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.rows import Rows, Source
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import tensors
+
+# Arguments of forward under which libraries hand over what earlier passes have left.
+_CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems")
+_WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as they come"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a pass is given of earlier ones.
+
+    Parameters
+    ----------
+    cache : any
+        What holds it, None for nothing.
+    length : int or None
+        How many positions it has, None where it does not say.
+    """
+
+    cache: Any = None
+    length: int | None = 0
+
+
+@dataclass
+class Sequences:
+    """Samples that a pass has begun, and others may go on with.
+
+    Parameters
+    ----------
+    first : int
+        The place of the first among all samples.
+    lengths : torch.Tensor
+        How many real positions each has so far.
+    num_positions : int
+        How many positions ran so far, padding included.
+    step : int
+        How many passes.
+    is_taken : bool
+        Whether their rows are collected.
+    """
+
+    first: int
+    lengths: Tensor
+    num_positions: int = 0
+    step: int = 0
+    is_taken: bool = True
+
+
+class _Latest(threading.local):
+    sequences: Sequences | None = None
+
+
+class Continuing:
+    """Tells passes that go on from those that begin, and counts on; see the NOTE."""
+
+    def __init__(self) -> None:
+        self._latest = _Latest()
+        self._by_cache: list[tuple[weakref.ref[Any], Sequences]] = []
+        # Of the pass that is under way: what it becomes part of, and its share.
+        self._pending: tuple[Past, Sequences, BatchRows] | None = None
+
+    def rows(self, kind: Rows, source: Source, first: int, *, is_taken: bool) -> BatchRows:
+        """Return the rows of a pass that is about to run; without samples where it goes on.
+
+        Parameters
+        ----------
+        kind : Rows
+            What a row is.
+        source : Source
+            The pass.
+        first : int
+            How many samples there are before it.
+        is_taken : bool
+            Whether its rows are collected, if it begins samples.
+        """
+        past = _past_of(source.arguments)
+        going_on = self._find(past)
+        if going_on is None:
+            _refuse_several()
+        found = kind.of(_PassSource(**vars(source), past=past))
+        if going_on is not None:
+            _check_goes_on(going_on, past, found)
+        lengths = torch.zeros(found.num_samples, dtype=torch.int64)
+        now = going_on or Sequences(first, lengths, is_taken=is_taken)
+        self._pending = past, now, found
+        sample, position = found.columns["sample"], found.columns["position"]
+        own = {
+            "sample": sample + (now.first - first),
+            "position": position + now.lengths[sample],
+            "step": torch.full_like(sample, now.step),
+        }
+        number = found.num_samples if going_on is None else 0
+        return replace(found, num_samples=number, columns={**own, **_fields(found)})
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the rows of the pass that is under way are collected."""
+        return self._pending is None or self._pending[1].is_taken
+
+    def settle(self, output: Any) -> None:
+        """Count the pass, which has ended well.
+
+        Parameters
+        ----------
+        output : any
+            What the network returned: there may be a cache in it that it made itself.
+        """
+        if self._pending is None:
+            return
+        (past, sequences, found), self._pending = self._pending, None
+        sequences.lengths = sequences.lengths + found.lengths
+        sequences.num_positions += found.shape[-1]
+        sequences.step += 1
+        self._latest.sequences = sequences
+        made = next(
+            (getattr(output, name, None) for name in _CACHES if hasattr(output, name)), None
+        )
+        own = past.cache if made is None else made
+        self._by_cache = [
+            (cache, of)
+            for cache, of in self._by_cache
+            if cache() is not None and cache() is not own
+        ]
+        # What can't be referred to weakly is another one from pass to pass, or nothing.
+        if hasattr(own, "__weakref__"):
+            self._by_cache.append((weakref.ref(own), sequences))
+
+    def drop(self) -> None:
+        """Forget the pass, which has failed."""
+        self._pending = None
+
+    def _find(self, past: Past) -> Sequences | None:
+        """Return the samples that a pass goes on with, None where it begins new ones."""
+        if past.cache is None or past.length == 0:
+            return None
+        known = (of for cache, of in self._by_cache if cache() is past.cache)
+        found = next(known, self._latest.sequences)
+        if found is None:
+            raise CollectError(
+                "the network is given a cache that no pass of the block has filled, and there are "
+                f"no samples to go on with: begin the block before the prompt runs, or {_WATCH}"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _PassSource(Source):
+    """Looks names up for a pass that may be a part of its samples."""
+
+    past: Past = field(default_factory=Past)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other passes may bring more of the same samples."""
+        return self.past.cache is not None
+
+    def find(self, name: str) -> Any:
+        """Return an entry of the batch; of a mask, what it says of the positions of this pass."""
+        found = super().find(name)
+        if name not in ("attention_mask", "decoder_attention_mask") or found is None:
+            return found
+        stem = name.removesuffix("attention_mask")
+        given = (self.arguments.get(f"{stem}{kind}") for kind in ("input_ids", "inputs_embeds"))
+        sequence = next((value for value in given if isinstance(value, Tensor)), None)
+        if sequence is None or sequence.ndim < 2:
+            return found
+        return _of_these(_of_keys(found, sequence.shape[1]), sequence.shape[1], self.past.length)
+
+
+def _of_these(mask: Any, number: int, before: int | None) -> Any:
+    """Return the columns of a mask that stand for the positions of a pass."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= number:
+        return mask
+    # A mask for a cache of fixed length has columns for positions that are still to come.
+    is_long = before is not None and mask.shape[1] >= before + number
+    start = before if is_long and before is not None else mask.shape[1] - number
+    return mask[:, start : start + number]
+
+
+def _of_keys(mask: Any, number: int) -> Any:
+    """Return which keys are real, [batch, keys], given who attends to whom.
+
+    Each query sees itself and real keys before it, so that a key that a query sees is real. Not so
+    for a query that is padding: older versions of torch let it see all, real or not.
+    """
+    if isinstance(mask, Mapping):
+        kinds = [mask.get(kind) for kind in ("full_attention", "sliding_attention")]
+        mask = next((kind for kind in kinds if kind is not None), mask)
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != number:
+        if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
+            raise CollectError(
+                "attention_mask does not tell which positions are real: give Tokens(mask=lambda "
+                "batch: ...) with a bool tensor [batch, positions]"
+            )
+        return mask
+    seen = mask[:, 0] >= 0 if mask.is_floating_point() else mask[:, 0] != 0
+    blind = seen.all(-1, keepdim=True)
+    blind[:, -1] = False
+    return (seen & ~blind).any(1)
+
+
+def _past_of(arguments: Mapping[str, Any]) -> Past:
+    """Return what a pass is given of earlier ones; to be asked before it runs, which changes it."""
+    for name in _CACHES:
+        cache = arguments.get(name)
+        if cache is not None:
+            return Past(cache, _length_of(cache, name, arguments.get("cache_position")))
+    return Past()
+
+
+def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
+    if isinstance(cache_position, Tensor) and cache_position.numel():
+        return int(cache_position.flatten()[0])
+    if isinstance(cache, tuple | list):
+        # One pair of keys and values a layer, [batch, heads, positions, features].
+        held = tensors(tuple(cache))
+        is_known = name.startswith(("past", "layer_past")) and bool(held) and held[0].ndim == 4
+        return held[0].shape[-2] if is_known else None if held else 0
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, TypeError, ValueError):
+        # Recurrent nets keep a state, which has no length.
+        has_state = getattr(cache, "has_previous_state", None)
+    if has_state is None:
+        raise CollectError(
+            f"the network is given a {type(cache).__name__} as {name}, which does not say how many "
+            f"positions it holds: {_WATCH}"
+        )
+    return None if (has_state() if callable(has_state) else has_state) else 0
+
+
+def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
+    lines, known = found.shape[0], len(sequences.lengths)
+    is_as_long = past.length in (None, sequences.num_positions)
+    if len(found.dims) != 2 or found.num_samples != lines or lines != known or not is_as_long:
+        held = "" if past.length is None else f" of {past.length} positions"
+        raise CollectError(
+            f"the network is given a cache{held} for {found.num_samples} samples, and the pass "
+            f"before it had {known} with {sequences.num_positions}: rows of passes that don't go "
+            f"on where others ended (beams, candidates, segments) can't be told apart; {_WATCH}"
+        )
+
+
+def _refuse_several() -> None:
+    """Refuse a ``generate`` of transformers that runs several continuations of one prompt."""
+    library: Any = sys.modules.get("transformers.generation.utils")
+    generation = library and private.generation_in(library.GenerationMixin.generate)
+    if not generation:
+        return
+    mode, number = generation
+    if mode not in ("greedy_search", "sample") or number > 1:
+        raise CollectError(
+            f"generate runs {mode} for {number} sequence(s) of each prompt, whose rows can't be "
+            "told apart: generate one sequence for each prompt, greedily or sampled, or "
+            f"{_WATCH}"
+        )
+
+
+def _fields(found: BatchRows) -> dict[str, Tensor]:
+    return {k: value for k, value in found.columns.items() if k not in ("sample", "position")}

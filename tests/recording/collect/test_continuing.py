@@ -1,0 +1,343 @@
+"""Rows of passes that go on with the samples of others: real ``generate`` against plain hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, Tokens, open_recording, reductions
+from scio_recorder.errors import CollectError
+from tests.capture.test_watch_libraries import PROMPT, gpt2, llama, passes_by_hooks
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = {"bos_token_id": 48, "eos_token_id": 49, "pad_token_id": 0, "vocab_size": 50}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def mistral() -> Any:
+    config = transformers.MistralConfig(**SIZES, **TOKENS, sliding_window=4)
+    return transformers.MistralForCausalLM(config).eval()
+
+
+def gemma() -> Any:
+    config = transformers.Gemma2Config(**SIZES, **TOKENS, head_dim=4, sliding_window=4)
+    return transformers.Gemma2ForCausalLM(config).eval()
+
+
+def bloom() -> Any:
+    config = transformers.BloomConfig(**TOKENS, hidden_size=16, n_layer=2, n_head=4)
+    return transformers.BloomForCausalLM(config).eval()
+
+
+def mamba() -> Any:
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, **TOKENS)).eval()
+
+
+NETS: dict[str, tuple[Callable[[], Any], str]] = {
+    "gpt2": (gpt2, "transformer.h.*.mlp"),
+    "llama": (llama, "model.layers.*.mlp"),
+    "mistral": (mistral, "model.layers.*.mlp"),
+    "gemma2": (gemma, "model.layers.*.mlp"),
+    "bloom": (bloom, "transformer.h.*.mlp"),
+    "mamba": (mamba, "backbone.layers.*.mixer"),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True},
+    "static": {"do_sample": False, "cache_implementation": "static"},
+    "in parts": {"do_sample": False, "prefill_chunk_size": 2},
+}
+CASES = [
+    *[(name, way) for name in ("gpt2", "llama") for way in WAYS],
+    *[(name, way) for name in ("mistral", "gemma2", "bloom") for way in ("greedy", "static")],
+    ("mamba", "greedy"),
+]
+
+
+def recorder(name: str) -> Recorder:
+    make, layers = NETS[name]
+    torch.manual_seed(0)
+    rnet = Recorder(make(), input_data=PROMPT)
+    rnet.record(layers)
+    return rnet
+
+
+def generate(net: Any, **options: Any) -> Tensor:
+    torch.manual_seed(1)
+    given = {**PROMPT, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": 99, **options}
+    text: Tensor = net.generate(**given)
+    return text
+
+
+def by_hand(rnet: Recorder, passes: list[dict[Any, Any]], text: Tensor) -> dict[Any, list[Tensor]]:
+    """Put prompt and continuation of each sample together, without padding on the left."""
+    real = PROMPT["attention_mask"].bool()
+    real = torch.cat([real, torch.ones(2, text.shape[1] - 1 - real.shape[1], dtype=torch.bool)], 1)
+    joined = {label: torch.cat([each[label] for each in passes], 1) for label in rnet.recording}
+    joined["input_ids"] = text[:, :-1]
+    return {
+        label: [x[mask] for x, mask in zip(of, real, strict=True)] for label, of in joined.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_each_row_is_what_plain_hooks_saw(name: str, way: str, where: str, tmp_path: Path) -> None:
+    rnet = recorder(name)
+    passes, text = passes_by_hooks(rnet, lambda: generate(rnet.net, **WAYS[way]))
+    store = "host" if where == "host" else f"disk:{tmp_path}/run"
+    with rnet.collecting(rows=Tokens(fields=("input_ids",)), store=store) as collection:
+        assert torch.equal(generate(rnet.net, **WAYS[way]), text)
+    recording = collection.recording if where == "host" else open_recording(f"{tmp_path}/run")
+    truth = by_hand(rnet, passes, text)
+    assert recording.num_samples == 2
+    assert recording.num_rows == sum(map(len, truth["input_ids"])) == 18
+    rows = {name: column[:] for name, column in recording.rows.items()}
+    assert list(rows) == ["sample", "position", "step", "input_ids"]
+    for sample in range(2):
+        own = rows["sample"] == sample
+        assert torch.equal(rows["input_ids"][own], truth["input_ids"][sample])
+        assert rows["position"][own].tolist() == list(range(len(truth["input_ids"][sample])))
+        for label in rnet.recording:
+            assert torch.equal(recording.by_sample(label)[sample], truth[label][sample])
+            assert torch.equal(recording[label][:][own], truth[label][sample])
+    assert int(rows["step"].max()) == len(passes) - 1
+    assert bool((rows["step"].diff() >= 0).all())
+    if way != "in parts":
+        counts = torch.bincount(rows["step"]).tolist()
+        assert counts == [8, 2, 2, 2, 2, 2]
+
+
+def test_several_prompts_one_after_the_other_are_samples_of_their_own() -> None:
+    rnet = recorder("llama")
+    with rnet.collecting(rows=Tokens(), reduce=reductions.Mean()) as collection:
+        generate(rnet.net)
+        generate(rnet.net, max_new_tokens=2)
+        rnet.net(**PROMPT)
+    with rnet.collecting(rows=Tokens()) as other:
+        generate(rnet.net)
+        generate(rnet.net, max_new_tokens=2)
+        rnet.net(**PROMPT)
+    recording = other.recording
+    assert recording.num_samples == 6
+    assert torch.bincount(recording.rows["sample"]).tolist() == [8, 10, 4, 6, 3, 5]
+    assert [len(x) for x in recording.by_sample(rnet.recording[0])] == [8, 10, 4, 6, 3, 5]
+    for label in rnet.recording:
+        torch.testing.assert_close(collection.recording[label], recording[label].mean(0))
+
+
+def test_a_loop_by_hand_goes_on_with_what_the_pass_before_left() -> None:
+    rnet = recorder("llama")
+    ids = PROMPT["input_ids"]
+    with torch.no_grad(), rnet.collecting(rows=Tokens()) as collection:
+        out = rnet.net(input_ids=ids, use_cache=True)
+        for _ in range(3):
+            ids = out.logits[:, -1:].argmax(-1)
+            out = rnet.net(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+    rows = collection.recording.rows
+    assert torch.bincount(rows["sample"]).tolist() == [8, 8]
+    assert rows["position"][rows["sample"] == 1].tolist() == list(range(8))
+    assert list(collection.recording.sample_ids) == [0, 1]
+
+
+def test_generation_that_is_guided_by_a_second_cache_is_not_mixed_with_it() -> None:
+    rnet = recorder("llama")
+    options = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[7, 8], [9, 7]])}
+    passes, _ = passes_by_hooks(rnet, lambda: generate(rnet.net, **options))
+    with rnet.collecting(rows=Tokens()) as collection:
+        text = generate(rnet.net, **options)
+    recording = collection.recording
+    assert recording.num_samples == 4
+    first = rnet.recording[0]
+    own = by_hand(rnet, passes[::2], text)
+    for sample in range(2):
+        assert torch.equal(recording.by_sample(first)[sample], own[first][sample])
+
+
+def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
+    rnet = recorder("llama")
+    cache = transformers.DynamicCache(config=rnet.net.config)
+    prompt = {"input_ids": PROMPT["input_ids"], "attention_mask": torch.ones(2, 5).long()}
+    with rnet.collecting(rows=Tokens()) as collection:
+        text = generate(rnet.net, **prompt, past_key_values=cache)
+        more = torch.cat([text, torch.tensor([[5, 6], [7, 8]])], 1)
+        mask = torch.ones_like(more)
+        text = generate(rnet.net, input_ids=more, attention_mask=mask, past_key_values=cache)
+    rows = collection.recording.rows
+    assert torch.bincount(rows["sample"]).tolist() == [text.shape[1] - 1] * 2
+    assert torch.equal(rows["input_ids"][rows["sample"] == 1], text[1, :-1])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 3}, "beam_search"),
+    "beams without a cache": ({"num_beams": 3, "use_cache": False}, "beam_search"),
+    "several": ({"do_sample": True, "num_return_sequences": 2}, r"2 sequence\(s\)"),
+    "lookup": ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_rows_that_cannot_be_told_apart_are_refused(way: str) -> None:
+    options, said = REFUSED[way]
+    rnet = recorder("llama")
+    one = {name: value[1:] for name, value in PROMPT.items()}
+    with rnet.collecting(rows=Tokens()) as collection:
+        generate(rnet.net)
+        with pytest.raises(CollectError, match=rf"{said}(.|\n)*rnet\.watch\(\)"):
+            generate(rnet.net, **one, **options)
+        generate(rnet.net)
+    assert collection.recording.num_rows == 36
+    with rnet.watch() as passes:
+        generate(rnet.net, **one, **options)
+    assert len(passes) > 1
+
+
+def test_a_cache_that_does_not_go_on_is_refused() -> None:
+    rnet = recorder("llama")
+    net = rnet.net
+    cache = transformers.DynamicCache(config=net.config)
+    rnet.net(**PROMPT, past_key_values=cache)
+    step = {"input_ids": torch.tensor([[1], [2]])}
+    with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
+        with pytest.raises(CollectError, match=r"no pass of the block(.|\n)*watch"):
+            net(**step, past_key_values=cache)
+        cache = transformers.DynamicCache(config=net.config)
+        net(**PROMPT, past_key_values=cache)
+        fork = copy.deepcopy(cache)
+        net(**step, past_key_values=cache)
+        with pytest.raises(CollectError, match=r"5 positions(.|\n)*2 with 6"):
+            net(**step, past_key_values=fork)
+        cache.crop(-1)
+        with pytest.raises(CollectError, match="5 positions"):
+            net(**step, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        with pytest.raises(CollectError, match="1 samples"):
+            net(input_ids=torch.tensor([[1]]), past_key_values=cache)
+        net(**PROMPT)
+    assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
+
+
+def test_what_ended_is_passed_over_step_by_step_when_it_comes_again(tmp_path: Path) -> None:
+    rnet = recorder("gpt2")
+    store, rows = f"disk:{tmp_path}/run", Tokens(fields=("input_ids",))
+    calls = []
+
+    def stop(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+
+    handle = rnet.net.register_forward_pre_hook(stop)
+    options: Any = {
+        "store": store,
+        "rows": rows,
+        "reduce": {"transformer.h.1.mlp": reductions.Moments()},
+    }
+
+    def run() -> None:
+        generate(rnet.net)
+        generate(rnet.net, max_new_tokens=5)
+
+    def interrupted() -> None:
+        with rnet.collecting(**options) as collection:
+            held.append(collection)
+            run()
+
+    held: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    handle.remove()
+    half = held[0].recording
+    assert (half.num_samples, half.num_rows, half.complete) == (4, 18 + 8 + 4, False)
+    with rnet.collecting(**options, resume=True) as collection:
+        run()
+    with rnet.collecting(**{**options, "store": "host"}) as fresh:
+        run()
+    for recording in (collection.recording, open_recording(f"{tmp_path}/run")):
+        assert recording.complete
+        assert list(recording.sample_ids) == [0, 1, 2, 3]
+        for name, column in fresh.recording.rows.items():
+            assert torch.equal(recording.rows[name][:], column)
+        first, second = rnet.recording
+        assert torch.equal(recording[first][:], fresh.recording[first])
+        assert torch.equal(recording[second].mean, fresh.recording[second].mean)
+        assert recording[second].count == fresh.recording[second].count
+
+
+def test_every_nth_pass_leaves_out_those_that_go_on_with_what_is_left_out() -> None:
+    rnet = recorder("llama")
+    with rnet.collecting(rows=Tokens(), every=2) as collection:
+        generate(rnet.net)
+        generate(rnet.net, max_new_tokens=5)
+        generate(rnet.net)
+    rows = collection.recording.rows
+    # The third begins in a pass that is left out.
+    assert torch.bincount(rows["sample"]).tolist() == [5, 7, 5, 7]
+    own = rows["sample"] == 0
+    assert rows["step"][own].tolist() == [0, 0, 0, 2, 4]
+    assert rows["position"][own].tolist() == [0, 1, 2, 4, 6]
+
+
+def test_where_leaves_positions_as_they_are() -> None:
+    rnet = recorder("llama")
+    where = Tokens(where=lambda batch: batch["input_ids"] % 2 == 0)
+    with rnet.collecting(rows=where) as collection, rnet.watch() as passes:
+        text = generate(rnet.net)
+    rows = collection.recording.rows
+    own = rows["sample"] == 1
+    ids = text[1, :-1]
+    assert torch.equal(rows["input_ids"][own], ids[ids % 2 == 0])
+    assert torch.equal(rows["position"][own], (ids % 2 == 0).nonzero().squeeze(1))
+    label = rnet.recording[0]
+    kept = passes.cat(label, dim=1)[1][ids % 2 == 0]
+    assert torch.equal(collection.recording.by_sample(label)[1], kept)
+
+
+def test_pipeline() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["[PAD]", "a", "b", "c", "d"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    fast.padding_side = "left"
+    rnet = recorder("gpt2")
+    rnet.net.generation_config.pad_token_id = 0
+    pipe = transformers.pipeline("text-generation", model=rnet.net, tokenizer=fast, device="cpu")
+    with rnet.collecting(rows=Tokens()) as collection:
+        texts = pipe(["a b c", "d"], batch_size=2, max_new_tokens=3, return_tensors=True)
+    recording = collection.recording
+    rows = recording.rows
+    assert recording.num_samples == 2
+    for sample, length in enumerate((3, 1)):
+        made = texts[sample][0]["generated_token_ids"][-4 - length + 1 : -1]
+        assert rows["input_ids"][rows["sample"] == sample].tolist() == made[-(length + 2) :]
+
+
+def test_classes_by_line_and_by_position() -> None:
+    rnet = recorder("llama")
+    by_line = reductions.Mean(by=lambda batch: ["a", "b"])
+    by_token = reductions.Mean(by=lambda batch: batch["input_ids"] % 2)
+    with rnet.collecting(rows=Tokens(), reduce=[by_line, by_token]) as collection:
+        generate(rnet.net)
+    with rnet.collecting(rows=Tokens()) as other:
+        generate(rnet.net)
+    label, rows = rnet.recording[0], other.recording.rows
+    kept, found = other.recording[label], collection.recording[label]
+    for name, chosen in (("a", rows["sample"] == 0), ("b", rows["sample"] == 1)):
+        torch.testing.assert_close(found[0][name], kept[chosen].mean(0))
+    for parity in (0, 1):
+        torch.testing.assert_close(found[1][parity], kept[rows["input_ids"] % 2 == parity].mean(0))
