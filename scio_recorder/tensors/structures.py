@@ -214,7 +214,10 @@ class _Copy:
             may_fill = not isinstance(value, Enum) and (is_inside or _can_be_filled(value))
             if not _is_plain_kind(kind) or not (may_fill or self._holds_leaf(value, set())):
                 return value
-        new = self._started(value, base.__new__(kind))
+        try:
+            new = self._started(value, base.__new__(kind))
+        except TypeError:
+            return value  # a type of an extension, such as a lock: it keeps its state out of sight
         if base is list:
             list.extend(new, (self.of(item, is_inside) for item in list.__iter__(value)))
         if base in _DICTS:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
+import threading
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -221,6 +224,17 @@ def test_arrays_are_copied_and_modules_are_not() -> None:
     array[0] = 5
     assert mapped[0].tolist() == [1.0, 1.0]
     assert mapped[1] is module
+
+
+@pytest.mark.parametrize("part", [re.compile("a"), threading.Lock(), random.Random(0)])
+def test_parts_of_a_type_that_can_not_be_copied_are_shared(part: Any) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.parts = [part, torch.ones(2)]
+
+    copied = map_tensors(torch.neg, Holder())
+    assert copied.parts[0] is part
+    assert torch.equal(copied.parts[1], -torch.ones(2))
 
 
 def test_objects_without_tensors_are_shared() -> None:
