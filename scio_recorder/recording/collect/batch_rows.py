@@ -16,7 +16,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchRows:
     """Which lines of what layers return for one batch are kept, and what each of them is.
 
@@ -79,7 +79,9 @@ class BatchRows:
         sample = self.columns.get("sample")
         # Rows are in the order of their samples.
         first = skip if sample is None else int((sample < skip).sum())
-        index = torch.arange(math.prod(self.shape)) if self.index is None else self.index
+        index = (
+            torch.arange(math.prod(self.shape), device="cpu") if self.index is None else self.index
+        )
         columns = {name: column[first:] for name, column in self.columns.items()}
         return replace(self, index=index[first:], columns=columns, _indices={})
 

@@ -225,8 +225,9 @@ class Collection:
             As for :meth:`Capture.run`.
         """
         current, self._calls = self._current, {}
-        # Before the pass: one that can't be kept need not run.
-        self._row_columns.put(current, len(self._writer.sample_ids))
+        # Before the pass: one that can't be kept need not run. Rows kept nowhere take no memory.
+        if self.store is not None:
+            self._row_columns.put(current, len(self._writer.sample_ids))
         try:
             output = self.capture.run(call, *inputs, sink=self, **options)
         except BaseException:

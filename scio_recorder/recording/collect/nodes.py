@@ -73,7 +73,7 @@ class Nodes(Rows):
             Which nodes are kept, and what they are.
         """
         if self.sample is None or (self.sample == "batch" and source.find("batch") is None):
-            owners, number = torch.zeros(_num_nodes(source), dtype=torch.int64), 1
+            owners, number = torch.zeros(_num_nodes(source), dtype=torch.int64, device="cpu"), 1
         else:
             owners = source.read("sample", self.sample)
             if owners.ndim != 1 or owners.is_floating_point() or owners.is_complex():
@@ -88,6 +88,9 @@ class Nodes(Rows):
                 )
             owners = owners.long()
             number = int(owners.max()) + 1 if len(owners) else 0
+            given = source.find("num_graphs") if self.sample == "batch" else None
+            # The last graphs may have no nodes.
+            number = max(number, given) if isinstance(given, int) else number
         return self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
 
 

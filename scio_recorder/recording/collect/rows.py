@@ -84,7 +84,7 @@ class Source:
     def tensor(self, what: str, value: Any) -> Tensor:
         """Return a value as a tensor on the host."""
         try:
-            found = torch.as_tensor(value)
+            found = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             found = None
         if found is None or not is_dense(found):
@@ -198,7 +198,7 @@ class Rows(abc.ABC):
         if bool((sample.diff() < 0).any()):
             order = sample.argsort(stable=True)
             index, sample = index[order], sample[order]
-        position = torch.arange(len(sample)) - (lengths.cumsum(0) - lengths)[sample]
+        position = torch.arange(len(sample), device="cpu") - (lengths.cumsum(0) - lengths)[sample]
         if self.where is not None:
             kept = source.truth("where", source.read("where", self.where), dims, shape)
             is_kept = kept.flatten()[index]

@@ -97,7 +97,7 @@ class Tokens(Rows):
                 mask = mask[:, mask.shape[1] - shape[1] :]
             mask = source.truth("mask", mask, dims, shape).flatten()
         if self.segments is None:
-            owners = torch.arange(shape[0]).repeat_interleave(shape[1])
+            owners = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
             number = shape[0]
         else:
             owners, number = _owners(source, source.read("segments", self.segments), shape)
@@ -199,12 +199,12 @@ def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[T
         )
     numbers = segments.flatten()
     is_real = numbers >= 0
-    lines = torch.arange(shape[0]).repeat_interleave(shape[1])[is_real]
+    lines = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])[is_real]
     _, codes = torch.unique(numbers[is_real], return_inverse=True)
     keys, places = torch.unique(lines * max(1, len(codes)) + codes, return_inverse=True)
     # Samples are numbered in the order in which they begin.
-    first = torch.full((len(keys),), len(places))
-    first = first.scatter_reduce(0, places, torch.arange(len(places)), "amin")
-    owners = torch.full((numbers.numel(),), -1)
+    order = torch.arange(len(places), device="cpu")
+    first = torch.full_like(keys, len(places)).scatter_reduce(0, places, order, "amin")
+    owners = torch.full_like(numbers, -1, dtype=torch.int64)
     owners[is_real] = first.argsort().argsort()[places]
     return owners, len(keys)

@@ -136,6 +136,7 @@ def test_some_nodes_by_where_and_reductions_by_node_and_by_graph():
     ("entry", "match"),
     [
         (torch.tensor([0, 0, 2, 2]), "sample 1 of batch 1 is empty"),
+        (torch.tensor([1, 1, 1, 1]), "sample 0 of batch 1 is empty"),
         (torch.tensor([0, 0, -1, 1]), "negative in batch 1"),
         (torch.tensor([0.0, 0, 1, 1]), "float32 .*batch 1.*integers"),
         (torch.tensor([[0, 0, 1, 1]]), r"\(1, 4\) in batch 1.*integers \[nodes\]"),
@@ -148,6 +149,16 @@ def test_graphs_that_are_refused(entry: Tensor, match: str) -> None:
         recorder().collect(
             data,
             rows=Nodes(sample=lambda batch: batch.get("of", batch["batch"])),
+            to_inputs=lambda batch: {name: batch[name] for name in ("x", "edge_index", "batch")},
+        )
+
+
+def test_a_last_graph_without_nodes_is_missed_where_graphs_are_counted():
+    data = [{**DATA[0], "num_graphs": 3}, {**DATA[1], "num_graphs": 3}]
+    with pytest.raises(CollectError, match="sample 2 of batch 1 is empty"):
+        recorder().collect(
+            data,
+            rows=Nodes(),
             to_inputs=lambda batch: {name: batch[name] for name in ("x", "edge_index", "batch")},
         )
 

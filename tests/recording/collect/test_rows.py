@@ -137,6 +137,8 @@ def test_reductions_see_rows_alone(kind):
         by_hand.update(tokens([value], [batch]))
     assert_equal(recording["mix"], by_hand.compute())
     assert (recording.num_rows, recording.num_samples) == (33, 9)
+    # A stream of tokens that are kept nowhere takes no memory.
+    assert not recording.rows
 
 
 def of_net(rnet: Any, data: list[dict[str, Tensor]]) -> tuple[list[Tensor], list[Any]]:

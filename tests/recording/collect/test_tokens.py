@@ -196,6 +196,19 @@ def names_of(words: list[str]) -> Any:
     return lambda batch: list(next(given))
 
 
+def all_real(batch: dict[str, Tensor]) -> list[list[bool]]:
+    return [[True] * len(line) for line in batch["input_ids"]]
+
+
+def test_under_another_default_device():
+    rnet, rows = reader("mix"), Tokens(segments=lambda batch: batch["input_ids"] % 3, mask=all_real)
+    wanted = rnet.collect(DATA, rows=rows)
+    with torch.device("meta"):
+        found = rnet.collect(DATA, rows=rows)
+    assert torch.equal(found["mix"], wanted["mix"])
+    assert_rows(found, {name: column.tolist() for name, column in wanted.rows.items()})
+
+
 def test_what_the_net_is_given_says_how_many_positions_there_are():
     class Embedded(nn.Module):
         def forward(self, noise: Tensor, inputs_embeds: Tensor) -> Tensor:
