@@ -303,8 +303,7 @@ def _comparable(header: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Return what must agree; the fingerprint stands for the network, which would fill pages."""
     architecture = header.get("architecture")
     fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-    # Recordings made before there were rows don't mention them.
-    return {"rows": None, **header, "architecture": fingerprint, "world_size": world_size}
+    return {**header, "architecture": fingerprint, "world_size": world_size}
 
 
 def _name_of(key: DepthIdx | str) -> str:

@@ -176,7 +176,7 @@ def at_every_call(folder: Path, count: int) -> None:
     print(f"{total} calls")
     for target in range(total):
         path = folder / str(target)
-        _killed(job, path, target)
+        killed_at(job, path, target)
         finish(job, path)
 
 
@@ -189,11 +189,11 @@ def at_every_call_of_a_resume(folder: Path, count: int) -> None:
     for target in range(0, total, count):
         path = folder / str(target)
         shutil.copytree(folder / "begun", path)
-        assert _killed(job, path, target) >= 4
+        assert killed_at(job, path, target) >= 4
         finish(job, path)
 
 
-def _killed(job: Job, path: Path, target: int) -> int:
+def killed_at(job: Job, path: Path, target: int) -> int:
     def act(number: int, name: str, go_on: Any, arguments: Any) -> Any:
         if number == target:
             if name == "write":

@@ -178,6 +178,13 @@ def test_rows_that_are_together_are_not_numbered():
     assert len(RowsOfSamples(torch.zeros(0, dtype=torch.int64), 3)[2:]) == 1
 
 
+def test_rows_fall_where_parts_meet(monkeypatch):
+    monkeypatch.setattr(by_sample, "_PART_ROWS", 2)
+    falling = RowsOfSamples(torch.tensor([0, 1, 0, 1, 2]), 3)
+    assert [falling[sample].tolist() for sample in range(3)] == [[0, 2], [1, 3], [4]]
+    assert RowsOfSamples(torch.tensor([0, 1, 1, 1, 2]), 3)[1] == slice(1, 4)
+
+
 def test_without_rows_a_sample_is_a_row(tmp_path):
     rnet = recorder()
     for store in ("host", f"disk:{tmp_path}/run"):

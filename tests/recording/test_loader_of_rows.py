@@ -128,6 +128,26 @@ def test_samples_are_counted_over_all_ranks(tmp_path):
         assert torch.equal(samples.sort().values, recording.rows["sample"][:])
 
 
+def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
+    held, buffer_bytes = [], 20_000
+
+    def memory(num_bytes):
+        held.append(num_bytes)
+        return tensor_file.memory(num_bytes)
+
+    rows = [(sample, at) for sample in range(200) for at in range(5)]
+    recording = made("disk", tmp_path, [Pass(range(200), rows)])
+    monkeypatch.setattr("scio_recorder.recording.shuffling.memory", memory)
+    loader = recording.loader(
+        "1", batch_size=8, shuffle=True, with_rows=True, buffer_bytes=buffer_bytes
+    )
+    assert sum(len(batch) for batch, _ in loader) == 1000
+    # Two batches, and a number and a place for each row in the buffer.
+    row_bytes = 4 + 8 + 8 + 4
+    in_all = sum(held) * (row_bytes + 16) / row_bytes + 2 * 8 * row_bytes
+    assert 0.9 * buffer_bytes < in_all <= buffer_bytes
+
+
 def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr("scio_recorder.recording.shuffling._THREADS", 1)
     recording = made("disk", tmp_path)

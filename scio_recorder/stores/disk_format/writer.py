@@ -282,13 +282,11 @@ class RunWriter:
                     f"layer {name} is {found.get(name, 'missing')}, not "
                     f"{wanted.get(name, 'one of the recording')} ({samples} sample ids were given)"
                 )
-        of = tensors.get(SAMPLE)
-        if (
-            of is not None
-            and rows
-            and not 0 <= int(of.min()) <= int(of.max()) < (self.durable + samples)
-        ):
-            raise ValueError(f"there are rows of other than the {self.durable + samples} samples")
+        total = self.durable + samples
+        if rows and SAMPLE in tensors:
+            first, last = map(int, tensors[SAMPLE].aminmax())
+            if not 0 <= first <= last < total:
+                raise ValueError(f"there are rows of other than the {total} samples")
         return {name: tensors[name] for name in wanted}
 
     def _content(
