@@ -100,7 +100,7 @@ class BatchRows:
         shape, number = tuple(values.shape), len(self.shape)
         is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
         fits = shape[:number] == self.shape
-        if fits and not is_map and (is_transformed or not self._is_chance(layer)):
+        if fits and (is_transformed or not (is_map or self._is_chance(layer))):
             return
         gave = f"layer {layer} gave a tensor of shape {shape}"
         if self.are_samples:
@@ -109,6 +109,12 @@ class BatchRows:
                 f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, as "
                 f"in {(rows, *shape[1:])}: rearrange it with transform=, or say with sample_ids= "
                 "how many samples a batch has"
+            )
+        if fits and not is_map and shape == layer.output_shape:
+            raise CollectError(
+                f"{gave}, which may be one number a position, or as many features as there are "
+                f'positions by chance: where it is the first, write transform={{"{layer.label}": '
+                "lambda activation, batch: activation}; otherwise leave the layer out"
             )
         wanted = ", ".join([*map(str, self.shape), "..."])
         looks = ""

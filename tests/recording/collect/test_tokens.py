@@ -387,6 +387,17 @@ def test_other_dimensions_that_are_as_long_by_chance():
     assert said["pool"].shape == (8,)
 
 
+def test_what_a_transform_makes_of_an_attention_map_is_believed():
+    # As many maps as positions: [batch, positions, maps, positions] looks like the map itself.
+    rnet = reader("maps")
+    said = rnet.collect(
+        [padded(3, 3)], rows=Tokens(), transform=lambda activation, batch: activation.mT
+    )
+    kept = padded(3, 3)["attention_mask"].bool()
+    rnet(**padded(3, 3))
+    assert torch.equal(said["maps"], rnet.activations["maps"].mT[kept])
+
+
 def test_images_are_no_sequences():
     rnet = Recorder(nn.Conv2d(3, 5, 3), input_size=(2, 3, 8, 8))
     rnet.record("0-1")
