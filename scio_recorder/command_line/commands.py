@@ -31,6 +31,7 @@ from scio_recorder.command_line.arguments import (
     whole_from,
 )
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
+from scio_recorder.display.outline import visible
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 
@@ -247,11 +248,16 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
         # Reduced layers have no samples to describe.
         shape = list(row["shape"]) if "shape" in row else "reduced"
         texts = [row["label"], row["name"], row["type"], str(shape), row.get("dtype", "")]
-        table.add_row(*map(escape, texts), *(_number(row.get(name)) for name in numbers))
+        table.add_row(*map(_plain, texts), *(_number(row.get(name)) for name in numbers))
     # Figures that are cut off or broken in two would be of no use.
     wide = console.options.update(max_width=10_000)
     console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print(table)
+
+
+def _plain(text: str) -> str:
+    """Return a text, perhaps of somebody else's recording, that does nothing to the terminal."""
+    return escape(visible(text))
 
 
 def _number(value: float | None) -> str:
@@ -300,7 +306,7 @@ def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
     rows = f", {recording.num_rows} rows" if recording.has_rows else ""
     rows += f" ({', '.join(recording.rows)})" if recording.rows else ""
-    return escape(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
+    return _plain(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
 
 
 def demo(parsed: argparse.Namespace, console: Console) -> None:

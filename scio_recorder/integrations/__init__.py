@@ -1,1 +1,1 @@
-"""The recorder inside tools that people train with; each module needs the extra of its name."""
+"""The recorder beside other tools; what imports one of them needs the extra of its name."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from scio_recorder import open_recording
 from scio_recorder.command_line import main
+from tests.display.examples import hostile_recording
 
 CODE = """
 import torch
@@ -120,6 +121,13 @@ def test_thinned_and_rounded(capsys):
     assert main([*COMMAND, "--layers", "0", "--out", "run", *options]) == 0
     assert open_recording("run")["0"].dtype == torch.float16
     assert open_recording("run").num_samples == 3
+
+
+def test_names_of_layers_do_nothing_to_the_terminal(capsys):
+    hostile_recording().save("run")
+    assert main(["inspect", "run"]) == 0
+    shown = capsys.readouterr().out
+    assert all(character.isprintable() for character in shown.replace("\n", ""))
 
 
 def test_what_is_there_is_only_gone_on_with_when_asked(capsys):

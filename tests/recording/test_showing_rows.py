@@ -60,6 +60,24 @@ def test_without_any_row(tmp_path):
     assert list(recording.loader("0", batch_size=2, with_rows=True)) == []
 
 
+def test_names_of_somebody_else_do_nothing_to_a_terminal_or_a_page(tmp_path, capsys, monkeypatch):
+    evil = "\x1b[31m[bold]<script>\u202e"
+    made = expected(PADDED[:1])
+    monkeypatch.setattr(
+        "tests.recording.rows.tensors_of", lambda rows: {**made, evil: made["token"]}
+    )
+    recording = write(f"disk:{tmp_path}/run", PADDED[:1])
+    assert run(["inspect", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    assert r"\x1b[31m[bold]<script>\u202e" in shown
+    page = recording.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "\x1b[31m" not in page
+    assert "[bold]<script>" not in page
+    assert "[bold]&lt;script&gt;" in page
+
+
 def test_figures_are_drawn_of_rows():
     recording = write("host", PADDED)
     for kind in ("histograms", "depth"):
