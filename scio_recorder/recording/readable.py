@@ -142,12 +142,13 @@ class Readable(LayerMapping[Any]):
         Examples
         --------
         >>> import torch
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> from scio_recorder import Recorder, Tokens
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 3, 2))
         >>> rnet.record("0-1")
-        >>> recording = rnet.collect([torch.ones(3, 2)])
-        >>> [tuple(sample.shape) for sample in recording.by_sample("0-1")]
-        [(1, 2), (1, 2), (1, 2)]
+        >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+        >>> recording = rnet.collect([torch.ones(2, 3, 2)], rows=Tokens(mask=lambda batch: mask))
+        >>> [tuple(tokens.shape) for tokens in recording.by_sample("0-1")]
+        [(3, 2), (1, 2)]
         """
         label = self._label(key)
         if label in self._reductions:
