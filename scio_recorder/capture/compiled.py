@@ -55,7 +55,12 @@ class CompiledPass:
         return handed
 
     def records(self) -> Records:
-        """Return the activations.
+        """Return copies of the activations; raises as `checked` does."""
+        copies = {label: copied(value) for label, value in self.checked().items()}
+        return Records(self.program.architecture, copies)
+
+    def checked(self) -> dict[DepthIdx, Any]:
+        """Return the activations themselves, by label.
 
         Raises
         ------
@@ -78,8 +83,7 @@ class CompiledPass:
                 f"labelling: {', '.join(wrong)}. Compile the recorder after record(), and call it "
                 "as it was labelled"
             )
-        copies = {label: copied(value) for label, value in values.items()}
-        return Records(program.architecture, copies)
+        return values
 
 
 def _copy(value: Any) -> Any:

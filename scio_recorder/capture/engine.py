@@ -338,6 +338,20 @@ class Capture:
             self._latest.is_exported = True
         return output
 
+    def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:
+        """Run a compiled recorder, and hand to a sink what it has left; then it leaves nothing."""
+        self._forget_latest()
+        output = call()
+        if self._compiled is None:
+            raise UnsupportedNetError(
+                "the recorder was compiled, and its call ran uncompiled: find the graph break by "
+                "compiling it with fullgraph=True, or use a recorder that is not compiled"
+            )
+        for label, value in self._compiled.checked().items():
+            sink.receivers[label](value)
+        self._forget_latest()
+        return output
+
 
 def _refuse_transforms() -> None:
     """Refuse what makes tensors that don't outlive the call."""

@@ -50,6 +50,8 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     """
     console, seconds = Console(stderr=True), _SECONDS.get()
     is_drawn = is_wanted and console.is_terminal
+    # Where nobody looks, steps cost nothing.
+    is_seen = is_drawn or (is_wanted and seconds is not None)
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -67,6 +69,8 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
 
         def advance(more_samples: int, more_bytes: int, steps: int = 1) -> None:
             nonlocal samples, done_bytes, printed
+            if not is_seen:
+                return
             samples += more_samples
             done_bytes += more_bytes
             now = time.monotonic()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.recorder.reading import Reading
+from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.postprocessors.assigning import Postprocessors
@@ -42,7 +43,8 @@ class Collecting(Reading):
     ) -> Recording:
         """Run the network over a dataset and keep what the recorded layers return.
 
-        The net is run under ``no_grad``, in the mode that it is in.
+        The net is run under ``no_grad``, in the mode that it is in. After ``rnet.compile()`` it is
+        compiled.
 
         Parameters
         ----------
@@ -128,7 +130,10 @@ class Collecting(Reading):
             activation_postproc,
             resume,
         )
-        return go_through(collection, stop_early=stop_early, progress=progress)
+        # torch.compile(rnet) is another module, and can't be told from here.
+        module: Any = self
+        compiled = module if private.calls_compiled(module) else None
+        return go_through(collection, compiled=compiled, stop_early=stop_early, progress=progress)
 
     def plan(self, num_samples: int) -> Plan:
         """Say what collecting the recorded layers would take, before anything runs.

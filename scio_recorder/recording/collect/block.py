@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
@@ -68,8 +69,9 @@ class CollectedPasses:
                 collection.check_end()
             if collection.is_empty:
                 raise CollectError(
-                    "the network was not called in the block, or all passes failed: a copy of it "
-                    "may have been called; write rnet.net where a network is asked for"
+                    "the network was not called in the block, or all passes failed: what was "
+                    "called may be a copy of it, or compiled; write rnet.net where a network is "
+                    "asked for"
                 )
         except BaseException as error:
             self._keep_what_ended(error)
@@ -116,5 +118,5 @@ class CollectedPasses:
         options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
         is_taken = collection.feed.is_taken(self._number) and not collection.is_complete
         if collection.begin(batch, Inputs((), batch), is_taken=is_taken):
-            return collection.take(call, inputs, **options)
+            return collection.take(partial(capture.run, call, *inputs, sink=collection, **options))
         return capture.run(call, *inputs, **options)

@@ -212,24 +212,20 @@ class Collection:
             _check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
         return skip
 
-    def take(self, call: Callable[..., Any], inputs: Inputs, **options: Any) -> Any:
+    def take(self, run: Callable[[], Any]) -> Any:
         """Run the pass of the batch, and commit its samples but for those that are durable.
 
         Parameters
         ----------
-        call : callable
-            Runs the network.
-        inputs : Inputs
-            What it is given.
-        **options
-            As for :meth:`Capture.run`.
+        run : callable
+            Runs a pass whose sink this is, and returns what the network returns.
         """
         current, self._calls = self._current, {}
         # Before the pass: one that can't be kept need not run. Rows kept nowhere take no memory.
         if self.store is not None:
             self._row_columns.put(current, len(self._writer.sample_ids))
         try:
-            output = self.capture.run(call, *inputs, sink=self, **options)
+            output = run()
         except BaseException:
             self._is_tainted = current.is_reduced
             raise

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
+from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.feed import advise_evaluation, advise_second_element
 from scio_recorder.recording.recording import Recording
 
 
-def go_through(collection: Collection, *, stop_early: bool, progress: bool) -> Recording:
+def go_through(
+    collection: Collection,
+    *,
+    compiled: Callable[..., Any] | None,
+    stop_early: bool,
+    progress: bool,
+) -> Recording:
     """Run the net on all batches, and return all samples, or their summaries, by layer.
 
     Parameters
     ----------
     collection : Collection
         What takes the passes.
+    compiled : callable or None
+        The recorder, where that is compiled and runs in place of the net.
     stop_early : bool
         Whether the net runs no further than the last recorded layer.
     progress : bool
         Whether to show a progress bar.
     """
+    capture, net = collection.capture, collection.net
+    if compiled is not None:
+        _check_compiled(collection, stop_early)
+
+    def run(inputs: Inputs) -> Any:
+        args, kwargs = inputs
+        options: dict[str, Any] = {"given": collection.posts, "records_outputs": False}
+        if compiled is None:
+            return capture.run(net, args, kwargs, sink=collection, stop=stop_early, **options)
+        call = partial(compiled, *args, activation_postproc=collection.posts, **kwargs)
+        return capture.hand_on_compiled(call, collection)
+
     collection.open()
     if not collection.is_complete:
         try:
-            advise_evaluation(collection.net, stacklevel=3)
-            _run_batches(collection, stop_early, progress)
+            advise_evaluation(net, stacklevel=3)
+            _run_batches(collection, run, progress)
         except BaseException:
             collection.abandon()
             raise
@@ -35,9 +60,9 @@ def go_through(collection: Collection, *, stop_early: bool, progress: bool) -> R
 
 
 @torch.no_grad()
-def _run_batches(collection: Collection, stop_early: bool, progress: bool) -> None:
+def _run_batches(collection: Collection, run: Callable[[Inputs], Any], progress: bool) -> None:
     """Run the net on all batches, past the samples that are durable already, in order."""
-    net, feed, posts = collection.net, collection.feed, collection.posts
+    net, feed = collection.net, collection.feed
     is_empty, is_advised = True, feed.to_inputs is not None
     with progress_bar("collecting", feed.num_batches, is_wanted=progress) as advance:
         for batch, is_taken in feed:
@@ -48,10 +73,19 @@ def _run_batches(collection: Collection, stop_early: bool, progress: bool) -> No
             is_advised = is_advised or advise_second_element(net, batch, stacklevel=5)
             inputs = feed.inputs(batch)
             if collection.begin(batch, inputs, is_taken=is_taken):
-                collection.take(net, inputs, given=posts, records_outputs=False, stop=stop_early)
+                collection.take(partial(run, inputs))
             added = collection.end()
             if is_taken:
                 advance(*added)
     if is_empty:
         raise CollectError("batches is empty: it gave no batch to run the net on")
     collection.check_end()
+
+
+def _check_compiled(collection: Collection, stop_early: bool) -> None:
+    if stop_early or collection.options.with_inputs:
+        what = "stop_early=True" if stop_early else "record(..., inputs=True)"
+        raise CollectError(
+            f"the recorder is compiled, and {what} needs hooks that compiled code does not run: "
+            "leave it out, or collect with a recorder that is not compiled"
+        )

@@ -1,0 +1,72 @@
+"""Collecting with a compiled recorder: what the compiled net returns, and without a graph break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, reductions
+from scio_recorder.errors import CollectError, UnsupportedNetError
+from tests.capture.test_compile import DYNAMO_READS_GRAD
+
+pytestmark = DYNAMO_READS_GRAD
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).eval()
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(3, 4), torch.randn(3, 4), torch.randn(2, 4)]
+
+
+def recorder(**options: Any) -> Recorder:
+    torch._dynamo.reset()
+    rnet = Recorder(net(), input_size=(2, 4), verbose=0)
+    rnet.record("0", "1", "2", **options)
+    return rnet
+
+
+def test_a_compiled_recorder_collects_what_the_compiled_net_returns() -> None:
+    rnet = recorder()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    rnet.compile(backend=backend, fullgraph=True)
+    recording = rnet.collect(
+        batches(),
+        transform={"1": lambda activation, batch: activation + batch},
+        reduce={"2": reductions.Mean()},
+        activation_postproc={"0": lambda x: x * 2},
+    )
+    assert graphs
+    bare, x = net(), torch.cat(batches())
+    first = bare[0](x)
+    assert torch.equal(recording["0"], first)
+    assert torch.equal(recording["1"], torch.relu(first * 2) + x)
+    torch.testing.assert_close(recording["2"], bare[2](torch.relu(first * 2)).mean(0))
+    assert len(rnet.activations) == 0
+
+
+def test_what_needs_hooks_is_refused() -> None:
+    for options, given in (({"inputs": True}, {}), ({}, {"stop_early": True})):
+        rnet = recorder(**options)
+        rnet.compile(backend="eager")
+        with pytest.raises(CollectError, match=r"compiled, and (record|stop_early)"):
+            rnet.collect(batches(), **given)
+
+
+def test_a_call_that_runs_uncompiled_is_an_error() -> None:
+    rnet = recorder()
+    rnet.compile(backend="eager")
+    vars(rnet)["_compiled_call_impl"] = rnet._call_impl
+    with pytest.raises(UnsupportedNetError, match="fullgraph=True"):
+        rnet.collect(batches())
