@@ -1,0 +1,142 @@
+"""Libraries that run the network themselves: what is collected is what plain hooks saw."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, Tokens, reductions
+from tests.capture.test_watch_libraries import PROMPT, gpt2, passes_by_hooks
+
+transformers = pytest.importorskip("transformers")
+
+ROWS = [{"input_ids": [11, 12, 13, 14, 15][: 2 + n], "labels": [5] * (2 + n)} for n in range(4)]
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Put rows of a data set together, padded on the right."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    found: dict[str, Any] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in rows:
+        missing = longest - len(row["input_ids"])
+        found["input_ids"].append(row["input_ids"] + [0] * missing)
+        found["attention_mask"].append([1] * len(row["input_ids"]) + [0] * missing)
+        found["labels"].append(row["labels"] + [-100] * missing)
+    return {name: torch.tensor(value) for name, value in found.items()}
+
+
+# Its new name is unknown to version 5.0.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
+def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+
+    def train(net: nn.Module) -> None:
+        transformers.set_seed(3)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
+            report_to=[], disable_tqdm=True, save_strategy="no", **options,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=net, args=arguments, train_dataset=ROWS, data_collator=padded
+        )
+        trainer.train()
+
+    net = gpt2().train()
+    bare, twin = copy.deepcopy(net), copy.deepcopy(net)
+    rnet = Recorder(net, input_data=PROMPT, mode="train")
+    rnet.record("transformer.h.*.mlp")
+    other = Recorder(twin, input_data=PROMPT, mode="train")
+    other.record("transformer.h.*.mlp")
+    train(bare)
+    expected, _ = passes_by_hooks(other, lambda: train(twin))
+    masks: list[Tensor] = []
+    watching = net.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"].bool()), with_kwargs=True
+    )
+    reduce = {"transformer.h.0.mlp": reductions.Mean()}
+    with rnet.collecting(rows=Tokens(fields=("input_ids", "labels")), reduce=reduce) as collection:
+        train(net)
+    watching.remove()
+    assert all(map(torch.equal, bare.parameters(), net.parameters()))
+    recording = collection.recording
+    first, second = rnet.recording
+    real = torch.cat([mask.flatten() for mask in masks])
+    whole = {label: [each[label].detach() for each in expected] for label in rnet.recording}
+    kept = {label: torch.cat([x.flatten(0, 1) for x in of])[real] for label, of in whole.items()}
+    assert torch.equal(recording[second], kept[second])
+    torch.testing.assert_close(recording[first].float(), kept[first].float().mean(0))
+    assert (recording.rows["labels"] == 5).all()
+    assert recording.num_samples == 8
+
+
+def test_diffusion_pipeline() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, block_out_channels=(8, 8), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), layers_per_block=1,
+    ).eval()  # fmt: skip
+    pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(num_train_timesteps=20))
+    pipeline.set_progress_bar_config(disable=True)
+    rnet = Recorder(unet, input_data=(torch.randn(1, 1, 8, 8), torch.tensor([1])))
+    rnet.record("mid_block", "conv_out")
+
+    def run() -> Any:
+        seeded = torch.Generator().manual_seed(0)
+        made = pipeline(2, generator=seeded, num_inference_steps=4, output_type="np")
+        return torch.tensor(made.images)
+
+    expected, images = passes_by_hooks(rnet, run)
+    with rnet.collecting(
+        sample_ids=lambda batch: [f"{int(batch['timestep'])}-{n}" for n in range(2)]
+    ) as collection:
+        assert torch.equal(run(), images)
+    recording = collection.recording
+    assert list(recording.sample_ids) == [f"{t}-{n}" for t in (15, 10, 5, 0) for n in range(2)]
+    for label in rnet.recording:
+        assert torch.equal(recording[label], torch.cat([each[label] for each in expected]))
+
+
+def test_lightning() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss: Tensor = self.net(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def fit(module: Any) -> None:
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, data)
+
+    torch.manual_seed(0)
+    module, data = Module(), torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2)
+    bare, twin = copy.deepcopy(module), copy.deepcopy(module)
+    rnet, other = (Recorder(each.net, input_size=(2, 4), mode="train") for each in (module, twin))
+    for each in (rnet, other):
+        each.record("0", "2")
+    fit(bare)
+    expected, _ = passes_by_hooks(other, lambda: fit(twin))
+    with rnet.collecting() as collection:
+        fit(module)
+    assert all(map(torch.equal, bare.parameters(), module.parameters()))
+    for label in rnet.recording:
+        truth = torch.cat([each[label].detach() for each in expected])
+        assert torch.equal(collection.recording[label], truth)
