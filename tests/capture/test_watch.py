@@ -364,7 +364,9 @@ def test_what_cannot_be_watched_is_refused() -> None:
 def test_compiling_the_network_in_the_block_is_refused() -> None:
     net = Residual()
     rnet = watched(net, "first")
-    with rnet.watch() as passes, pytest.raises(Exception, match="compiled inside a block"):
+    # Dynamo of torch 2.8 shows the type of what was raised while it traced, and not the message.
+    shown = "compiled inside a block|UnsupportedNetError"
+    with rnet.watch() as passes, pytest.raises(Exception, match=shown):
         torch.compile(net, backend="eager", fullgraph=True)(torch.ones(2, 4))
     assert len(passes) == 0
 
