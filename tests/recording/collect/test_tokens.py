@@ -376,7 +376,10 @@ def test_other_dimensions_that_are_as_long_by_chance():
         with pytest.raises(CollectError, match=f"{selector}.*"):
             rnet.collect([data], rows=Tokens())
     # As long at labelling already: nobody can tell.
-    torch.manual_seed(3)
+    rnet = Recorder(reader().net, input_data=torch.ones(2, 3, dtype=torch.long))
+    rnet.record("maps")
+    with pytest.raises(CollectError, match="maps .*looks like an attention map"):
+        rnet.collect([padded(3, 3)], rows=Tokens())
     rnet = Recorder(reader().net, input_data=torch.ones(2, 4, dtype=torch.long))
     rnet.record("pool")
     with pytest.raises(CollectError, match="by chance"):
