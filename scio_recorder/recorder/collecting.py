@@ -72,7 +72,8 @@ class Collecting(Reading):
         dtype : torch.dtype, optional
             What floating-point activations are rounded to where they are kept.
         rows : Tokens or Nodes, optional
-            What a line of the arrays is, where it is no sample: padding is then left out.
+            What a line of the arrays is, where it is no sample: padding is then left out. Layers,
+            or what ``transform`` makes of them, have to be [batch, positions, ...] or [nodes, ...].
         activation_postproc : callable, list or mapping, optional
             What to do to the output of recorded layers before the network goes on with it, as in
             ``Recorder.forward``. Layers are collected as they returned, before it acts; one that

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -75,29 +77,45 @@ class Nodes(Rows):
         if self.sample is None or (self.sample == "batch" and source.find("batch") is None):
             owners, number = torch.zeros(_num_nodes(source), dtype=torch.int64, device="cpu"), 1
         else:
-            owners = source.read("sample", self.sample)
-            if owners.ndim != 1 or owners.is_floating_point() or owners.is_complex():
-                raise CollectError(
-                    f"sample of rows=Nodes() is {owners.dtype} of shape {tuple(owners.shape)} in "
-                    f"batch {source.number}: give integers [nodes], the graph of each node"
-                )
-            if bool((owners < 0).any()):
-                raise CollectError(
-                    f"sample of rows=Nodes() is negative in batch {source.number}: count the "
-                    "graphs of a batch from 0"
-                )
-            owners = owners.long()
+            owners = self._owners(source)
             number = int(owners.max()) + 1 if len(owners) else 0
             given = source.find("num_graphs") if self.sample == "batch" else None
             # The last graphs may have no nodes.
             number = max(number, given) if isinstance(given, int) else number
-        return self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
+        rows = self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
+        nodes = next((name for name, size in _lines(source).items() if size == len(owners)), "")
+        return replace(rows, labelled=source.labelled_as(nodes, 1))
+
+    def _owners(self, source: Source) -> Tensor:
+        """Return the graph of each node."""
+        assert self.sample is not None
+        owners = source.read("sample", self.sample)
+        if owners.ndim != 1 or owners.is_floating_point() or owners.is_complex():
+            raise CollectError(
+                f"sample of rows=Nodes() is {owners.dtype} of shape {tuple(owners.shape)} in batch "
+                f"{source.number}: give integers [nodes], the graph of each node"
+            )
+        if bool((owners < 0).any()):
+            raise CollectError(
+                f"sample of rows=Nodes() is negative in batch {source.number}: count the graphs of "
+                "a batch from 0"
+            )
+        return owners.long()
+
+
+def _lines(source: Source) -> dict[str, int]:
+    """Return how many lines each argument of forward has, the likeliest one of nodes first."""
+    values = {"x": source.arguments.get("x"), **source.arguments}
+    return {
+        name: value.shape[0]
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.ndim > 0
+    }
 
 
 def _num_nodes(source: Source) -> int:
-    for value in [source.arguments.get("x"), *source.arguments.values()]:
-        if isinstance(value, Tensor) and value.ndim > 0:
-            return value.shape[0]
+    for number in _lines(source).values():
+        return number
     raise CollectError(
         f"the net is given no tensor in batch {source.number} that would tell the number of nodes: "
         "write Nodes(sample=lambda batch: ...) with the graph of each node"

@@ -54,6 +54,27 @@ class Source:
         """Whether others may bring more of the same samples."""
         return False
 
+    def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
+        """Return the leading dimensions that an argument had at labelling, where that can be told.
+
+        Parameters
+        ----------
+        name : str
+            The argument.
+        number : int
+            How many dimensions.
+        """
+        given, shapes = self.arguments.get(name), self.labelled
+        if not isinstance(shapes, Mapping):
+            # Shapes of positional arguments in order, or that of the only one.
+            several = shapes if isinstance(shapes, tuple) else ()
+            alone = all(isinstance(length, int) for length in several)
+            shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
+        shape = shapes.get(name)
+        if not isinstance(shape, tuple) or given is None or len(shape) != given.ndim:
+            return None
+        return shape[:number] if shape[number:] == tuple(given.shape[number:]) else None
+
     def find(self, name: str) -> Any:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
         if isinstance(self.batch, Mapping) and name in self.batch:

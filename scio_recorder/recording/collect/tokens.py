@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +108,7 @@ class Tokens(Rows):
         # Scalars in, scalars out; of ids, layers make features.
         are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
         return replace(
-            rows, labelled=_labelled(source.labelled, name), are_scalars_doubtful=are_features
+            rows, labelled=source.labelled_as(name, 2), are_scalars_doubtful=are_features
         )
 
     def _mask(self, source: Source) -> Tensor | None:
@@ -158,14 +157,6 @@ def _shapes(
         for name, value in values.items()
         if isinstance(value, Tensor) and value.ndim in ndims
     }
-
-
-def _labelled(shapes: Any, name: str) -> tuple[int, ...] | None:
-    """Return the [batch, positions] with which the net was labelled, where that can be told."""
-    found = shapes.get(name) if isinstance(shapes, Mapping) else shapes
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        return None
-    return found[:2] if all(isinstance(length, int) for length in found) else None
 
 
 def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:

@@ -174,6 +174,21 @@ def test_layers_of_edges_and_graphs_are_named(name):
         recorder(name).collect(DATA, rows=Nodes())
 
 
+def test_as_many_edges_or_graphs_as_nodes_by_chance():
+    rnet = recorder("edge")
+    ring = graph([3, 4])
+    ring["edge_index"] = ring["edge_index"][:, :7]
+    for kinds in (["edge"], ["edge", "say"]):
+        rnet.record(*kinds)
+        with pytest.raises(CollectError, match=r"edge .*by chance"):
+            rnet.collect([ring], rows=Nodes())
+    rnet.record("pool")
+    with pytest.raises(CollectError, match=r"pool .*by chance"):
+        rnet.collect([graph([1, 1, 1])], rows=Nodes())
+    rnet.record("say")
+    assert rnet.collect([ring, graph([1, 1, 1])], rows=Nodes()).num_rows == 10
+
+
 def test_graphs_of_torch_geometric():
     data = pytest.importorskip("torch_geometric.data")
     loading = pytest.importorskip("torch_geometric.loader")

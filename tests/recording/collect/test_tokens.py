@@ -378,7 +378,7 @@ def test_other_dimensions_that_are_as_long_by_chance():
     # As long at labelling already: nobody can tell.
     rnet = Recorder(reader().net, input_data=torch.ones(2, 3, dtype=torch.long))
     rnet.record("maps")
-    with pytest.raises(CollectError, match="maps .*looks like an attention map"):
+    with pytest.raises(CollectError, match=r"maps .*looks like an attention map"):
         rnet.collect([padded(3, 3)], rows=Tokens())
     rnet = Recorder(reader().net, input_data=torch.ones(2, 4, dtype=torch.long))
     rnet.record("pool")
