@@ -223,7 +223,7 @@ class Collection:
         current, self._calls = self._current, {}
         # Before the pass: one that can't be kept need not run. Rows kept nowhere take no memory.
         if self.store is not None:
-            self._row_columns.put(current, len(self._writer.sample_ids))
+            self._row_columns.put(current, len(self._writer.sample_ids), self.feed.number)
         try:
             output = run()
         except BaseException:
@@ -357,9 +357,12 @@ class Collection:
             for label, intake in self._storing.items()
             if intake.rounds
         }
-        return {"reductions": states_of(self.options.reductions), "rounding": rounding}
+        reductions = states_of(self.options.reductions)
+        return {"reductions": reductions, "rounding": rounding, "columns": self._row_columns.names}
 
     def _restore(self, state: State) -> None:
+        # Recordings made before there were rows have none.
+        self._row_columns.names = state.get("columns", [])
         for label, given in self.options.reductions.items():
             saved = state["reductions"][text_of(label)]
             pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]

@@ -273,8 +273,10 @@ class RowColumns:
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
         self._columns: dict[str, Column] = {}
+        # Those of the first batch, which all have.
+        self.names: list[str] = []
 
-    def put(self, current: CurrentBatch, first_sample: int) -> None:
+    def put(self, current: CurrentBatch, first_sample: int, number: int) -> None:
         """Keep the columns of a batch.
 
         Parameters
@@ -283,13 +285,18 @@ class RowColumns:
             The batch.
         first_sample : int
             How many samples the store has of the batches before.
+        number : int
+            The number of the batch, for messages.
         """
         given = current.rows.columns
-        # What the first batch has, all have.
-        for name in self._columns or given:
+        self.names = self.names or list(given)
+        for name in self.names:
             values = given.get(name)
             if values is None:
-                raise CollectError(f"a batch has no field {name!r}, which those before had")
+                raise CollectError(
+                    f"batch {number} has no field {name!r}, which batches before it had: give it "
+                    "to all, or say with fields= what to keep"
+                )
             if name == "sample":
                 values = values + (first_sample - current.skip)
             column = self._columns.get(name) or self._open(name, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import CollectError, Recorder, Tokens
+from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording
 from scio_recorder.reductions import Mean
+from scio_recorder.stores import Disk
 from tests.recording.collect.tables import (
     assert_rows,
     batches,
@@ -321,6 +323,51 @@ def test_what_is_refused_of_a_batch(case, tmp_path):
         rows=Tokens(**given),
         to_inputs=lambda batch: batch["input_ids"],
     )
+
+
+class Given(nn.Module):
+    """Takes ids, or what becomes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.mix = nn.Linear(4, 3)
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.mix(self.embed(input_ids) if inputs_embeds is None else inputs_embeds)
+        return out
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_columns_are_those_of_the_first_batch(resumes, tmp_path):
+    rnet = Recorder(Given().eval(), input_data={"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    rnet.record("mix")
+    ids = [{"input_ids": batch["input_ids"]} for batch in DATA]
+    embedded = [{"inputs_embeds": rnet.net.embed(one["input_ids"]).detach()} for one in ids]
+    store = Disk(tmp_path / "run", chunk_bytes=1)
+
+    def collect(data: list[Any]) -> Recording:
+        def until(number: int) -> Iterator[Any]:
+            yield from data[:number]
+            raise InterruptedError
+
+        if resumes:
+            with pytest.raises(InterruptedError):
+                rnet.collect(until(1), store=store, rows=Tokens())
+        return rnet.collect(data, store=store, rows=Tokens(), resume=resumes)
+
+    with pytest.raises(CollectError, match="batch 1 has no field 'input_ids'"):
+        collect([ids[0], *embedded[1:]])
+    # Nothing that was durable is lost by it.
+    recording = open_recording(tmp_path / "run", verify=True)
+    assert (recording.num_rows, recording.complete) == (24, False)
+    store = Disk(tmp_path / "other", chunk_bytes=1)
+    found = collect([embedded[0], *ids[1:]])
+    assert list(found.rows) == ["sample", "position"]
+    wanted = torch.cat([rnet.net(**batch).flatten(0, 1) for batch in ids])
+    assert torch.equal(found["mix"][:], wanted)
 
 
 def test_a_field_that_one_batch_lacks(tmp_path):
