@@ -65,8 +65,7 @@ class CollectedPasses:
         try:
             with progress_bar("collecting", None, is_wanted=progress) as self._advance:
                 yield
-            if not collection.is_complete:
-                collection.check_end()
+            collection.check_end()
             if collection.is_empty:
                 raise CollectError(
                     "the network was not called in the block, or all passes failed: what was "
@@ -84,9 +83,11 @@ class CollectedPasses:
         if collection.is_empty or not collection.is_trusted:
             collection.abandon()
             return
-        # The exception is what must be reported.
-        with contextlib.suppress(RecorderError):
+        try:
             self._recording = collection.finish(is_complete=False)
+        except RecorderError as failure:
+            # The exception in the block is what must be reported.
+            self._why_none = f"the block ended by {error!r}, and then: {failure}"
 
     def run(
         self,

@@ -167,11 +167,7 @@ class Collection:
 
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
         """Go on to a batch, and return whether it is to be taken, and not durable already."""
-        if not self.is_trusted:
-            raise CollectError(
-                "a pass has failed while reductions took it in, and they hold a part of it: leave "
-                "the block, and collect again from the beginning or by resume=True"
-            )
+        self._check_trusted()
         self._ids, skip, is_durable = (), 0, False
         rows = self._rows_of(batch, inputs, is_taken)
         self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
@@ -288,10 +284,20 @@ class Collection:
 
     def check_end(self) -> None:
         """Refuse the end of the data before all has come that is durable."""
+        self._check_trusted()
+        if self.is_complete:
+            return
         if self._kept < self._num_durable or self._kept_rows < self._num_durable_rows:
             raise CollectError(
                 f"the recording holds {self._num_durable} samples already and {self._kept} came "
                 "now, or fewer rows of them: resume with the same loader, or the same passes"
+            )
+
+    def _check_trusted(self) -> None:
+        if not self.is_trusted:
+            raise CollectError(
+                "a reduction has failed in the middle of a pass, and holds a part of it: collect "
+                "again, from the beginning or by resume=True"
             )
 
     def _check_boundary(self, skip: int, rows: int) -> None:

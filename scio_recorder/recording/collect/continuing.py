@@ -185,13 +185,16 @@ class _PassSource(Source):
     def find(self, name: str) -> Any:
         """Return an entry of the batch; of a mask, what it says of the positions of this pass."""
         found = super().find(name)
-        if name not in ("attention_mask", "decoder_attention_mask") or found is None:
+        if name not in ("attention_mask", "decoder_attention_mask"):
             return found
         stem = name.removesuffix("attention_mask")
         given = (self.arguments.get(f"{stem}{kind}") for kind in ("input_ids", "inputs_embeds"))
         sequence = next((value for value in given if isinstance(value, Tensor)), None)
         if sequence is None or sequence.ndim < 2:
             return found
+        if found is None:
+            # generate gives a decoder none, for which all is real.
+            return torch.ones(sequence.shape[:2], dtype=torch.bool) if stem else None
         return _of_these(_of_keys(found, sequence.shape[1]), sequence.shape[1], self.past.length)
 
 

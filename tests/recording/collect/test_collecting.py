@@ -183,6 +183,38 @@ def test_reductions_that_refuse_a_pass_keep_those_before() -> None:
     assert torch.equal(means[0], means[1])
 
 
+class Breaking(reductions.Mean):
+    """Fails in the middle of the second pass, after another layer was reduced."""
+
+    updates = 0
+
+    def update(self, activation: Tensor, batch: Any = None, **options: Any) -> None:
+        Breaking.updates += 1
+        if Breaking.updates == 4:
+            raise KeyError("their reduction fails")
+        super().update(activation, batch, **options)
+
+
+def test_a_reduction_that_holds_a_part_of_a_pass_is_not_handed_out(tmp_path: Path) -> None:
+    net = Net().eval()
+    rnet = recorder(net)
+
+    def run() -> None:
+        with rnet.collecting(reduce=Breaking(), store=f"disk:{tmp_path}/run") as collection:
+            held.append(collection)
+            net(torch.ones(2, 4))
+            with pytest.raises(KeyError, match="their reduction"):
+                net(torch.ones(2, 4))
+            with pytest.raises(CollectError, match="part of it"):
+                net(torch.ones(2, 4))
+
+    held: list[Any] = []
+    with pytest.raises(CollectError, match="part of it"):
+        run()
+    with pytest.raises(CollectError, match="part of it"):
+        _ = held[0].recording
+
+
 class Stop(BaseException):
     """What ends a block from outside, as Ctrl-C does."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,15 +88,22 @@ def by_hand(rnet: Recorder, passes: list[dict[Any, Any]], text: Tensor) -> dict[
     """Put prompt and continuation of each sample together, without padding on the left."""
     real = PROMPT["attention_mask"].bool()
     real = torch.cat([real, torch.ones(2, text.shape[1] - 1 - real.shape[1], dtype=torch.bool)], 1)
-    joined = {label: torch.cat([each[label] for each in passes], 1) for label in rnet.recording}
-    joined["input_ids"] = text[:, :-1]
+    joined: dict[Any, Tensor] = {"input_ids": text[:, :-1]}
+    for label in passes[0] if passes else ():
+        joined[label] = torch.cat([each[label] for each in passes], 1)
     return {
         label: [x[mask] for x, mask in zip(of, real, strict=True)] for label, of in joined.items()
     }
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("name", "way", "where"),
+    [
+        *[(*case, "host") for case in CASES],
+        ("gpt2", "static", "disk"),
+        ("llama", "in parts", "disk"),
+    ],
+)
 def test_each_row_is_what_plain_hooks_saw(name: str, way: str, where: str, tmp_path: Path) -> None:
     rnet = recorder(name)
     passes, text = passes_by_hooks(rnet, lambda: generate(rnet.net, **WAYS[way]))
@@ -180,6 +188,51 @@ def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
     rows = collection.recording.rows
     assert torch.bincount(rows["sample"]).tolist() == [text.shape[1] - 1] * 2
     assert torch.equal(rows["input_ids"][rows["sample"] == 1], text[1, :-1])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_decoder_of_a_pair_goes_on_and_has_no_padding(static: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, **TOKENS, decoder_start_token_id=0)
+    net = transformers.T5ForConditionalGeneration(config).eval()
+    rnet = Recorder(net, input_data={**PROMPT, "decoder_input_ids": torch.ones(2, 3).long()})
+    rnet.record("decoder.block.*.layer.2.DenseReluDense")
+    options = {"cache_implementation": "static"} if static else {}
+    passes, text = passes_by_hooks(rnet, lambda: generate(net, **options))
+    with rnet.collecting(rows=Tokens(mask="decoder_attention_mask")) as collection:
+        generate(net, **options)
+    recording = collection.recording
+    for label in rnet.recording:
+        whole = torch.cat([each[label] for each in passes], 1)
+        assert all(map(torch.equal, recording.by_sample(label), whole))
+    rows = recording.rows
+    assert torch.equal(rows["decoder_input_ids"][rows["sample"] == 1], text[1, :-1])
+
+
+def test_threads_that_generate_at_once_are_not_mixed() -> None:
+    rnet = recorder("llama")
+    texts: dict[int, Tensor] = {}
+
+    def work(number: int) -> None:
+        ids = PROMPT["input_ids"] + number
+        texts[number] = generate(rnet.net, input_ids=ids, do_sample=False)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    with rnet.collecting(rows=Tokens()) as collection:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    rows, found = collection.recording.rows, []
+    for sample in range(8):
+        own = rows["sample"] == sample
+        assert rows["position"][own].tolist() == list(range(int(own.sum())))
+        found.append(rows["input_ids"][own].tolist())
+    expected = [
+        text.tolist() for each in texts.values() for text in by_hand(rnet, [], each)["input_ids"]
+    ]
+    assert sorted(found) == sorted(expected)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
