@@ -57,7 +57,7 @@ def open_hidden_states(
     layers : sequence
         What to call the entries of the dimension of layers, in its order: a name, a label such as
         ``"2-7"``, or a number, which becomes the name, such as vLLM's
-        ``eagle_aux_hidden_state_layer_ids``.
+        ``eagle_aux_hidden_state_layer_ids`` in rising order.
 
     Returns
     -------
@@ -257,6 +257,12 @@ def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
     """Return layers of these names or labels, side by side."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(f"layers={given!r}: give a list of names, labels or numbers")
+    numbers = [key for key in given if isinstance(key, int)]
+    if numbers != sorted(numbers):
+        raise ArgumentError(
+            f"layers={given!r}: numbers must rise, since networks gather layers from the first to "
+            "the last, in whatever order they are asked to; give names if yours does otherwise"
+        )
     layers = []
     for place, key in enumerate(given):
         label = label_of(key)

@@ -133,7 +133,8 @@ def test_layers_are_named_labelled_or_numbered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layers", ["ab", 2, [], ["a", "a"], [1, "1"], ["1-2", "a"], [True, 2], [1.5, 2], [None, "a"]]
+    "layers",
+    ["ab", 2, [], ["a", "a"], [1, "1"], ["1-2", "a"], [True, 2], [1.5, 2], [None, "a"], [9, 3]],
 )
 def test_layers_that_name_nothing(tmp_path, layers):
     make(tmp_path / "states")
