@@ -79,8 +79,8 @@ class Source:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
         if isinstance(self.batch, Mapping) and name in self.batch:
             return self.batch[name]
-        # Tensors, and tuples, have attributes of their own that nobody means.
-        value = None if isinstance(self.batch, Tensor) else getattr(self.batch, name, None)
+        # Arrays, and tuples, have attributes of their own that nobody means.
+        value = None if hasattr(self.batch, "__array__") else getattr(self.batch, name, None)
         return self.arguments.get(name) if value is None or callable(value) else value
 
     def read(self, what: str, given: Name) -> Tensor:

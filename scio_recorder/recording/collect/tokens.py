@@ -130,10 +130,10 @@ class Tokens(Rows):
             names = _DECODER if self.mask.startswith("decoder") else _ENCODER
         elif self.mask is not None:
             names = _ENCODER + _DECODER
-        found = _shapes(source, names, (2, 3))
+        found = _shapes(source, names)
         if not found and names is not _DECODER:
             others = [name for name in source.arguments if "mask" not in name]
-            found = dict(list(_shapes(source, others, (2, 3)).items())[:1])
+            found = dict(list(_shapes(source, others).items())[:1])
         if mask is not None and mask.ndim == 2:
             size: tuple[int, int] = (mask.shape[0], mask.shape[1])
             fitting = {name: shape for name, shape in found.items() if shape == size}
@@ -148,14 +148,13 @@ class Tokens(Rows):
         return next(iter(found.items()))
 
 
-def _shapes(
-    source: Source, names: Sequence[str], ndims: tuple[int, ...]
-) -> dict[str, tuple[int, int]]:
+def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return [batch, positions] of the arguments that can be sequences of tokens."""
     values = {name: source.arguments.get(name) for name in names}
     return {
         name: (value.shape[0], value.shape[1])
         for name, value in values.items()
-        if isinstance(value, Tensor) and value.ndim in ndims
+        if isinstance(value, Tensor) and value.ndim in (2, 3)
     }
 
 

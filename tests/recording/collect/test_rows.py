@@ -407,3 +407,22 @@ def test_a_resume_with_other_rows_is_refused(other, tmp_path):
     with pytest.raises(RecordingError, match="rows"):
         rnet.collect(data, store=store, rows=other, resume=True)
     assert rnet.collect(data, store=store, rows=Tokens(), resume=True).num_rows == 51
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("store", ["host", "device", "auto", "disk"])
+@pytest.mark.parametrize("masks_on", ["cpu", "cuda"])
+def test_rows_of_a_net_on_a_gpu(store, masks_on, tmp_path):
+    rnet, data = reader(), batches(*LENGTHS)
+    rnet.net.cuda()
+
+    def to_gpu(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.cuda() for name, value in batch.items()}
+
+    where = Disk(tmp_path / "run", chunk_bytes=300) if store == "disk" else store
+    given = [{name: value.to(masks_on) for name, value in batch.items()} for batch in data]
+    recording = rnet.collect(given, store=where, rows=Tokens(), to_inputs=to_gpu)
+    moved = [to_gpu(batch) for batch in data]
+    for name, values in seen(rnet.net, ["embed", "mix"], run_all(rnet.net, moved)).items():
+        assert torch.equal(recording[name][:].cpu(), tokens(values, moved).cpu())
+    assert_rows(recording, columns(data))

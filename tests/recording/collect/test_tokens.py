@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording
@@ -139,6 +141,8 @@ def test_fields_by_name_and_by_function():
     assert list(rnet.collect(DATA, rows=Tokens(fields=())).rows) == ["sample", "position"]
 
 
+READER = reader("embed")
+
 PACKED = torch.tensor(
     [
         [4, 4, 4, 9, 9, -1, 2],
@@ -191,6 +195,38 @@ def test_each_segment_of_packed_documents_is_a_sample(masked):
     }
     assert_rows(recording, wanted)
     assert list(recording.sample_ids) == list("abcdefghijkl")
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_masks_segments_and_conditions(data):
+    rnet = READER
+    lines, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
+    shape = lines, size
+    numbers = st.lists(st.integers(-1, 2), min_size=lines * size, max_size=lines * size)
+    segments, chosen, real = (torch.tensor(data.draw(numbers)).view(shape) for _ in range(3))
+    # No segment may be without tokens.
+    real = (real > 0) | torch.tensor(
+        [[place == own.index(one) for place, one in enumerate(own)] for own in segments.tolist()]
+    )
+    ids = torch.arange(1, lines * size + 1).view(shape)
+    batch = {"input_ids": ids, "segments": segments, "keep": chosen > 0, "attention_mask": real}
+    samples, positions, places = packed_rows(segments, real)
+    kept = [row for row, (line, place) in enumerate(places) if chosen[line, place] > 0]
+    recording = rnet.collect(
+        [batch],
+        rows=Tokens(segments="segments", where="keep"),
+        to_inputs=lambda batch: batch["input_ids"],
+    )
+    wanted = {
+        "sample": [samples[row] for row in kept],
+        "position": [positions[row] for row in kept],
+        "input_ids": [places[row][0] * size + places[row][1] + 1 for row in kept],
+    }
+    assert_rows(recording, wanted)
+    assert recording.num_samples == len(set(samples))
+    embedded = rnet.net.embed.weight[wanted["input_ids"]]
+    assert torch.equal(recording["embed"], embedded.detach())
 
 
 def names_of(words: list[str]) -> Any:
