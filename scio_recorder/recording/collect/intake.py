@@ -100,8 +100,8 @@ class StoringIntake(LayerIntake):
     """Keeps every sample.
 
     Batches are mostly alike. What a layer returned for one that was checked and kept as it is lets
-    the next one of this shape and dtype go straight to its place: every layer of every batch pays
-    for what stands between the hook and the copy.
+    the next one like it go straight to its place: every layer of every batch pays for what stands
+    between the hook and the copy. Least is there where samples are as many as before.
     """
 
     writer: StoreWriter
@@ -113,41 +113,50 @@ class StoringIntake(LayerIntake):
     # Those of the batch that is under way, which may fail.
     _measured: tuple[float, float] = (0.0, 0.0)
     _column: Column | None = None
-    # Of activations that need no look: None where each has to be looked at.
+    # Of activations that need no look, and of one of their rows: None where each is looked at.
     _usual_shape: torch.Size | None = None
+    _row_shape: tuple[int, ...] | None = None
     _dtype: torch.dtype | None = None
 
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
         if (
             type(activation) is Tensor
-            and activation.shape == self._usual_shape
             and activation.dtype is self._dtype
-            and self.current.follows
             and not activation.requires_grad
         ):
-            column = self._column
-            if column is not None and column.places:
-                # Does not wait for a GPU; given by position, which is faster.
-                column.places.pop().copy_(activation, True)
+            shape, column = activation.shape, self._column
+            if column is not None and shape == self._usual_shape and self.current.follows:
+                if column.places:
+                    # Does not wait for a GPU; given by position, which is faster.
+                    column.places.pop().copy_(activation, True)
+                    return
+            elif self._row_shape is not None and shape == self.current.rows.shape + self._row_shape:
+                self._put(activation)
                 return
         self._receive_checked(activation)
 
     @torch.no_grad()
     def _receive_checked(self, activation: Any) -> None:
-        current, kept = self.current, self._transformed(activation)
-        rows, first = current.rows, current.start
+        kept, rows = self._transformed(activation), self.current.rows
         self._check(kept)
+        place = self._put(kept)
+        if self.rounds:
+            self._measured = _rounding(rows.choose(kept), place)
+        elif self.transform is None:
+            self._row_shape = tuple(place.shape[1:])
+            self._usual_shape = activation.shape if rows.are_samples else None
+
+    def _put(self, kept: Tensor) -> Tensor:
+        """Write the rows of what is to be kept to their place."""
+        current, rows = self.current, self.current.rows
         try:
             column = self._column or self._open(rows.choose(kept))
-            place = column.place(first, current.num_rows, current.follows)
+            place = column.place(current.start, current.num_rows, current.follows)
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
         rows.choose_into(place, kept)
-        if self.rounds:
-            self._measured = _rounding(rows.choose(kept), place)
-        elif self.transform is None and rows.are_samples:
-            self._usual_shape = activation.shape
+        return place
 
     def settle(self) -> None:
         """Count the batch, which has ended well."""

@@ -409,6 +409,7 @@ def test_a_resume_with_other_rows_is_refused(other, tmp_path):
     assert rnet.collect(data, store=store, rows=Tokens(), resume=True).num_rows == 51
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("store", ["host", "device", "auto", "disk"])
 @pytest.mark.parametrize("masks_on", ["cpu", "cuda"])
