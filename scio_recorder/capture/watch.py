@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.hooks import Around, take_out
-from scio_recorder.errors import ArgumentError, MutationError, UnsupportedNetError
+from scio_recorder.errors import (
+    ArgumentError,
+    MutationError,
+    SelectorTypeError,
+    UnsupportedNetError,
+)
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import Postprocessors
@@ -68,6 +73,11 @@ class Passes(Sequence[Records]):
             return records[index]
         except IndexError:
             raise IndexError(f"there is no pass {index}: {len(records)} are kept") from None
+        except TypeError:
+            raise SelectorTypeError(
+                f"passes are numbered, and {index!r} is no number: write passes[-1][{index!r}] for "
+                f"a layer in one pass, or passes.cat({index!r}) to join it over all"
+            ) from None
 
     def __len__(self) -> int:
         return len(self._records)

@@ -330,8 +330,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         "no module has the qualified name 'conv'; the closest names are 'conv1'"
         """
         close = difflib.get_close_matches(name, self._names, n=4, cutoff=0.5)
-        hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
-        return f"no module has the qualified name {name!r}{hint}"
+        hint = f"the closest names are {', '.join(map(repr, close))}"
+        hint = hint if close else "print(rnet.architecture) shows them all"
+        return f"no module has the qualified name {name!r}; {hint}"
 
     @cached_property
     def _calls(self) -> dict[int, tuple[DepthIdx, ...]]:

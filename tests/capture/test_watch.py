@@ -347,6 +347,8 @@ def test_what_cannot_be_watched_is_refused() -> None:
         passes.cat("first")
     with pytest.raises(IndexError, match="0 are kept"):
         passes[0]
+    with pytest.raises(SelectorTypeError, match=r"passes\[-1\]\['first'\]"):
+        passes["first"]  # type: ignore[call-overload]  # the slip
     with rnet.watch() as passes:
         net(torch.ones(2, 4))
         net(torch.ones(3, 4))

@@ -54,7 +54,7 @@ def test_ragged_samples_name_layer_shapes_and_transform(tmp_path):
     for store in ("host", f"disk:{tmp_path}/run"):
         with pytest.raises(CollectError) as caught:
             rnet.collect(data, store=store)
-        for part in ("1-1 0", "(2, 6)", "(2, 7)", "transform"):
+        for part in ("1-1 0", "(2, 6)", "(2, 7)", "transform", "rows=Tokens()"):
             assert part in str(caught.value)
     pooled = rnet.collect(data, transform=lambda activation, batch: activation.mean(-1))
     assert pooled["0"].shape == (4, 2)

@@ -182,10 +182,11 @@ class StoringIntake(LayerIntake):
         rows.check(self.layer, kept, is_transformed=self.transform is not None)
         shape = tuple(kept.shape[len(rows.shape) :])
         if column is not None and shape != column.spec.shape:
+            of_texts = ", or write rows=Tokens() for texts that differ in length"
             raise CollectError(
                 f"layer {self.layer} gave {rows.unit}s of shape {shape} after {rows.unit}s of "
                 f"shape {column.spec.shape}: bring them to one shape with transform=, by padding "
-                "or pooling, or reduce the layer"
+                f"or pooling, or reduce the layer{of_texts if rows.unit == 'sample' else ''}"
             )
         if self._dtype not in (None, kept.dtype):
             raise CollectError(
