@@ -105,12 +105,9 @@ class Nodes(Rows):
 
 def _lines(source: Source) -> dict[str, int]:
     """Return how many lines each argument of forward has, the likeliest one of nodes first."""
-    values = {"x": source.arguments.get("x"), **source.arguments}
-    return {
-        name: value.shape[0]
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.ndim > 0
-    }
+    given = source.tensors
+    values = {"x": given["x"], **given} if "x" in given else given
+    return {name: value.shape[0] for name, value in values.items() if value.ndim > 0}
 
 
 def _num_nodes(source: Source) -> int:

@@ -54,6 +54,15 @@ class Source:
         """Whether others may bring more of the same samples."""
         return False
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The arguments that are tensors, and the first one of those that come as a tuple."""
+        first = {
+            name: value[0] if isinstance(value, tuple) and value else value
+            for name, value in self.arguments.items()
+        }
+        return {name: value for name, value in first.items() if isinstance(value, Tensor)}
+
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
         """Return the leading dimensions that an argument had at labelling, where that can be told.
 
@@ -64,7 +73,7 @@ class Source:
         number : int
             How many dimensions.
         """
-        given, shapes = self.arguments.get(name), self.labelled
+        given, shapes = self.tensors.get(name), self.labelled
         if not isinstance(shapes, Mapping):
             # Shapes of positional arguments in order, or that of the only one.
             several = shapes if isinstance(shapes, tuple) else ()

@@ -104,7 +104,7 @@ class Tokens(Rows):
             owners = owners.where(mask, -1)
         fields = self._pairs() if self.fields is not None else _default_fields(source, name, shape)
         rows = self._rows(source, dims, shape, owners, number, fields)
-        given = source.arguments.get(name)
+        given = source.tensors.get(name)
         # Scalars in, scalars out; of ids, layers make features.
         are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
         return replace(
@@ -150,12 +150,9 @@ class Tokens(Rows):
 
 def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return [batch, positions] of the arguments that can be sequences of tokens."""
-    values = {name: source.arguments.get(name) for name in names}
-    return {
-        name: (value.shape[0], value.shape[1])
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.ndim in (2, 3)
-    }
+    given = source.tensors
+    found = {name: given[name] for name in names if name in given and given[name].ndim in (2, 3)}
+    return {name: (value.shape[0], value.shape[1]) for name, value in found.items()}
 
 
 def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:

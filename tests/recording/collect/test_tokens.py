@@ -265,6 +265,29 @@ def test_what_the_net_is_given_says_how_many_positions_there_are():
     assert plain.collect([x], rows=Tokens())["0-1"].shape == (10, 3)
 
 
+class Wrapped(nn.Module):
+    """Hands on whatever it is given, as wrappers do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.net(*args, **kwargs)
+
+
+def test_wrappers_that_hand_on_what_they_are_given():
+    inner = reader("mix").net
+    wrapped = Recorder(Wrapped(inner).eval(), input_data=[torch.ones(2, 9, dtype=torch.long)])
+    wrapped.record("net.mix")
+    wanted = tokens(seen(inner, ["mix"], run_all(inner, DATA))["mix"], DATA)
+    for data in (DATA, [SimpleNamespace(**batch) for batch in DATA]):
+        to_inputs = None if data is DATA else lambda batch: tuple(vars(batch).values())
+        recording = wrapped.collect(data, rows=Tokens(), to_inputs=to_inputs)
+        assert torch.equal(recording["net.mix"], wanted)
+        assert_rows(recording, columns(DATA))
+
+
 def test_scalars_that_go_in_come_out():
     rnet = Recorder(nn.ReLU(), input_size=(2, 5))
     rnet.record("0-1")
