@@ -135,6 +135,8 @@ class Collection:
         self._is_taken, self._num_rows = True, 0
         self._row_bytes = 0
         self._continuing = Continuing() if self.is_of_others and options.rows else None
+        # Whether batches have what each may lack, by name: all or none.
+        self._has: dict[str, bool] = {}
         self._row_columns = RowColumns(self._writer)
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
@@ -194,7 +196,9 @@ class Collection:
             return None
         root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
         named, number = inputs.named(self.net), self.feed.number
-        source = Source(self.net, batch, named, number, str(first), root.input_shape)
+        # Where others run the passes, each is given what they choose.
+        has = self._has if self._continuing is None else None
+        source = Source(self.net, batch, named, number, str(first), root.input_shape, has)
         if self._continuing is None:
             return options.rows.of(source)
         return self._continuing.rows(options.rows, source, self._kept, is_taken=is_taken)

@@ -190,11 +190,8 @@ class _PassSource(Source):
         stem = name.removesuffix("attention_mask")
         given = (self.arguments.get(f"{stem}{kind}") for kind in ("input_ids", "inputs_embeds"))
         sequence = next((value for value in given if isinstance(value, Tensor)), None)
-        if sequence is None or sequence.ndim < 2:
+        if found is None or sequence is None or sequence.ndim < 2:
             return found
-        if found is None:
-            # generate gives a decoder none, for which all is real.
-            return torch.ones(sequence.shape[:2], dtype=torch.bool) if stem else None
         return _of_these(_of_keys(found, sequence.shape[1]), sequence.shape[1], self.past.length)
 
 

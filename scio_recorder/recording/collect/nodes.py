@@ -100,6 +100,12 @@ class Nodes(Rows):
                 f"sample of rows=Nodes() is negative in batch {source.number}: count the graphs of "
                 "a batch from 0"
             )
+        if len(owners) and int(owners.max()) >= len(owners):
+            raise CollectError(
+                f"sample of rows=Nodes() has the graph {int(owners.max())} in batch "
+                f"{source.number} of {len(owners)} nodes: count the graphs of a batch from 0, "
+                "and leave none out"
+            )
         return owners.long()
 
 

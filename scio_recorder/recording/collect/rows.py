@@ -40,6 +40,8 @@ class Source:
         The first recorded layer, for messages.
     labelled : any
         Shapes of what the network was given at labelling, as `Layer.input_shape` has them.
+    has : dict, optional
+        Whether the batches before had what a batch may lack, by name. None where each may differ.
     """
 
     net: nn.Module
@@ -48,6 +50,7 @@ class Source:
     number: int
     layer: str
     labelled: Any = None
+    has: dict[str, bool] | None = None
 
     @property
     def is_part(self) -> bool:
@@ -89,8 +92,21 @@ class Source:
         if isinstance(self.batch, Mapping) and name in self.batch:
             return self.batch[name]
         # Arrays, and tuples, have attributes of their own that nobody means.
-        value = None if hasattr(self.batch, "__array__") else getattr(self.batch, name, None)
+        is_array = _attribute(self.batch, "__array__") is not None
+        value = None if is_array else _attribute(self.batch, name)
         return self.arguments.get(name) if value is None or callable(value) else value
+
+    def find_in_all(self, name: str) -> Any:
+        """Return what `find` does, and refuse what only some of the batches have."""
+        value = self.find(name)
+        is_there = value is not None
+        if self.has is not None and self.has.setdefault(name, is_there) != is_there:
+            has, before = ("has", "lack") if is_there else ("lacks", "have")
+            raise CollectError(
+                f"batch {self.number} {has} {name!r}, which batches before it {before}: give it "
+                "with each batch, or say by a function of the batch what is real"
+            )
+        return value
 
     def read(self, what: str, given: Name) -> Tensor:
         """Return what a name or a function of the batch stands for, on the host.
@@ -196,6 +212,8 @@ class Rows(abc.ABC):
         for name, value in self._pairs():
             if not isinstance(name, str) or not (isinstance(value, str) or callable(value)):
                 raise CollectError(f"fields has {name!r}: {value!r}, which is no name or function")
+            if name in ("", ".", "..") or "\0" in name:
+                raise CollectError(f"fields has {name!r}, which is no name: take another one")
             if name in _OWN:
                 raise CollectError(
                     f"fields has {name!r}, a column that rows have anyway: rename it"
@@ -244,6 +262,14 @@ class Rows(abc.ABC):
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
+
+
+def _attribute(batch: Any, name: str) -> Any:
+    try:
+        return getattr(batch, name, None)
+    except LookupError:
+        # Of a mapping whose keys are its attributes too.
+        return None
 
 
 def _text(value: Any) -> str | None:

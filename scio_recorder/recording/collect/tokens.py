@@ -15,6 +15,7 @@ from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+_MASKS_OF_PAIRS = ("attention_mask", "decoder_attention_mask")
 
 
 class Tokens(Rows):
@@ -112,10 +113,20 @@ class Tokens(Rows):
         )
 
     def _mask(self, source: Source) -> Tensor | None:
+        if isinstance(self.mask, str) and self.mask in _MASKS_OF_PAIRS and _is_pair(source):
+            # The net takes all for real where it is given none, as by generate.
+            found = source.find_in_all(self.mask)
+            return None if found is None else source.tensor("mask", found)
         if self.mask is not None:
             return source.read("mask", self.mask)
-        _refuse_pair(source)
-        found = source.find("attention_mask")
+        if _is_pair(source):
+            raise CollectError(
+                "the net has an encoder and a decoder, whose positions are not the same, and layer "
+                f'{source.layer} belongs to one of them: write Tokens(mask="attention_mask") and '
+                'record layers of the encoder only, or Tokens(mask="decoder_attention_mask") and '
+                "record layers of the decoder only"
+            )
+        found = source.find_in_all("attention_mask")
         if found is None:
             return None
         if self.segments is not None and getattr(found, "ndim", 2) != 2:
@@ -163,18 +174,11 @@ def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[t
     return [(wanted, wanted)] if is_fitting else []
 
 
-def _refuse_pair(source: Source) -> None:
-    """Refuse to guess which of two sequences is meant."""
+def _is_pair(source: Source) -> bool:
+    """Whether a net has an encoder and a decoder, each with positions of its own."""
     is_given = any(source.arguments.get(name) is not None for name in _DECODER)
-    config = getattr(source.net, "config", None)
-    is_pair = getattr(config, "is_encoder_decoder", False) is True
-    if is_given or (is_pair and _DECODER[0] in inspect.signature(source.net.forward).parameters):
-        raise CollectError(
-            f"the net has an encoder and a decoder, whose positions are not the same, and layer "
-            f'{source.layer} belongs to one of them: write Tokens(mask="attention_mask") and '
-            'record layers of the encoder only, or Tokens(mask="decoder_attention_mask") and '
-            "record layers of the decoder only"
-        )
+    is_pair = getattr(getattr(source.net, "config", None), "is_encoder_decoder", False) is True
+    return is_given or (is_pair and _DECODER[0] in inspect.signature(source.net.forward).parameters)
 
 
 def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:

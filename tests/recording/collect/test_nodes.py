@@ -205,3 +205,9 @@ def test_graphs_of_torch_geometric():
     with torch.no_grad():
         alone = [conv(one["x"], one["edge_index"]) for one in DATA]
     torch.testing.assert_close(recording["0-1"], torch.cat(alone))
+
+
+def test_graphs_are_counted_in_their_batch():
+    data = {**graph([2, 3]), "batch": torch.tensor([0, 0, 1, 1, 2**40])}
+    with pytest.raises(CollectError, match=r"the graph 1099511627776 in batch 0 of 5 nodes"):
+        recorder().collect([data], rows=Nodes(), to_inputs=lambda batch: graph([2, 3]))

@@ -558,6 +558,41 @@ def test_encoder_or_decoder():
         assert torch.equal(recording["decoder"], wanted)
         assert recording.rows["decoder_input_ids"].tolist() == columns([second])["input_ids"]
     # Layers of the other half don't have these positions.
+    # Without a mask all is real to the net, and so it is here.
+    del batch["decoder_attention_mask"]
+    recording = rnet.collect([batch], rows=Tokens(mask="decoder_attention_mask"))
+    [wanted] = seen(rnet.net, ["decoder"], lambda: rnet.net(**batch))["decoder"]
+    assert torch.equal(recording["decoder"], wanted.flatten(0, 1))
+    batch["decoder_attention_mask"] = second["attention_mask"]
+
     rnet.record("encoder")
     with pytest.raises(CollectError, match=r"encoder.*\(2, 5, 4\).*\(2, 4, \.\.\.\)"):
         rnet.collect([batch], rows=Tokens(mask="decoder_attention_mask"))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_comes_with_each_batch_or_with_none(first: bool, tmp_path):
+    data = [padded(3, 4), padded(4, 2, seed=1)]
+    del data[first]["attention_mask"]
+    rnet = reader()
+    with pytest.raises(CollectError, match=f"batch 1 {'lacks' if first else 'has'} 'attention_m"):
+        rnet.collect(data, rows=Tokens(), store=f"disk:{tmp_path}/run")
+    assert open_recording(tmp_path / "run").num_samples == 2
+    said = Tokens(mask=lambda batch: batch.get("attention_mask", batch["input_ids"] > 0))
+    assert rnet.collect(data, rows=said).num_rows == 13
+
+
+def test_batches_whose_keys_are_attributes_may_lack_some():
+    class Attributes(dict):  # type: ignore[type-arg]
+        __getattr__ = dict.__getitem__
+
+    data = [Attributes(padded(3, 4))]
+    assert reader().collect(data, rows=Tokens()).num_rows == 7
+    del data[0]["attention_mask"]
+    assert reader().collect(data, rows=Tokens()).num_rows == 8
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\0"])
+def test_names_that_no_other_program_can_hold_are_refused(name: str):
+    with pytest.raises(CollectError, match="no name"):
+        Tokens(fields={name: "input_ids"})
