@@ -89,12 +89,20 @@ class Source:
 
     def find(self, name: str) -> Any:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
+        found, given = self.entry(name), self.arguments.get(name)
+        if isinstance(found, Tensor) and isinstance(given, Tensor):
+            # The batch may be cut on its way to the net, as texts are that are too long.
+            return given if found.ndim == given.ndim and found.shape != given.shape else found
+        return given if found is None else found
+
+    def entry(self, name: str) -> Any:
+        """Return an entry or attribute of the batch alone; None if missing."""
         if isinstance(self.batch, Mapping) and name in self.batch:
             return self.batch[name]
         # Arrays, and tuples, have attributes of their own that nobody means.
         is_array = _attribute(self.batch, "__array__") is not None
         value = None if is_array else _attribute(self.batch, name)
-        return self.arguments.get(name) if value is None or callable(value) else value
+        return None if callable(value) else value
 
     def find_in_all(self, name: str) -> Any:
         """Return what `find` does, and refuse what only some of the batches have."""

@@ -93,7 +93,10 @@ class Tokens(Rows):
         mask = self._mask(source)
         name, shape = self._sequence(source, mask)
         if mask is not None:
-            if mask.ndim == 2 and mask.shape[1] > shape[1]:
+            own = source.entry(name)
+            # Of a batch that is cut on its way to the net nobody knows which columns are left.
+            is_cut = isinstance(own, Tensor) and own.shape[1:2] != shape[1:]
+            if mask.ndim == 2 and mask.shape[1] > shape[1] and not is_cut:
                 mask = mask[:, mask.shape[1] - shape[1] :]
             mask = source.truth("mask", mask, dims, shape).flatten()
         if self.segments is None:

@@ -265,6 +265,25 @@ def test_what_the_net_is_given_says_how_many_positions_there_are():
     assert plain.collect([x], rows=Tokens())["0-1"].shape == (10, 3)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("mask", [None, "attention_mask"])
+def test_texts_that_are_cut_on_their_way_to_the_net(side, mask):
+    rnet, data = reader("mix"), batches((3, 8, 6), (4, 7), side=side)
+
+    def cut(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = slice(0, 5) if side == "right" else slice(-5, None)
+        return {name: value[:, kept] for name, value in batch.items()}
+
+    recording = rnet.collect(data, rows=Tokens(mask=mask), to_inputs=cut)
+    short = [cut(batch) for batch in data]
+    values = seen(rnet.net, ["mix"], run_all(rnet.net, short))["mix"]
+    assert torch.equal(recording["mix"], tokens(values, short))
+    assert_rows(recording, columns(short))
+    # Of which positions is the mask, where it did not go along?
+    with pytest.raises(CollectError, match=r"mask .*\(3, 8\) in batch 0.*\(3, 5\)"):
+        rnet.collect(data, rows=Tokens(mask=mask), to_inputs=lambda batch: cut(batch)["input_ids"])
+
+
 class Wrapped(nn.Module):
     """Hands on whatever it is given, as wrappers do."""
 
