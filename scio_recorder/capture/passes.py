@@ -166,12 +166,11 @@ class Pass:
     def _keep(self, position: int, label: DepthIdx, output: Any, handed: Any) -> Any:
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
-        if not self._keeps_outputs:
-            return NOTHING
         options = self.program.options
         kept: Any
-        if options.offload:
-            kept = offload(output)
+        if not self._keeps_outputs or options.offload:
+            # Gradients are listened to whether anything is kept here or not.
+            kept = offload(output) if self._keeps_outputs else NOTHING
             places, rebuild = flatten(output)
         else:
             _refuse_unkeepable(output, self.program.architecture[label])

@@ -29,7 +29,9 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 # Arguments of forward under which libraries hand over what earlier passes have left.
-_CACHES = ("past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems")
+_CACHES = (
+    "past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems", "cache"
+)  # fmt: skip
 _WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as they come"
 
 

@@ -120,19 +120,16 @@ class StoringIntake(LayerIntake):
 
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
-        if (
-            type(activation) is Tensor
-            and activation.dtype is self._dtype
-            and not activation.requires_grad
-        ):
+        if type(activation) is Tensor and activation.dtype is self._dtype:
             shape, column = activation.shape, self._column
+            kept = activation.detach() if activation.requires_grad else activation
             if column is not None and shape == self._usual_shape and self.current.follows:
                 if column.places:
                     # Does not wait for a GPU; given by position, which is faster.
-                    column.places.pop().copy_(activation, True)
+                    column.places.pop().copy_(kept, True)
                     return
             elif self._row_shape is not None and shape == self.current.rows.shape + self._row_shape:
-                self._put(activation)
+                self._put(kept)
                 return
         self._receive_checked(activation)
 

@@ -102,6 +102,21 @@ def test_training_by_others_is_collected_and_goes_on_as_without_a_block(options:
     assert recording.complete
 
 
+def test_gradients_are_listened_to_as_without_a_block() -> None:
+    net = Net().train()
+    twin = copy.deepcopy(net)
+    found: list[list[dict[Any, Tensor]]] = [[], []]
+    for each, own in zip((net, twin), found, strict=True):
+        rnet = recorder(each, gradients=True)
+        rnet.on_gradients(own.append)
+        with rnet.collecting() if each is net else rnet.watch():
+            train(each)
+    assert len(found[0]) == 4
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.keys() == theirs.keys() == {(1, 1), (1, 3)}
+        assert all(torch.equal(mine[label], theirs[label]) for label in mine)
+
+
 def test_passes_leave_no_activations_and_nothing_of_their_graph() -> None:
     net = Net()
     rnet = recorder(net)
