@@ -168,7 +168,7 @@ class Capture:
         _refuse_transforms()
         if is_rerun():
             # Checkpointing around the recorder: the pass that is run again is recorded already.
-            records_outputs, sink = False, None
+            records_outputs = False
         else:
             self._forget_latest()
         posts = _NO_POSTS

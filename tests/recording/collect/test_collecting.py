@@ -317,17 +317,18 @@ def test_nothing_ended_before_the_exception(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_activation_checkpointing_counts_a_pass_once(is_inside: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_counts_a_pass_once(is_inside: bool, reentrant: bool) -> None:
     net = Net().train()
     outer = nn.Sequential(net)
     if is_inside:
         inner, net = net, outer
-        net.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+        net.forward = lambda x: checkpoint(inner, x, use_reentrant=reentrant)
         rnet = recorder(net, "0.first")
         call: Callable[[Tensor], Tensor] = net
     else:
         rnet = recorder(net, "first")
-        call = lambda x: checkpoint(net, x, use_reentrant=False)  # noqa: E731
+        call = lambda x: checkpoint(net, x, use_reentrant=reentrant)  # noqa: E731
     name = "0.first" if is_inside else "first"
     post = {name: lambda x: x * 2}
     with rnet.collecting(activation_postproc=post) as collection:

@@ -176,6 +176,46 @@ def test_generation_that_is_guided_by_a_second_cache_is_not_mixed_with_it() -> N
         assert torch.equal(recording.by_sample(first)[sample], own[first][sample])
 
 
+class Remembering(nn.Module):
+    """Makes another cache in each pass, as nets did before there were classes for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 4)
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None) -> tuple[Tensor, Any]:
+        hidden = self.embedding(input_ids)
+        keys = hidden[:, None]
+        if past_key_values is not None:
+            keys = torch.cat([past_key_values[0][0], keys], 2)
+        return hidden, ((keys, keys),)
+
+
+def test_caches_that_are_others_from_pass_to_pass_go_on_by_thread() -> None:
+    net = Remembering()
+    rnet = Recorder(net, input_data=torch.ones(2, 3).long())
+    rnet.record("embedding")
+    take_turns = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        cache = None
+        for step in range(4):
+            take_turns.wait()
+            cache = net(torch.full((2, 1), 10 * number + step), past_key_values=cache)[1]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    with rnet.collecting(rows=Tokens()) as collection:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(CollectError, match="no samples to go on"):
+            net(torch.ones(2, 1).long(), ((torch.ones(2, 1, 4, 4),) * 2,))
+    rows = collection.recording.rows
+    found = [rows["input_ids"][rows["sample"] == sample].tolist() for sample in range(4)]
+    assert sorted(found) == [[0, 1, 2, 3]] * 2 + [[10, 11, 12, 13]] * 2
+
+
 def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
     rnet = recorder("llama")
     cache = transformers.DynamicCache(config=rnet.net.config)
@@ -301,9 +341,9 @@ def test_what_ended_is_passed_over_step_by_step_when_it_comes_again(tmp_path: Pa
         "reduce": {"transformer.h.1.mlp": reductions.Moments()},
     }
 
-    def run() -> None:
+    def run(last: int = 5) -> None:
         generate(rnet.net)
-        generate(rnet.net, max_new_tokens=5)
+        generate(rnet.net, max_new_tokens=last)
 
     def interrupted() -> None:
         with rnet.collecting(**options) as collection:
@@ -316,6 +356,8 @@ def test_what_ended_is_passed_over_step_by_step_when_it_comes_again(tmp_path: Pa
     handle.remove()
     half = held[0].recording
     assert (half.num_samples, half.num_rows, half.complete) == (4, 18 + 8 + 4, False)
+    with pytest.raises(CollectError, match="fewer rows"), rnet.collecting(**options, resume=True):
+        run(2)
     with rnet.collecting(**options, resume=True) as collection:
         run()
     with rnet.collecting(**{**options, "store": "host"}) as fresh:
