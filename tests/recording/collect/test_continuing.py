@@ -200,7 +200,7 @@ def test_caches_that_are_others_from_pass_to_pass_go_on_by_thread() -> None:
     def work(number: int) -> None:
         cache = None
         for step in range(4):
-            take_turns.wait()
+            take_turns.wait(20)
             cache = net(torch.full((2, 1), 10 * number + step), past_key_values=cache)[1]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
