@@ -93,10 +93,7 @@ class Tokens(Rows):
         mask = self._mask(source)
         name, shape = self._sequence(source, mask)
         if mask is not None:
-            own = source.entry(name)
-            # Of a batch that is cut on its way to the net nobody knows which columns are left.
-            is_cut = isinstance(own, Tensor) and own.shape[1:2] != shape[1:]
-            if mask.ndim == 2 and mask.shape[1] > shape[1] and not is_cut:
+            if mask.ndim == 2 and mask.shape[1] > shape[1] and not _is_cut(source, name, mask):
                 mask = mask[:, mask.shape[1] - shape[1] :]
             mask = source.truth("mask", mask, dims, shape).flatten()
         if self.segments is None:
@@ -160,6 +157,14 @@ class Tokens(Rows):
                 "layers are of another shape, transform=; or leave rows= out"
             )
         return next(iter(found.items()))
+
+
+def _is_cut(source: Source, name: str, mask: Tensor) -> bool:
+    """Whether a mask is of a batch that is cut on its way to the net, nobody knows where."""
+    own, batch = source.entry(name), source.batch
+    if own is None:
+        own = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return isinstance(own, Tensor) and own.shape[:2] == mask.shape
 
 
 def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:

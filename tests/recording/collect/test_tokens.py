@@ -265,6 +265,11 @@ def test_what_the_net_is_given_says_how_many_positions_there_are():
     assert plain.collect([x], rows=Tokens())["0-1"].shape == (10, 3)
 
 
+def ids_of(batch: Any) -> Tensor:
+    ids: Tensor = batch[0] if isinstance(batch, tuple) else batch
+    return ids
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("mask", [None, "attention_mask"])
 def test_texts_that_are_cut_on_their_way_to_the_net(side, mask):
@@ -282,6 +287,13 @@ def test_texts_that_are_cut_on_their_way_to_the_net(side, mask):
     # Of which positions is the mask, where it did not go along?
     with pytest.raises(CollectError, match=r"mask .*\(3, 8\) in batch 0.*\(3, 5\)"):
         rnet.collect(data, rows=Tokens(mask=mask), to_inputs=lambda batch: cut(batch)["input_ids"])
+    for form in (lambda batch: batch["input_ids"], lambda batch: (batch["input_ids"], "label")):
+        with pytest.raises(CollectError, match=r"mask .*\(3, 8\) in batch 0.*\(3, 5\)"):
+            rnet.collect(
+                [form(batch) for batch in data],
+                rows=Tokens(mask=lambda batch: ids_of(batch) > 0),
+                to_inputs=lambda batch: ids_of(batch)[:, :5],
+            )
 
 
 class Wrapped(nn.Module):
