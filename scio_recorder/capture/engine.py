@@ -71,6 +71,8 @@ class Capture:
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
         # The blocks that the recorder is in, the innermost last.
         self.watchers: Sequence[Watcher] = ()
+        # Whether a compiled pass has run in one of them, which saw nothing of it.
+        self.has_missed = False
         self._reruns = Reruns()
         self._site = Site(self._reruns)
         self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
@@ -331,6 +333,8 @@ class Capture:
             output = net(*args, **kwargs)
         finally:
             self._site.compiled = None
+        if self.watchers:
+            self.has_missed = True
         if not private.is_exporting():
             self._compiled = current
         elif not torch.compiler.is_dynamo_compiling():

@@ -211,11 +211,17 @@ class Watching(Reading):
             return owner is not None and owner._capture.is_running
 
         with around_calls(self._net, run, is_running):
+            self._capture.has_missed &= bool(self._watchers)
             self._watchers.append(watcher)
             try:
                 yield
             finally:
                 self._watchers.remove(watcher)
+        if self._capture.has_missed:
+            raise UnsupportedNetError(
+                "a compiled recorder was called in the block, which does not see compiled passes: "
+                "call the network there, uncompiled; rnet.collect(...) runs a compiled recorder"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == _OF_TRAINERS:

@@ -70,3 +70,32 @@ def test_a_call_that_runs_uncompiled_is_an_error() -> None:
     vars(rnet)["_compiled_call_impl"] = rnet._call_impl
     with pytest.raises(UnsupportedNetError, match="fullgraph=True"):
         rnet.collect(batches())
+
+
+@pytest.mark.parametrize("is_first_outside", [True, False])
+def test_a_block_does_not_lose_compiled_passes_without_a_word(is_first_outside: bool) -> None:
+    rnet = recorder()
+    compiled = torch.compile(rnet, backend="eager", fullgraph=True)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        if is_first_outside:
+            compiled(x)
+        held: list[Any] = []
+
+        def run(block: Any) -> None:
+            with block as passes:
+                held.append(passes)
+                rnet.net(x)
+                compiled(x)
+                rnet.net(x)
+
+        for block in (rnet.watch(), rnet.collecting()):
+            with pytest.raises(UnsupportedNetError, match="compiled recorder"):
+                run(block)
+        assert len(held[0]) == 2
+        assert held[1].recording.num_samples == 4
+        with rnet.watch() as passes:
+            rnet.net(x)
+        assert len(passes) == 1
+        compiled(x)
+        assert torch.equal(rnet.activations["0"], passes[0]["0"])
