@@ -40,6 +40,8 @@ class BatchRows:
         How long the leading dimensions were when the net was labelled, where that is known.
     are_scalars_doubtful : bool
         Whether a layer that gives one number a line is rather one of features that are as many.
+    other_half : str, optional
+        The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     """
 
     dims: tuple[str, ...]
@@ -50,6 +52,7 @@ class BatchRows:
     lengths: Tensor = field(default_factory=partial(torch.empty, 0))
     labelled: tuple[int, ...] | None = None
     are_scalars_doubtful: bool = False
+    other_half: str | None = None
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -103,6 +106,11 @@ class BatchRows:
         if fits and (is_transformed or not (is_map or self._is_chance(layer))):
             return
         gave = f"layer {layer} gave a tensor of shape {shape}"
+        if fits and self.other_half in layer.name.split("."):
+            raise CollectError(
+                f"{gave}, and is of the {self.other_half}, whose positions are as many as those of "
+                "mask= and not the same: record it with the mask of its half"
+            )
         if self.are_samples:
             rows = self.num_samples
             raise CollectError(
@@ -129,7 +137,9 @@ class BatchRows:
         )
 
     def _is_chance(self, layer: Layer) -> bool:
-        """Whether other dimensions are just as long, as the shape at labelling lets one tell."""
+        """Whether others are just as long, as its name or its shape at labelling lets one tell."""
+        if self.other_half in layer.name.split("."):
+            return True
         was, labelled = layer.output_shape, self.labelled
         if labelled is None or not isinstance(was, tuple):
             return False

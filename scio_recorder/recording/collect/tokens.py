@@ -109,8 +109,21 @@ class Tokens(Rows):
         # Scalars in, scalars out; of ids, layers make features.
         are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
         return replace(
-            rows, labelled=source.labelled_as(name, 2), are_scalars_doubtful=are_features
+            rows,
+            labelled=source.labelled_as(name, 2),
+            are_scalars_doubtful=are_features,
+            other_half=self._other_half(source, shape),
         )
+
+    def _other_half(self, source: Source, shape: tuple[int, int]) -> str | None:
+        """Return the half of a net that has a sequence of its own, unless its length differs."""
+        if not isinstance(self.mask, str) or not _is_pair(source):
+            return None
+        is_decoder = self.mask.startswith("decoder")
+        others = _shapes(source, _ENCODER if is_decoder else _DECODER).values()
+        if others and shape not in others:
+            return None
+        return "encoder" if is_decoder else "decoder"
 
     def _mask(self, source: Source) -> Tensor | None:
         if isinstance(self.mask, str) and self.mask in _MASKS_OF_PAIRS and _is_pair(source):

@@ -588,7 +588,12 @@ def test_encoder_or_decoder():
         wanted = tokens(seen(rnet.net, ["decoder"], lambda: rnet.net(**batch))["decoder"], [second])
         assert torch.equal(recording["decoder"], wanted)
         assert recording.rows["decoder_input_ids"].tolist() == columns([second])["input_ids"]
-    # Layers of the other half don't have these positions.
+    # Layers of the other half don't have these positions, also where these are as many.
+    same = {**batch, **padded(3, 4)}
+    for name, mask in (("encoder", "decoder_attention_mask"), ("decoder", "attention_mask")):
+        rnet.record(name)
+        with pytest.raises(CollectError, match=rf"is of the {name}, .* mask of its half"):
+            rnet.collect([same], rows=Tokens(mask=mask))
     # Without a mask all is real to the net, and so it is here.
     del batch["decoder_attention_mask"]
     recording = rnet.collect([batch], rows=Tokens(mask="decoder_attention_mask"))
