@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
+from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
 from scio_recorder.nets.labelling import label
-from scio_recorder.nets.labelling.data_flow import check_static_flow
+from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.label import label_net
 from tests.zoo import CASES
 from tests.zoo.base import Net, linear
@@ -635,3 +637,26 @@ def test_only_nets_that_ask_for_values_are_looked_at_closer(function, asks, monk
     monkeypatch.setattr(label, "check_static_flow", lambda *_, **__: looked_at.append(1))
     label.label_net(build(function), input_data=DATA)
     assert bool(looked_at) is asks
+
+
+def test_what_an_interruption_leaves_of_torchs_modes_does_nothing(monkeypatch):
+    # An interruption between a mode's work and its being taken off leaves it where it is.
+    left = Flow.__exit__
+
+    def interrupted(self: Flow, *details: object) -> None:
+        raise KeyboardInterrupt
+
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with monkeypatch.context() as patch:
+        patch.setattr(Flow, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Recorder(net, input_size=(1, 2))
+    [flow] = _get_current_function_mode_stack()
+    try:
+        steps = len(flow.steps)
+        assert bool(net(torch.ones(1, 2)).sum() > -1)
+        assert len(flow.steps) == steps
+        assert torch.is_grad_enabled()
+        assert not net[0]._forward_pre_hooks
+    finally:
+        left(flow, None, None, None)

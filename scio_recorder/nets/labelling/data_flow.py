@@ -123,20 +123,25 @@ class Flow(TorchFunctionMode):
         self._origins = WeakTensorKeyDictionary()
         self._data = WeakTensorKeyDictionary()
         self._foreign = 0
-        self._is_on_data = self._is_replay = False
+        self._is_on_data = self._is_replay = self._is_followed = False
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Follow what this thread does in the block."""
-        with contextlib.ExitStack() as stack:
-            for number, module in enumerate(self._net.modules()):
-                if not isinstance(module, torch.jit.ScriptModule):
-                    hook = self._hook(number)
-                    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                    stack.callback(handle.remove)
-            stack.enter_context(private.operations_made_by(self._call_operation))
-            stack.enter_context(self)
-            yield
+        try:
+            with contextlib.ExitStack() as stack:
+                for number, module in enumerate(self._net.modules()):
+                    if not isinstance(module, torch.jit.ScriptModule):
+                        hook = self._hook(number)
+                        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                        stack.callback(handle.remove)
+                self._is_followed = True
+                stack.enter_context(private.operations_made_by(self._call_operation))
+                stack.enter_context(self)
+                yield
+        finally:
+            # An interruption can leave a mode of torch's in place, which must do nothing then.
+            self._is_followed = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the net once more, and note whether it fails."""
@@ -174,6 +179,8 @@ class Flow(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not self._is_followed:
+            return func(*args, **kwargs)
         given = self._note(func, args, kwargs)
         step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
         result = func(*args, **kwargs)
@@ -220,6 +227,8 @@ class Flow(TorchFunctionMode):
         return tensors
 
     def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_followed:
+            return operation(*args, **kwargs)
         self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
         if self._is_on_data and torch.Tag.dynamic_output_shape in operation.tags:
             args = self._with_hits(operation, args)

@@ -92,7 +92,8 @@ def label_net(
     """
     check_supported(net)
     keywords = _keywords(net, summary_kwargs)
-    with preserved_rng():
+    # An interruption can come between torch's turning gradients off and its putting them back.
+    with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         statistics, architecture, trace, flow = _label(net, keywords)
         if force_static_flow and flow.questions and trace.inputs is not None:
             mode = keywords["mode"] or "eval"
