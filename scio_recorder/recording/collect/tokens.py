@@ -158,6 +158,11 @@ class Tokens(Rows):
         if not found and names is not _DECODER:
             others = [name for name in source.arguments if "mask" not in name]
             found = dict(list(_shapes(source, others).items())[:1])
+            if callable(self.mask) and mask is not None and mask.ndim == 2:
+                # A net makes frames of a sound: whoever says which are real knows how many.
+                longer = {n for n, shape in found.items() if shape[1] > mask.shape[1]}
+                sounds = {n for n in longer if source.tensors[n].is_floating_point()}
+                found = {n: shape for n, shape in found.items() if n not in sounds}
         if mask is not None and mask.ndim == 2:
             size: tuple[int, int] = (mask.shape[0], mask.shape[1])
             fitting = {name: shape for name, shape in found.items() if shape == size}

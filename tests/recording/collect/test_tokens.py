@@ -632,3 +632,22 @@ def test_batches_whose_keys_are_attributes_may_lack_some():
 def test_names_that_no_other_program_can_hold_are_refused(name: str):
     with pytest.raises(CollectError, match="no name"):
         Tokens(fields={name: "input_ids"})
+
+
+def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 4, 3, stride=2), nn.Flatten(2))
+    rnet = Recorder(net, input_size=(2, 11))
+    rnet.record("1")
+    sounds, real = torch.randn(3, 9), torch.arange(4) < torch.tensor([[4], [2], [3]])
+    frames = rnet.collect(
+        [sounds],
+        rows=Tokens(mask=lambda batch: real),
+        transform=lambda activation, batch: activation.mT,
+    )
+    assert torch.equal(frames["1"], net[:2](sounds).mT[real])
+    # Ids are tokens one by one.
+    ids = Recorder(nn.Embedding(9, 2), input_data=torch.zeros(2, 5, dtype=torch.long))
+    ids.record("0-1")
+    with pytest.raises(CollectError, match=r"\(3, 4\).*\(3, 9\)"):
+        ids.collect([sounds.abs().long()], rows=Tokens(mask=lambda batch: real))
