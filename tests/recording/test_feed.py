@@ -203,3 +203,23 @@ def test_a_warning_that_is_an_error_leaves_nothing_behind(tmp_path):
             rnet.collect(batches(3), store=store)
     rnet.net.eval()
     assert rnet.collect(batches(3), store=store).complete
+
+
+def test_entries_that_forward_does_not_take_are_named() -> None:
+    rnet = Recorder(nn.ReLU(), input_size=(1, 2))
+    rnet.record("0-1")
+    batch = {"input": torch.ones(3, 2), "label": torch.ones(3)}
+    with pytest.raises(CollectError, match=r"takes no 'label'.*for name in \('input',\)"):
+        rnet.collect([batch])
+    told = rnet.collect([batch], to_inputs=lambda batch: {name: batch[name] for name in ("input",)})
+    assert torch.equal(told["0-1"], batch["input"])
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise TypeError("of its own")
+
+    odd = Recorder(nn.ReLU(), input_size=(1, 2))
+    odd.record("0-1")
+    odd.net.forward = Odd().forward
+    with pytest.raises(TypeError, match="of its own"):
+        odd.collect([{"x": torch.ones(3, 2)}])

@@ -299,6 +299,38 @@ def advise_second_element(net: nn.Module, batch: Any, *, stacklevel: int) -> boo
     return True
 
 
+def refuse_keywords(net: nn.Module, inputs: Inputs, error: TypeError) -> None:
+    """Say which entries of a batch a net does not take, where its call has failed.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+    inputs : Inputs
+        What it was given.
+    error : TypeError
+        What its call raised.
+
+    Raises
+    ------
+    CollectError
+        There are such entries.
+    """
+    try:
+        parameters = inspect.signature(net.forward).parameters
+    except (TypeError, ValueError):
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    unknown = [name for name in inputs.kwargs if name not in parameters]
+    if unknown:
+        taken = ", ".join(repr(name) for name in inputs.kwargs if name in parameters) or "..."
+        raise CollectError(
+            f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "
+            f"to_inputs=lambda batch: {{name: batch[name] for name in ({taken},)}}"
+        ) from error
+
+
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
     """Return the second positional parameter of a net's forward, if a tensor can be meant."""
     try:

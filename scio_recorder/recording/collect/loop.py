@@ -12,7 +12,11 @@ from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.collection import Collection
-from scio_recorder.recording.collect.feed import advise_evaluation, advise_second_element
+from scio_recorder.recording.collect.feed import (
+    advise_evaluation,
+    advise_second_element,
+    refuse_keywords,
+)
 from scio_recorder.recording.recording import Recording
 
 
@@ -73,7 +77,11 @@ def _run_batches(collection: Collection, run: Callable[[Inputs], Any], progress:
             is_advised = is_advised or advise_second_element(net, batch, stacklevel=5)
             inputs = feed.inputs(batch)
             if collection.begin(batch, inputs, is_taken=is_taken):
-                collection.take(partial(run, inputs))
+                try:
+                    collection.take(partial(run, inputs))
+                except TypeError as error:
+                    refuse_keywords(net, inputs, error)
+                    raise
             added = collection.end()
             if is_taken:
                 advance(*added)
