@@ -204,27 +204,17 @@ class Filling:
     rows: Tensor
     slots: Tensor
     sources: Sequence[Tensor]
-    helper: ThreadPoolExecutor
 
     def copy(self, at: int, batch: Batch, to: int, count: int) -> None:
         """Copy rows from ``at`` on into a batch, from ``to`` on."""
         batch.rows[to : to + count] = self.rows[at : at + count]
-        # Another thread takes one half, unless its start would take longer.
-        num_bytes = count * sum(map(_bytes_of_row, self.sources))
-        half = count // 2 if num_bytes >= BLOCK_BYTES else 0
-        other = self.helper.submit(self._gather, at, batch, to, half) if half else None
-        self._gather(at + half, batch, to + half, count - half)
-        if other is not None:
-            other.result()
-
-    def _gather(self, at: int, batch: Batch, to: int, count: int) -> None:
         index = self.slots[at : at + count]
         for source, value in zip(self.sources, batch.values, strict=True):
             out = value[to : to + count]
             if source.device.type != "cpu":
                 torch.index_select(source, 0, index.to(source.device), out=out)
                 continue
-            # Threads of torch's own would wait for each other, and for those that read.
+            # Torch's threads would wait for each other, and for those that read.
             numpy.take(_bytes_of(source), index.numpy(), 0, _bytes_of(out), mode="clip")
 
 
@@ -251,7 +241,6 @@ class Buffer:
         self._size = max(1, len(own) if len(own) <= room else room // 2)
         self._halves: dict[int, list[_Half]] = {}
         self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
-        self._helper = ThreadPoolExecutor(1, "scio-loader-batch")
         # What is still to be read.
         self._jobs: deque[Callable[[], None]] = deque()
 
@@ -263,7 +252,6 @@ class Buffer:
     def __exit__(self, *details: object) -> None:
         self._jobs.clear()
         self._pool.shutdown()
-        self._helper.shutdown()
 
     def batch(self, count: int) -> Batch:
         """Return memory for a batch."""
@@ -293,15 +281,14 @@ class Buffer:
         slots = self._order.permutation(len(places), places.start)
         rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
         if not self._on_disk:
-            return Filling(begin, rows, rows, self._layers, self._helper), []
+            return Filling(begin, rows, rows, self._layers), []
         if number % 2 not in self._halves:
             self._halves[number % 2] = [_Half(samples, self._size) for samples in self._on_disk]
         halves = self._halves[number % 2]
         for half in halves:
             self._jobs.extend(half.jobs(pieces))
         reading = [self._pool.submit(self._read) for _ in range(_THREADS)]
-        sources = [half.values for half in halves]
-        return Filling(begin, rows, slots, sources, self._helper), reading
+        return Filling(begin, rows, slots, [half.values for half in halves]), reading
 
     def _read(self) -> None:
         while True:
