@@ -330,24 +330,16 @@ class RecordingLoader(IterableDataset[Any]):
         begun = skipped * size
         if begun >= len(own):
             return
-        with Buffer(columns, Order(layers[0], sizes.run, key), own, sizes.buffer) as buffer:
-            # The batch under way, and how many rows of it there are.
-            batch, filled = None, 0
-            for filling in buffer.fillings(begun):
-                at = begun - filling.begin
-                while at < len(filling.rows):
-                    if batch is None:
-                        batch, filled = buffer.batch(min(size, len(own) - begun)), 0
-                    count = min(len(batch.rows) - filled, len(filling.rows) - at)
-                    filling.copy(at, batch, filled, count)
-                    at, filled, begun = at + count, filled + count, begun + count
-                    if filled == len(batch.rows):
-                        skipped += 1
-                        if iteration == self._iteration:
-                            self._given = skipped
-                        shown, batch = self._shown(batch), None
-                        yield shown
-                        del shown
+        order = Order(layers[0], sizes.run, key)
+        with Buffer(columns, order, own, sizes.buffer, size) as buffer:
+            for batch in buffer.batches(begun):
+                skipped += 1
+                if iteration == self._iteration:
+                    self._given = skipped
+                shown = self._shown(batch)
+                del batch
+                yield shown
+                del shown
 
     def _shown(self, batch: Batch) -> Any:
         values = dict(zip(self._layers, batch.values, strict=False))

@@ -6,7 +6,8 @@ Checksums are of blocks, and a disk is read fast in large pieces: a row alone wo
 the rows of each chunk are divided into *runs* of consecutive rows, each read in one go. An epoch
 permutes the runs. As many of them as have room fill one half of a buffer, and the rows in it are
 permuted; the other half is filled meanwhile. Where all rows have room at once, the whole buffer is
-filled once, and the permutation is one of all rows.
+filled once, and the permutation is one of all rows. What was read goes from the processor's cache
+straight to its place in a batch: a row is written once, and batches are parts of the buffer.
 
 A *place* is the number of a row where the permuted runs follow one another. Whatever is divided is
 a range of places: a rank's share, a worker's share of that, a filling of the buffer, a batch. Each
@@ -50,6 +51,8 @@ _ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 8
 _NUMBERS_BYTES = 16
 # One for each of two cores; while batches are used, reading waits for the disk.
 _THREADS = 2
+# What moves rows of so many bytes fastest; others are moved as they are.
+_ROWS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Sizes(NamedTuple):
@@ -127,6 +130,11 @@ class Order:
         # The place at which each run begins.
         self._places: list[int] = [0, *starts.diff()[order].cumsum(0).tolist()]
 
+    @property
+    def is_random(self) -> bool:
+        """Whether rows are permuted at all."""
+        return self._key is not None
+
     def permutation(self, count: int, name: object) -> Tensor:
         """Return numbers from 0 to ``count``, in an order that the name decides."""
         if self._key is None:
@@ -152,14 +160,32 @@ class Batch(NamedTuple):
     values: list[Tensor]
 
 
-class _Half:
-    """Memory for some rows of a layer on disk."""
+class _Column:
+    """Memory for the rows of a layer on disk, in the order in which they are given.
 
-    def __init__(self, samples: DiskTensor, rows: int) -> None:
+    Parameters
+    ----------
+    samples : DiskTensor
+        The layer.
+    places : Tensor or None
+        Where each row goes, in the order in which they are read; None for that order itself.
+    count : int
+        How many rows.
+    """
+
+    def __init__(self, samples: DiskTensor, places: Tensor | None, count: int) -> None:
         self._samples = samples
         self._row_bytes = _bytes_of_row(samples)
-        self._data = memory(rows * self._row_bytes)
-        self.values = self._data.view(samples.dtype).view(rows, *samples.shape[1:])
+        self._places = None if places is None else places.numpy()
+        self._data = memory(count * self._row_bytes).numpy()
+
+    def rows(self, start: int, count: int) -> Tensor:
+        """Return some rows: a tensor of its own, which is saved without the others."""
+        begin, end = start * self._row_bytes, (start + count) * self._row_bytes
+        shape, dtype = (count, *self._samples.shape[1:]), self._samples.dtype
+        if begin == end:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.from_numpy(self._data[begin:end]).view(dtype).view(shape)
 
     def jobs(self, pieces: Sequence[range]) -> Iterator[Callable[[], None]]:
         """Yield what reads rows into this memory, one after the other, and can run in any thread.
@@ -178,14 +204,26 @@ class _Half:
         yield partial(self._read, job)
 
     def _read(self, job: Sequence[tuple[range, int]]) -> None:
-        data = self._data.numpy()
-        for piece, slot in job:
-            begin, end = slot * self._row_bytes, (slot + len(piece)) * self._row_bytes
-            self._samples.reader.read_into(data[begin:end], self._samples.layer, piece.start)
+        size, read = self._row_bytes, self._samples.reader.read_into
+        for piece, slot in job if size else ():
+            if self._places is None:
+                read(
+                    self._data[slot * size :][: len(piece) * size], self._samples.layer, piece.start
+                )
+                continue
+            # What is small enough stays in the processor's cache until it is put in its places.
+            step = max(1, BLOCK_BYTES // size)
+            row, most = _ROWS.get(size, f"V{size}"), min(step, len(piece))
+            passing = numpy.empty(most * size, numpy.uint8)
+            for begin in range(0, len(piece), step):
+                count = min(step, len(piece) - begin)
+                read(passing[: count * size], self._samples.layer, piece.start + begin)
+                places = self._places[slot + begin : slot + begin + count]
+                self._data.view(row)[places] = passing.view(row)[:count]
 
 
 @dataclass
-class Filling:
+class _Filling:
     """Rows that are in the buffer at once, in the order in which they are given.
 
     Parameters
@@ -194,28 +232,32 @@ class Filling:
         How many rows the fillings before it have.
     rows : Tensor
         Their numbers.
-    slots : Tensor
-        Where each is in the sources.
-    sources : sequence of Tensor
-        Of each layer what lies in the buffer, or all samples where these are in memory.
+    columns : sequence
+        Of each layer on disk its rows, and of one in memory all samples.
     """
 
     begin: int
     rows: Tensor
-    slots: Tensor
-    sources: Sequence[Tensor]
+    columns: Sequence[_Column | Tensor]
 
-    def copy(self, at: int, batch: Batch, to: int, count: int) -> None:
-        """Copy rows from ``at`` on into a batch, from ``to`` on."""
-        batch.rows[to : to + count] = self.rows[at : at + count]
-        index = self.slots[at : at + count]
-        for source, value in zip(self.sources, batch.values, strict=True):
-            out = value[to : to + count]
-            if source.device.type != "cpu":
-                torch.index_select(source, 0, index.to(source.device), out=out)
-                continue
-            # Torch's threads would wait for each other, and for those that read.
-            numpy.take(_bytes_of(source), index.numpy(), 0, _bytes_of(out), mode="clip")
+    def batch(self, at: int, count: int) -> Batch:
+        """Return rows from ``at`` on."""
+        rows = self.rows[at : at + count].clone()
+        values = [
+            column.rows(at, count) if isinstance(column, _Column) else _gathered(column, rows)
+            for column in self.columns
+        ]
+        return Batch(rows, values)
+
+
+def _gathered(samples: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of samples in memory."""
+    if samples.device.type != "cpu":
+        return samples.index_select(0, rows.to(samples.device))
+    out = torch.empty(len(rows), *samples.shape[1:], dtype=samples.dtype, device="cpu")
+    # Torch's threads would wait for each other, and for those that read.
+    numpy.take(_bytes_of(samples), rows.numpy(), 0, _bytes_of(out), mode="clip")
+    return out
 
 
 class Buffer:
@@ -231,15 +273,21 @@ class Buffer:
         The places to be given.
     room : int
         How many rows have room.
+    batch_size : int
+        How many rows are given at a time.
     """
 
-    def __init__(self, layers: Sequence[Tensor], order: Order, own: range, room: int) -> None:
+    def __init__(
+        self, layers: Sequence[Tensor], order: Order, own: range, room: int, batch_size: int
+    ) -> None:
         self._layers = layers
         self._on_disk = [samples for samples in layers if isinstance(samples, DiskTensor)]
         self._order = order
         self._own = own
-        self._size = max(1, len(own) if len(own) <= room else room // 2)
-        self._halves: dict[int, list[_Half]] = {}
+        self._batch_size = batch_size
+        # No batch is of two fillings.
+        half = max(1, room // 2 // batch_size) * batch_size
+        self._size = max(1, len(own) if len(own) <= room else half)
         self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
         # What is still to be read.
         self._jobs: deque[Callable[[], None]] = deque()
@@ -253,42 +301,42 @@ class Buffer:
         self._jobs.clear()
         self._pool.shutdown()
 
-    def batch(self, count: int) -> Batch:
-        """Return memory for a batch."""
-        values = [
-            torch.empty(count, *samples.shape[1:], dtype=samples.dtype, device=samples.device)
-            for samples in self._layers
-        ]
-        return Batch(torch.empty(count, dtype=torch.int64, device="cpu"), values)
-
-    def fillings(self, begun: int) -> Iterator[Filling]:
-        """Yield what comes after so many rows; a filling holds until the next is asked for."""
+    def batches(self, begun: int) -> Iterator[Batch]:
+        """Yield what comes after so many rows, which are whole batches."""
         last = (len(self._own) - 1) // self._size
-        coming = self._begin(begun // self._size)
+        coming: tuple[_Filling, list[Future[None]]] | None = self._begin(begun // self._size)
         for number in range(begun // self._size, last + 1):
-            filling, reading = coming
+            assert coming is not None, "begun after the first batch of the one before"
+            (filling, reading), coming = coming, None
             for future in reading:
                 future.result()
-            if number < last:
-                coming = self._begin(number + 1)
-            yield filling
+            for at in range(begun - filling.begin, len(filling.rows), self._batch_size):
+                yield filling.batch(at, min(self._batch_size, len(filling.rows) - at))
+                # The caller has let go of the batch before, and so of its filling's memory.
+                if coming is None and number < last:
+                    coming = self._begin(number + 1)
+            begun = filling.begin + len(filling.rows)
 
-    def _begin(self, number: int) -> tuple[Filling, list[Future[None]]]:
-        """Begin to read a filling, into the half that was not given last."""
+    def _begin(self, number: int) -> tuple[_Filling, list[Future[None]]]:
+        """Begin to read a filling."""
         begin = number * self._size
-        places = self._own[begin : begin + self._size]
-        pieces = list(self._order.rows(places))
-        slots = self._order.permutation(len(places), places.start)
-        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
-        if not self._on_disk:
-            return Filling(begin, rows, rows, self._layers), []
-        if number % 2 not in self._halves:
-            self._halves[number % 2] = [_Half(samples, self._size) for samples in self._on_disk]
-        halves = self._halves[number % 2]
-        for half in halves:
-            self._jobs.extend(half.jobs(pieces))
-        reading = [self._pool.submit(self._read) for _ in range(_THREADS)]
-        return Filling(begin, rows, slots, [half.values for half in halves]), reading
+        span = self._own[begin : begin + self._size]
+        pieces = list(self._order.rows(span))
+        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])
+        places = None
+        if self._order.is_random:
+            slots = self._order.permutation(len(span), span.start)
+            rows, places = rows[slots], torch.empty_like(slots)
+            places[slots] = torch.arange(len(slots), device="cpu")
+        columns = [
+            _Column(samples, places, len(span)) if isinstance(samples, DiskTensor) else samples
+            for samples in self._layers
+        ]
+        for column in columns:
+            if isinstance(column, _Column):
+                self._jobs.extend(column.jobs(pieces))
+        reading = [self._pool.submit(self._read) for _ in range(_THREADS)] if self._jobs else []
+        return _Filling(begin, rows, columns), reading
 
     def _read(self) -> None:
         while True:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -92,3 +95,21 @@ def assert_same(recording: Any, wanted: dict[tuple[int, int], Tensor]) -> None:
     for label, tensor in wanted.items():
         assert recording[label].dtype == tensor.dtype
         assert torch.equal(recording[label], tensor), label
+
+
+class LoaderMemory:
+    """What loaders hold of recordings on disk, and the most that they held, in bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        monkeypatch.setattr("scio_recorder.recording.shuffling.memory", self._memory)
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        self._change(num_bytes)
+        held = numpy.empty(max(1, num_bytes), numpy.uint8)
+        weakref.finalize(held, self._change, -num_bytes)
+        return torch.from_numpy(held)[:num_bytes]
+
+    def _change(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)

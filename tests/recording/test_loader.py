@@ -22,7 +22,7 @@ from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import tensor_file
 from scio_recorder.stores.disk_format.reader import RunReader
-from tests.recording.nets import batches, recorder
+from tests.recording.nets import LoaderMemory, batches, recorder
 
 ROWS = 61
 SIZES = (9, 20, 1, 31)
@@ -390,27 +390,23 @@ def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch, features):
 
 
 def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
-    buffer_bytes, held = 6 << 20, []
+    buffer_bytes = 6 << 20
     # As much is read at a time, and no more is taken than for both halves.
     reads = []
     read_into = RunReader.read_into
-
-    def memory(num_bytes: int) -> Tensor:
-        held.append(num_bytes)
-        return tensor_file.memory(num_bytes)
 
     def reading(self: Any, out: Any, layer: str, start: int) -> None:
         reads.append(len(out))
         read_into(self, out, layer, start)
 
     recording = wide(tmp_path, rows=8192)
-    monkeypatch.setattr("scio_recorder.recording.shuffling.memory", memory)
+    held = LoaderMemory(monkeypatch)
     monkeypatch.setattr(RunReader, "read_into", reading)
     batch_bytes = 64 * 4096
     loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=buffer_bytes)
-    assert sum(map(len, loader)) == 8192
-    assert len(held) == 2
-    assert 0.8 * buffer_bytes < sum(held) + 2 * batch_bytes <= buffer_bytes
+    assert sum(len(batch) for batch in loader) == 8192
+    assert 0.8 * buffer_bytes < held.most + 2 * batch_bytes <= buffer_bytes
+    assert held.now == 0
     assert sum(reads) == 8192 * 4096
     assert max(reads) <= 16 << 20
 
@@ -527,3 +523,11 @@ def test_a_data_loader_asks_for_samples_together(tmp_path, monkeypatch):
     batches = list(DataLoader(samples, batch_size=500, shuffle=True))
     assert list(map(len, asked)) == [500, 500, 500, 500, 48]
     assert sorted(torch.cat(batches)[:, 0].tolist()) == list(range(2048))
+
+
+def test_a_batch_is_kept_without_the_others(tmp_path):
+    recording = wide(tmp_path)
+    for batch in recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20):
+        assert batch.untyped_storage().nbytes() == batch.nbytes
+        batch.zero_()
+    assert recording["0-1"][:].any(1).sum() >= 2047

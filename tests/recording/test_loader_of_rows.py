@@ -10,6 +10,7 @@ from scio_recorder import open_recording
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import tensor_file
+from tests.recording.nets import LoaderMemory
 from tests.recording.rows import MANY, NARROW, PADDED, WIDE, Pass, expected, write
 
 NUM_ROWS = len(expected(MANY)["sample"])
@@ -129,22 +130,17 @@ def test_samples_are_counted_over_all_ranks(tmp_path):
 
 
 def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
-    held, buffer_bytes = [], 20_000
-
-    def memory(num_bytes):
-        held.append(num_bytes)
-        return tensor_file.memory(num_bytes)
-
+    buffer_bytes = 20_000
     rows = [(sample, at) for sample in range(200) for at in range(5)]
     recording = made("disk", tmp_path, [Pass(range(200), rows)])
-    monkeypatch.setattr("scio_recorder.recording.shuffling.memory", memory)
+    held = LoaderMemory(monkeypatch)
     loader = recording.loader(
         "1", batch_size=8, shuffle=True, with_rows=True, buffer_bytes=buffer_bytes
     )
     assert sum(len(batch) for batch, _ in loader) == 1000
     # Two batches, and a number and a place for each row in the buffer.
     row_bytes = 4 + 8 + 8 + 4
-    in_all = sum(held) * (row_bytes + 16) / row_bytes + 2 * 8 * row_bytes
+    in_all = held.most * (row_bytes + 16) / row_bytes + 2 * 8 * row_bytes
     assert 0.9 * buffer_bytes < in_all <= buffer_bytes
 
 
