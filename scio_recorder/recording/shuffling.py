@@ -21,6 +21,7 @@ Rows in memory are not buffered: only their numbers are, and they are gathered w
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +52,6 @@ _ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 8
 _NUMBERS_BYTES = 16
 # One for each of two cores; while batches are used, reading waits for the disk.
 _THREADS = 2
-# What moves rows of so many bytes fastest; others are moved as they are.
-_ROWS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 class Sizes(NamedTuple):
@@ -160,8 +159,30 @@ class Batch(NamedTuple):
     values: list[Tensor]
 
 
+class _Memory:
+    """Memory for rows, which can be used again once no batch is part of it.
+
+    Parameters
+    ----------
+    num_bytes : int
+        How much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = memory(num_bytes).numpy()
+        self._alone = self._references()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds a batch in it: each refers to the array that it is part of."""
+        return self._references() == self._alone
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.data)
+
+
 class _Column:
-    """Memory for the rows of a layer on disk, in the order in which they are given.
+    """The rows of a layer on disk, in the order in which they are given.
 
     Parameters
     ----------
@@ -169,15 +190,15 @@ class _Column:
         The layer.
     places : Tensor or None
         Where each row goes, in the order in which they are read; None for that order itself.
-    count : int
-        How many rows.
+    memory : _Memory
+        Has room for them.
     """
 
-    def __init__(self, samples: DiskTensor, places: Tensor | None, count: int) -> None:
+    def __init__(self, samples: DiskTensor, places: Tensor | None, memory: _Memory) -> None:
         self._samples = samples
         self._row_bytes = _bytes_of_row(samples)
         self._places = None if places is None else places.numpy()
-        self._data = memory(count * self._row_bytes).numpy()
+        self._memory = memory
 
     def rows(self, start: int, count: int) -> Tensor:
         """Return some rows: a tensor of its own, which is saved without the others."""
@@ -185,7 +206,7 @@ class _Column:
         shape, dtype = (count, *self._samples.shape[1:]), self._samples.dtype
         if begin == end:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.from_numpy(self._data[begin:end]).view(dtype).view(shape)
+        return torch.from_numpy(self._memory.data[begin:end]).view(dtype).view(shape)
 
     def jobs(self, pieces: Sequence[range]) -> Iterator[Callable[[], None]]:
         """Yield what reads rows into this memory, one after the other, and can run in any thread.
@@ -205,21 +226,20 @@ class _Column:
 
     def _read(self, job: Sequence[tuple[range, int]]) -> None:
         size, read = self._row_bytes, self._samples.reader.read_into
+        data = self._memory.data
         for piece, slot in job if size else ():
             if self._places is None:
-                read(
-                    self._data[slot * size :][: len(piece) * size], self._samples.layer, piece.start
-                )
+                read(data[slot * size :][: len(piece) * size], self._samples.layer, piece.start)
                 continue
             # What is small enough stays in the processor's cache until it is put in its places.
             step = max(1, BLOCK_BYTES // size)
-            row, most = _ROWS.get(size, f"V{size}"), min(step, len(piece))
-            passing = numpy.empty(most * size, numpy.uint8)
+            passing = numpy.empty(min(step, len(piece)) * size, numpy.uint8)
             for begin in range(0, len(piece), step):
                 count = min(step, len(piece) - begin)
                 read(passing[: count * size], self._samples.layer, piece.start + begin)
                 places = self._places[slot + begin : slot + begin + count]
-                self._data.view(row)[places] = passing.view(row)[:count]
+                # In this form numpy lets other threads run meanwhile.
+                data.reshape(-1, size)[places] = passing.reshape(-1, size)[:count]
 
 
 @dataclass
@@ -289,6 +309,7 @@ class Buffer:
         half = max(1, room // 2 // batch_size) * batch_size
         self._size = max(1, len(own) if len(own) <= room else half)
         self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
+        self._memories: dict[tuple[int, int], _Memory] = {}
         # What is still to be read.
         self._jobs: deque[Callable[[], None]] = deque()
 
@@ -329,14 +350,24 @@ class Buffer:
             rows, places = rows[slots], torch.empty_like(slots)
             places[slots] = torch.arange(len(slots), device="cpu")
         columns = [
-            _Column(samples, places, len(span)) if isinstance(samples, DiskTensor) else samples
-            for samples in self._layers
+            _Column(samples, places, self._memory(number % 2, layer, samples))
+            if isinstance(samples, DiskTensor)
+            else samples
+            for layer, samples in enumerate(self._layers)
         ]
         for column in columns:
             if isinstance(column, _Column):
                 self._jobs.extend(column.jobs(pieces))
         reading = [self._pool.submit(self._read) for _ in range(_THREADS)] if self._jobs else []
         return _Filling(begin, rows, columns), reading
+
+    def _memory(self, half: int, layer: int, samples: Tensor) -> _Memory:
+        """Return memory for a filling: that of the last but one, unless somebody holds a batch."""
+        known = self._memories.get((half, layer))
+        if known is None or not known.is_free:
+            known = _Memory(self._size * _bytes_of_row(samples))
+            self._memories[half, layer] = known
+        return known
 
     def _read(self) -> None:
         while True:

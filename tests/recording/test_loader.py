@@ -531,3 +531,17 @@ def test_a_batch_is_kept_without_the_others(tmp_path):
         assert batch.untyped_storage().nbytes() == batch.nbytes
         batch.zero_()
     assert recording["0-1"][:].any(1).sum() >= 2047
+
+
+def test_memory_is_used_again_only_where_no_batch_is_part_of_it(tmp_path, monkeypatch):
+    recording = wide(tmp_path)
+    held = LoaderMemory(monkeypatch)
+    loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20)
+    for _ in loader:
+        pass
+    assert held.most <= 2 << 20
+    # Each of these is part of another filling.
+    kept = list(loader)
+    rows = torch.cat(kept)[:, 0]
+    assert sorted(rows.tolist()) == list(range(2048))
+    assert held.now >= rows.numel() * 4096
