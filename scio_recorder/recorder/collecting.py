@@ -104,9 +104,8 @@ class Collecting(Reading):
         Warns
         -----
         CollectWarning
-            The net is in training mode and has layers that do something else there; only the first
-            element of batches goes into a net that would take the second, too; or nothing tells
-            the dimensions of a layer apart that ``rows`` are counted along.
+            The net is in training mode and has layers that do something else there; or only the
+            first element of batches goes into a net that would take the second, too.
 
         Examples
         --------

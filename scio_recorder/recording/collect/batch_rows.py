@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, CollectWarning
+from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer
 
 
@@ -105,15 +104,6 @@ class BatchRows:
         is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
         fits = shape[:number] == self.shape
         if fits and (is_transformed or not (is_map or self._is_chance(layer))):
-            if not is_transformed and self._is_doubtful(shape):
-                warnings.warn(
-                    f"layer {layer} gave a tensor of shape {shape}, two dimensions of which are as "
-                    "long here and at labelling, so that nothing tells them apart: it is taken for "
-                    f"[{', '.join(self.dims)}, ...]. Label the net with an input of another shape "
-                    "to be sure",
-                    CollectWarning,
-                    stacklevel=2,
-                )
             return
         gave = f"layer {layer} gave a tensor of shape {shape}"
         if fits and self.other_half in layer.name.split("."):
@@ -145,14 +135,6 @@ class BatchRows:
             f'({wanted}): bring it to that with transform={{"{layer.label}": lambda activation, '
             "batch: ...}, or leave the layer out"
         )
-
-    def _is_doubtful(self, shape: tuple[int, ...]) -> bool:
-        """Whether a layer could count its positions along another dimension than the second."""
-        if len(self.shape) != 2 or self.labelled != self.shape:
-            return False
-        batch, positions = self.shape
-        is_turned = batch == positions > 1 and len(shape) > 2
-        return is_turned or (len(shape) > 3 and shape[2] == positions > 1)
 
     def _is_chance(self, layer: Layer) -> bool:
         """Whether others are just as long, as its name or its shape at labelling lets one tell."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording
-from scio_recorder.errors import CollectWarning
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from tests.recording.collect.tables import (
@@ -652,28 +651,3 @@ def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
     ids.record("0-1")
     with pytest.raises(CollectError, match=r"\(3, 4\).*\(3, 9\)"):
         ids.collect([sounds.abs().long()], rows=Tokens(mask=lambda batch: real))
-
-
-@pytest.mark.parametrize(("lines", "heads"), [(4, 3), (2, 4)])
-def test_dimensions_that_nothing_tells_apart_are_warned_of(lines: int, heads: int):
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 6)
-            self.first, self.heads = nn.Identity(), nn.Identity()
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            x = self.embed(input_ids)
-            self.heads(torch.stack([x] * heads, 1))
-            return self.first(x.transpose(0, 1))
-
-    selector = "first" if lines == 4 else "heads"
-    batch = {"input_ids": torch.arange(4 * lines).view(lines, 4) % 9}
-    rnet = Recorder(Turned(), input_data=batch)
-    rnet.record(selector)
-    with pytest.warns(CollectWarning, match=f"{selector}.*nothing tells them apart.*Label"):
-        rnet.collect([batch], rows=Tokens())
-    told = Recorder(rnet.net, input_data={"input_ids": torch.ones(3, 5, dtype=torch.long)})
-    told.record(selector)
-    with pytest.raises(CollectError, match=selector):
-        told.collect([batch], rows=Tokens())
