@@ -18,6 +18,7 @@ from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
+from scio_recorder.stores.disk_tensor import bytes_of_row
 
 # Bytes that are looked at together where all of a layer is read.
 _PART_BYTES = 1 << 26
@@ -225,8 +226,7 @@ class Readable(LayerMapping[Any]):
         [3]
         """
         samples: Tensor = self[key]
-        sample_bytes = samples.dtype.itemsize * samples.shape[1:].numel()
-        step = max(1, _PART_BYTES // max(1, sample_bytes))
+        step = max(1, _PART_BYTES // max(1, bytes_of_row(samples)))
         return (samples[start : start + step] for start in range(0, len(samples), step))
 
     def _get(self, label: DepthIdx) -> Any:

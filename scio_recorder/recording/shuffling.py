@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
-from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 
 if TYPE_CHECKING:
     from typing import Self
@@ -81,27 +81,23 @@ class Sizes(NamedTuple):
         buffer_bytes : int
             What may be taken in all.
         """
-        row_bytes = max(1, sum(map(_bytes_of_row, [*layers, *rows])))
+        row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
         room = buffer_bytes - 2 * batch_size * row_bytes
         half = max(0, room) // 2
         run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
         # After so many rows a block of every layer begins. Those of narrower columns are longer.
-        each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, _bytes_of_row(one))) for one in layers]
+        each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
         aligned = max(each)
         if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
             run = max(1, run // aligned) * aligned
         on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
-        buffered = sum(map(_bytes_of_row, on_disk))
+        buffered = sum(map(bytes_of_row, on_disk))
         return cls(max(1, run), max(1, room // (buffered + _NUMBERS_BYTES)))
 
 
 def _bytes_of(rows: Tensor) -> NDArray[numpy.uint8]:
     """Return rows on the host as their bytes, [rows, bytes]."""
     return rows.detach().reshape(len(rows), rows.shape[1:].numel()).view(torch.uint8).numpy()
-
-
-def _bytes_of_row(samples: Tensor) -> int:
-    return samples.dtype.itemsize * samples.shape[1:].numel()
 
 
 class Order:
@@ -196,7 +192,7 @@ class _Column:
 
     def __init__(self, samples: DiskTensor, places: Tensor | None, memory: _Memory) -> None:
         self._samples = samples
-        self._row_bytes = _bytes_of_row(samples)
+        self._row_bytes = bytes_of_row(samples)
         self._places = None if places is None else places.numpy()
         self._memory = memory
 
@@ -365,7 +361,7 @@ class Buffer:
         """Return memory for a filling: that of the last but one, unless somebody holds a batch."""
         known = self._memories.get((half, layer))
         if known is None or not known.is_free:
-            known = _Memory(self._size * _bytes_of_row(samples))
+            known = _Memory(self._size * bytes_of_row(samples))
             self._memories[half, layer] = known
         return known
 

@@ -33,6 +33,11 @@ _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _SPAN_BYTES = 16 << 20
 
 
+def bytes_of_row(samples: Tensor) -> int:
+    """Return how many bytes one row of a layer takes."""
+    return samples.dtype.itemsize * samples.shape[1:].numel()
+
+
 class DiskTensor(Tensor):
     """The rows of one layer of a recording on disk: a tensor [rows, ...] on the CPU.
 
@@ -131,7 +136,7 @@ class DiskTensor(Tensor):
     def _gathered(self, positions: Tensor) -> Tensor:
         """Return samples in any order; those that lie in one block are read together."""
         rows, order = positions.sort()
-        row_bytes = self.dtype.itemsize * self.shape[1:].numel()
+        row_bytes = bytes_of_row(self)
         # Two of one block are never farther apart than this.
         apart = rows.diff() > BLOCK_BYTES // max(1, row_bytes)
         # However many there are, so much is read at a time.
