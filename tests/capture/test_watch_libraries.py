@@ -170,7 +170,8 @@ def test_a_trainer_that_is_given_the_recorder_is_refused(tmp_path: Path) -> None
         transformers.Trainer(model=rnet, args=arguments, train_dataset=[])
 
 
-def test_diffusion_pipeline() -> None:
+def diffusion(number: int) -> tuple[Recorder, Callable[[], Tensor]]:
+    """Return a recorder of the net of a small pipeline, and what makes so many images with it."""
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(
@@ -183,11 +184,16 @@ def test_diffusion_pipeline() -> None:
     rnet = Recorder(unet, input_data=(torch.randn(1, 1, 8, 8), torch.tensor([1])))
     rnet.record("mid_block", "conv_out")
 
-    def run() -> Any:
+    def run() -> Tensor:
         seeded = torch.Generator().manual_seed(0)
-        made = pipeline(generator=seeded, num_inference_steps=4, output_type="np")
+        made = pipeline(number, generator=seeded, num_inference_steps=4, output_type="np")
         return torch.tensor(made.images)
 
+    return rnet, run
+
+
+def test_diffusion_pipeline() -> None:
+    rnet, run = diffusion(1)
     expected, images = passes_by_hooks(rnet, run)
     with rnet.watch() as passes:
         assert torch.equal(run(), images)
@@ -196,7 +202,8 @@ def test_diffusion_pipeline() -> None:
         assert all(torch.equal(records[at], truth[at]) for at in truth)
 
 
-def test_lightning() -> None:
+def lightning_module(optimizer: Callable[..., Any]) -> tuple[Any, Callable[[Any], None]]:
+    """Return a module with a small ``net``, and what trains such modules for three steps."""
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -209,7 +216,7 @@ def test_lightning() -> None:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            return optimizer(self.parameters(), lr=0.1)
 
     def fit(module: Any) -> None:
         trainer = lightning.Trainer(
@@ -220,6 +227,11 @@ def test_lightning() -> None:
 
     torch.manual_seed(0)
     module, data = Module(), torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2)
+    return module, fit
+
+
+def test_lightning() -> None:
+    module, fit = lightning_module(torch.optim.SGD)
     bare = copy.deepcopy(module)
     rnet = Recorder(module.net, input_size=(2, 4), mode="train")
     rnet.record("2")

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, Tokens, reductions
-from tests.capture.test_watch_libraries import PROMPT, gpt2, passes_by_hooks
+from tests.capture.test_watch_libraries import (
+    PROMPT,
+    diffusion,
+    gpt2,
+    lightning_module,
+    passes_by_hooks,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,23 +82,7 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_diffusion_pipeline() -> None:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
-    unet = diffusers.UNet2DModel(
-        sample_size=8, in_channels=1, out_channels=1, block_out_channels=(8, 8), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"), layers_per_block=1,
-    ).eval()  # fmt: skip
-    pipeline = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler(num_train_timesteps=20))
-    pipeline.set_progress_bar_config(disable=True)
-    rnet = Recorder(unet, input_data=(torch.randn(1, 1, 8, 8), torch.tensor([1])))
-    rnet.record("mid_block", "conv_out")
-
-    def run() -> Any:
-        seeded = torch.Generator().manual_seed(0)
-        made = pipeline(2, generator=seeded, num_inference_steps=4, output_type="np")
-        return torch.tensor(made.images)
-
+    rnet, run = diffusion(2)
     expected, images = passes_by_hooks(rnet, run)
     with rnet.collecting(
         sample_ids=lambda batch: [f"{int(batch['timestep'])}-{n}" for n in range(2)]
@@ -105,29 +95,7 @@ def test_diffusion_pipeline() -> None:
 
 
 def test_lightning() -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            loss: Tensor = self.net(batch).square().mean()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.Adam(self.parameters(), lr=0.1)
-
-    def fit(module: Any) -> None:
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, data)
-
-    torch.manual_seed(0)
-    module, data = Module(), torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2)
+    module, fit = lightning_module(torch.optim.Adam)
     bare, twin = copy.deepcopy(module), copy.deepcopy(module)
     rnet, other = (Recorder(each.net, input_size=(2, 4), mode="train") for each in (module, twin))
     for each in (rnet, other):
