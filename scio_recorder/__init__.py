@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from scio_recorder.errors import (
     CollectError,
+    ComparisonError,
     FlowError,
     LabellingError,
     LayerNotFoundError,
     MissingInputError,
     MutationError,
+    NonFiniteError,
     PostprocessorError,
     RecomputeError,
     RecorderError,
@@ -34,6 +36,7 @@ __all__ = [
     "Architecture",
     "CheckpointConfig",
     "CollectError",
+    "ComparisonError",
     "DepthIdx",
     "FlowError",
     "LabellingError",
@@ -42,6 +45,7 @@ __all__ = [
     "MissingInputError",
     "MutationError",
     "Nodes",
+    "NonFiniteError",
     "PostprocessorError",
     "RecomputeError",
     "Recorder",
@@ -73,7 +77,7 @@ _HOMES = {
     "open_recording": "recording",
     "track": "events",
 }
-_ROOMS = ("events", "postprocessors", "recorder", "recording", "reductions", "stores")
+_ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")
 
 
 def __getattr__(name: str) -> Any:

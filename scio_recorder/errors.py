@@ -15,6 +15,8 @@ The tree::
     ├── CollectError        (ValueError)    a dataset that can't be collected
     ├── RecordingError      (OSError)       a recording on disk that can't be trusted
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
+    ├── ComparisonError     (ValueError)    runs that can't be compared
+    ├── NonFiniteError      (ArithmeticError) a NaN or an infinity was made
     └── UnsupportedTorchError (RuntimeError) torch or Python works otherwise in this version
 
 Warnings::
@@ -31,11 +33,13 @@ __all__ = [
     "ArgumentError",
     "CollectError",
     "CollectWarning",
+    "ComparisonError",
     "FlowError",
     "LabellingError",
     "LayerNotFoundError",
     "MissingInputError",
     "MutationError",
+    "NonFiniteError",
     "PostprocessorError",
     "RecomputeError",
     "RecorderError",
@@ -100,6 +104,14 @@ class RecordingError(RecorderError, OSError):
 
 class RecomputeError(RecorderError, LookupError):
     """There is nothing to recompute an activation from."""
+
+
+class ComparisonError(RecorderError, ValueError):
+    """Two runs can't be compared as asked."""
+
+
+class NonFiniteError(RecorderError, ArithmeticError):
+    """A network made a NaN or an infinity of finite numbers."""
 
 
 class UnsupportedTorchError(RecorderError, RuntimeError):

@@ -29,7 +29,7 @@ HOUSE = (
     "command_line",
     "__init__",
     "recorder",
-    "integrations",
+    "analysis integrations",
     "recording",
     "stores",
     "events recompute",

@@ -1,0 +1,1 @@
+"""What is found out from passes and recordings: where two runs differ, and what made a NaN."""
