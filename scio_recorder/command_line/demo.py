@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.postprocessors import Clip
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance
+from scio_recorder.reductions.covariance import CovarianceResult
 from scio_recorder.tensors.threads import one_thread
 
 # Digits below this one are known.
@@ -183,6 +185,9 @@ def detect(rnet: Recorder, digits: Digits) -> list[Result]:
     """Compare the test images with the unknown ones, by statistics of the training images alone."""
     reference = recorded(rnet, digits.train)
     limit = torch.quantile(reference[RECTIFIED_LAYER], REACT_PERCENTILE / 100).item()
+    statistics = {
+        name: within_classes(reference[name], digits.train.labels) for name in FEATURE_LAYERS
+    }
 
     def scores_of(split: Split) -> dict[tuple[str, str], Tensor]:
         seen = recorded(rnet, split)
@@ -196,7 +201,7 @@ def detect(rnet: Recorder, digits: Digits) -> list[Result]:
         }
         for name in FEATURE_LAYERS:
             ours, theirs = seen[name], reference[name]
-            found["Mahalanobis", name] = mahalanobis(ours, theirs, digits.train.labels)
+            found["Mahalanobis", name] = -mahalanobis(ours, statistics[name])
             found[f"{NEIGHBOUR}th neighbour", name] = nearest_neighbours(ours, theirs, NEIGHBOUR)
         return found
 
@@ -214,29 +219,12 @@ def energy(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits.double(), dim=1)
 
 
-def mahalanobis(features: Tensor, train_features: Tensor, train_labels: Tensor) -> Tensor:
-    """Return minus the squared Mahalanobis distance to the nearest class mean.
-
-    The class means and the covariance that all classes share come from the training data. Where
-    the covariance is singular, as after units that never fire, its pseudo-inverse is taken.
-
-    References
-    ----------
-    Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and
-    Adversarial Attacks", NeurIPS 2018.
-
-    Examples
-    --------
-    >>> train = torch.tensor([[-1.0], [1.0], [9.0], [11.0]])
-    >>> mahalanobis(torch.tensor([[0.0], [7.0]]), train, torch.tensor([0, 0, 1, 1])).tolist()
-    [-0.0, -4.5]
-    """
+def within_classes(features: Tensor, labels: Tensor) -> CovarianceResult:
+    """Return the mean of each class and the covariance that all classes share."""
     covariance = Covariance(by=lambda labels: labels)
-    covariance.update(train_features.double(), train_labels)
-    found = covariance.compute()
-    precision = torch.linalg.pinv(found.covariance, hermitian=True)
-    offsets = features.double()[:, None] - torch.stack(list(found.mean.values()))
-    return -torch.einsum("scf,fg,scg->sc", offsets, precision, offsets).amin(dim=1)
+    covariance.update(features.double(), labels)
+    statistics: CovarianceResult = covariance.compute()
+    return statistics
 
 
 def nearest_neighbours(features: Tensor, train_features: Tensor, k: int) -> Tensor:

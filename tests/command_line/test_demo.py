@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from sklearn import covariance, metrics, neighbors
+from sklearn import metrics, neighbors
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
+from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.demo import (
     FEATURE_LAYERS,
     LOGITS_LAYER,
@@ -24,12 +25,12 @@ from scio_recorder.command_line.demo import (
     digit_net,
     energy,
     load_digits,
-    mahalanobis,
     max_softmax,
     nearest_neighbours,
     quality,
     run_demo,
     train,
+    within_classes,
 )
 
 
@@ -57,32 +58,6 @@ def test_scores_of_large_logits_stay_finite() -> None:
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, -1000.0]])
     assert energy(logits).tolist() == pytest.approx([1000, -1000 + np.log(2)])
     assert max_softmax(logits).tolist() == [1.0, 0.5]
-
-
-def test_mahalanobis_is_scikit_learns() -> None:
-    train_features, labels = torch.randn(200, 5) * 3, torch.arange(200) % 4 + 10
-    train_features += labels[:, None]
-    features = torch.randn(30, 5) * 4 + 11
-    means = {
-        int(k): train_features[labels == k].double().numpy().mean(axis=0) for k in (10, 11, 12, 13)
-    }
-    centred = train_features.double().numpy() - np.stack([means[int(k)] for k in labels])
-    estimate = covariance.EmpiricalCovariance(assume_centered=True).fit(centred)
-    distances = [estimate.mahalanobis(features.double().numpy() - mean) for mean in means.values()]
-    result = mahalanobis(features, train_features, labels)
-    # Theirs divides by the number of rows, ours by the degrees of freedom.
-    np.testing.assert_allclose(result * 200 / 196, -np.min(distances, axis=0), rtol=1e-9)
-
-
-def test_mahalanobis_passes_over_a_unit_that_never_fires() -> None:
-    train_features, labels = torch.randn(100, 3), torch.arange(100) % 2
-    features = torch.randn(10, 3)
-    dead = torch.zeros(100, 1)
-    result = mahalanobis(
-        torch.cat([features, dead[:10]], dim=1), torch.cat([train_features, dead], dim=1), labels
-    )
-    expected = mahalanobis(features, train_features, labels)
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("k", [1, 5])
@@ -154,20 +129,21 @@ def test_detection_by_hand(digits: Digits, net: nn.Sequential) -> None:
     def scored(images: Tensor) -> dict[tuple[str, str], Tensor]:
         body, embedded, rectified = stages(images)
         clipped = net.classify(rectified.clamp(max=limit))
-        logits, labels = net.classify(rectified), digits.train.labels
+        logits = net.classify(rectified)
         return {
             ("maximum softmax", "logits"): max_softmax(logits),
             ("energy", "logits"): energy(logits),
             ("energy with ReAct", "relu"): energy(clipped),
-            ("Mahalanobis", "body"): mahalanobis(body, reference[0], labels),
+            ("Mahalanobis", "body"): -mahalanobis(body, statistics[0]),
             ("10th neighbour", "body"): nearest_neighbours(body, reference[0], 10),
-            ("Mahalanobis", "embed"): mahalanobis(embedded, reference[1], labels),
+            ("Mahalanobis", "embed"): -mahalanobis(embedded, statistics[1]),
             ("10th neighbour", "embed"): nearest_neighbours(embedded, reference[1], 10),
         }
 
     with torch.no_grad():
         reference = stages(digits.train.images)
         limit = float(np.percentile(reference[2].numpy(), 90))
+        statistics = [within_classes(rows, digits.train.labels) for rows in reference[:2]]
         known, unknown = scored(digits.test.images), scored(digits.unknown.images)
     results = detect(recorder(net), digits)
     assert [(row.score, row.layer) for row in results] == list(known)

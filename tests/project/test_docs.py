@@ -15,6 +15,7 @@ from sphinx.util.inventory import InventoryFile
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
     "scio_recorder",
+    "scio_recorder.analysis.scores",
     "scio_recorder.errors",
     "scio_recorder.events",
     "scio_recorder.integrations.lightning",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import inspect
-import io
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +17,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.project.pages import BLOCK, run_page
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "scio_recorder"
@@ -60,6 +60,7 @@ OPTIONAL = {
 
 PUBLIC = (
     "scio_recorder",
+    "scio_recorder.analysis.scores",
     "scio_recorder.errors",
     "scio_recorder.events",
     "scio_recorder.integrations.lightning",
@@ -276,32 +277,12 @@ def test_public_names_are_in_the_documentation() -> None:
     assert not missing
 
 
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_of_the_documentation_runs_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run a page's Python blocks in one namespace; a block ``text`` after one is its output."""
     monkeypatch.chdir(tmp_path)
-    text = page.read_text(encoding="utf-8")
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    printed = ""
-    for block in BLOCK.finditer(text):
-        language, source = block.groups()
-        if language == "python":
-            # Line numbers of the page, so that a failure points into it.
-            padding = "\n" * (text.count("\n", 0, block.start()) + 1)
-            with contextlib.redirect_stdout(io.StringIO()) as output:
-                exec(compile(padding + source, page, "exec"), namespace)
-            printed = output.getvalue()
-        elif language == "text":
-            assert without_trailing_space(printed) == without_trailing_space(source)
-
-
-def without_trailing_space(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    run_page(page, page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.name)

@@ -1,0 +1,133 @@
+"""How unlike the training data features are, by what `Covariance` keeps of it.
+
+A score is larger for features that look less like the training data, as in pytorch-ood. Its
+detectors take the training features; these take statistics of a pass, and no feature is held.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.covariance import CovarianceResult, PrincipalSpace
+
+__all__ = ["mahalanobis", "residual"]
+
+
+def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
+    """Return the squared Mahalanobis distance to the nearest class mean.
+
+    Parameters
+    ----------
+    features : Tensor
+        [samples, D], of any floating dtype.
+    statistics : CovarianceResult
+        What ``Covariance(by=...)`` gives for the training data, or a `Covariance` without classes:
+        the distance is that to its one mean then.
+
+    Returns
+    -------
+    Tensor
+        [samples], float64, on the device of the features.
+
+    Raises
+    ------
+    CollectError
+        If the features are not [samples, D], or the covariance is not finite (fewer than two rows
+        in every class, nan).
+
+    Notes
+    -----
+    Directions in which the training data does not vary, as of units that never fire, are left out:
+    those whose variance is below D times the precision of the covariance's dtype, relative to the
+    largest. The difference of two such distances, with classes less without, is the relative
+    Mahalanobis distance (Ren et al., "A Simple Fix to Mahalanobis Distance for Improving Near-OOD
+    Detection", 2021).
+
+    References
+    ----------
+    Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples and
+    Adversarial Attacks", NeurIPS 2018.
+
+    Examples
+    --------
+    >>> from scio_recorder.reductions import Covariance
+    >>> covariance = Covariance(by=lambda labels: labels)
+    >>> covariance.update(torch.tensor([[-1.0], [1.0], [9.0], [11.0]]), torch.tensor([0, 0, 1, 1]))
+    >>> mahalanobis(torch.tensor([[0.0], [7.0]]), covariance.compute()).round(decimals=4).tolist()
+    [0.0, 4.5]
+    """
+    _check(features, len(statistics.covariance))
+    if not statistics.covariance.isfinite().all():
+        raise CollectError(
+            "mahalanobis() needs a finite covariance: at least two samples (with by=, two in one "
+            "class) and no nan or inf among the activations."
+        )
+    mean = statistics.mean
+    means = torch.stack([*mean.values()] if isinstance(mean, dict) else [mean])
+    white = _whitening(statistics.covariance).to(features.device)
+    # The shortcut through a matrix product loses the small distances that matter here.
+    distances = torch.cdist(
+        features.double() @ white,
+        means.to(white) @ white,
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
+    nearest: Tensor = distances.amin(dim=1)
+    return nearest.square()
+
+
+def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
+    """Return the length of what the principal directions leave of centred features.
+
+    Parameters
+    ----------
+    features : Tensor
+        [samples, D], of any floating dtype.
+    space : PrincipalSpace
+        ``Covariance().compute().principal(k)`` of the training data.
+
+    Returns
+    -------
+    Tensor
+        [samples], float64, on the device of the features.
+
+    Raises
+    ------
+    CollectError
+        If the features are not [samples, D].
+
+    References
+    ----------
+    Wang et al., "ViM: Out-Of-Distribution with Virtual-logit Matching", CVPR 2022, which scales
+    it and takes the energy of the logits off, and centres at an origin of its own.
+
+    Examples
+    --------
+    >>> from scio_recorder.reductions import Covariance
+    >>> covariance = Covariance()
+    >>> covariance.update(torch.tensor([[-2.0, 1.0], [0.0, 1.0], [2.0, 1.0]]))
+    >>> residual(torch.tensor([[9.0, 1.0], [0.0, 4.0]]), covariance.compute().principal(1)).tolist()
+    [0.0, 3.0]
+    """
+    _check(features, len(space.mean))
+    centred = features.double() - space.mean.to(features.device)
+    rest: Tensor = centred @ space.residual_basis.to(centred).T
+    return rest.square().sum(dim=1).sqrt()
+
+
+def _check(features: Tensor, width: int) -> None:
+    if features.dim() != 2 or features.shape[1] != width:
+        raise CollectError(
+            f"features of shape {list(features.shape)}, and statistics of {width} features; give "
+            f"[samples, {width}], made of the activations as for the statistics."
+        )
+
+
+def _whitening(covariance: Tensor) -> Tensor:
+    """Return a matrix [D, kept] after which Euclidean distances are Mahalanobis distances."""
+    values, vectors = torch.linalg.eigh(covariance.double())
+    least = len(values) * torch.finfo(covariance.dtype).eps * values[-1:].clamp(min=0)
+    kept = values > least
+    scaled: Tensor = vectors[:, kept] / values[kept].sqrt()
+    return scaled

@@ -1,0 +1,97 @@
+"""Scores from statistics alone: against scikit-learn, and layers of numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn import covariance, decomposition
+from torch import Tensor
+
+from scio_recorder import CollectError
+from scio_recorder.analysis.scores import mahalanobis, residual
+from scio_recorder.reductions import Covariance
+from scio_recorder.reductions.covariance import CovarianceResult
+
+
+def statistics_of(features: Tensor, labels: Tensor | None = None) -> CovarianceResult:
+    reduction = Covariance(by=None if labels is None else lambda batch: batch)
+    batches = features if labels is None else labels
+    for part, batch in zip(features.split(32), batches.split(32), strict=True):
+        reduction.update(part, batch)
+    result: CovarianceResult = reduction.compute()
+    return result
+
+
+def test_mahalanobis_is_scikit_learns() -> None:
+    train, labels = torch.randn(200, 5) * 3, torch.arange(200) % 4 + 10
+    train = (train + labels[:, None]).double()
+    features = torch.randn(30, 5) * 4 + 11
+    means = {int(k): train[labels == k].numpy().mean(axis=0) for k in (10, 11, 12, 13)}
+    centred = train.numpy() - np.stack([means[int(k)] for k in labels])
+    estimate = covariance.EmpiricalCovariance(assume_centered=True).fit(centred)
+    distances = [estimate.mahalanobis(features.double().numpy() - mean) for mean in means.values()]
+    result = mahalanobis(features, statistics_of(train, labels))
+    assert result.dtype == torch.float64
+    # Theirs divides by the number of rows, ours by the degrees of freedom.
+    np.testing.assert_allclose(result * 200 / 196, np.min(distances, axis=0), rtol=1e-9)
+
+
+def test_without_classes_it_is_the_distance_to_the_only_mean() -> None:
+    train, features = torch.randn(100, 6).double() @ torch.randn(6, 6).double(), torch.randn(9, 6)
+    estimate = covariance.EmpiricalCovariance().fit(train.numpy())
+    expected = estimate.mahalanobis(features.double().numpy())
+    result = mahalanobis(features, statistics_of(train))
+    np.testing.assert_allclose(result * 100 / 99, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, 1e-3, 7.0])
+def test_a_unit_that_always_says_the_same_is_passed_over(dtype: torch.dtype, value: float) -> None:
+    train, labels = torch.randn(100, 3, dtype=dtype), torch.arange(100) % 2
+    features = torch.randn(10, 3, dtype=dtype)
+    constant = torch.full((100, 1), value, dtype=dtype)
+    result = mahalanobis(
+        torch.cat([features, constant[:10] + 1], dim=1),
+        statistics_of(torch.cat([train, constant], dim=1), labels),
+    )
+    expected = mahalanobis(features, statistics_of(train, labels))
+    # Sums of another width are rounded elsewhere.
+    torch.testing.assert_close(
+        result, expected, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0
+    )
+
+
+def test_two_units_that_always_say_the_same_count_once() -> None:
+    train, labels = torch.randn(100, 3), torch.arange(100) % 2
+    features = torch.randn(10, 3)
+    result = mahalanobis(
+        torch.cat([features, features[:, :1]], dim=1),
+        statistics_of(torch.cat([train, train[:, :1]], dim=1), labels),
+    )
+    torch.testing.assert_close(
+        result, mahalanobis(features, statistics_of(train, labels)), rtol=1e-3, atol=0
+    )
+
+
+def test_residual_is_what_scikit_learns_components_leave() -> None:
+    train = (torch.randn(300, 8) @ torch.randn(8, 8) + 5).double()
+    features = torch.randn(20, 8).double()
+    fitted = decomposition.PCA(n_components=3).fit(train.numpy())
+    back = fitted.inverse_transform(fitted.transform(features.numpy()))
+    result = residual(features, statistics_of(train).principal(3))
+    np.testing.assert_allclose(result, np.linalg.norm(features.numpy() - back, axis=1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 5), (3, 4, 2)])
+def test_features_of_another_shape_are_an_error(shape: tuple[int, ...]) -> None:
+    statistics = statistics_of(torch.randn(20, 4))
+    for score, fitted in ((mahalanobis, statistics), (residual, statistics.principal(2))):
+        with pytest.raises(CollectError, match=r"statistics of 4 features; give \[samples, 4\]"):
+            score(torch.zeros(shape), fitted)
+
+
+def test_too_few_samples_are_an_error() -> None:
+    one_each = statistics_of(torch.randn(3, 4), torch.arange(3))
+    with pytest.raises(CollectError, match="two in one class"):
+        mahalanobis(torch.zeros(2, 4), one_each)
