@@ -22,6 +22,7 @@ from scio_recorder.errors import (
 )
 
 if TYPE_CHECKING:
+    from scio_recorder.analysis.similarity import similarity
     from scio_recorder.events import Tracker, track
     from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
@@ -58,6 +59,7 @@ __all__ = [
     "UnsupportedNetError",
     "UnsupportedTorchError",
     "open_recording",
+    "similarity",
     "track",
 ]
 
@@ -75,6 +77,7 @@ _HOMES = {
     "Tokens": "recording.collect.tokens",
     "Tracker": "events",
     "open_recording": "recording",
+    "similarity": "analysis.similarity",
     "track": "events",
 }
 _ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")

@@ -125,20 +125,12 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
     matplotlib.figure.Figure
         The figure.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plots need matplotlib: pip install 'scio-recorder[plot]'", name=error.name
-        ) from error
     has = {one.layer.label for one in layers if _can_draw(kind, one)}
     drawn = [one for one in layers if one.layer.label in has]
     # To measure hundreds of axes takes longer than to draw them: the grid is laid out by sizes.
-    figure = Figure(figsize=_size(kind, len(drawn)))
+    figure = blank(_size(kind, len(drawn)))
     if kind == "depth":
         figure.set_layout_engine("constrained")
-    # A notebook shows figures that pyplot knows; this one says itself how it looks.
-    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     if not drawn:
         figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
     elif kind == "depth":
@@ -147,6 +139,26 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
     else:
         _histograms(figure, drawn)
     _note(figure, [one for one in layers if one.layer.label not in has])
+    return figure
+
+
+def blank(size: tuple[float, float]) -> Figure:
+    """Return an empty figure of a size in inches, which a notebook shows.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plots need matplotlib: pip install 'scio-recorder[plot]'", name=error.name
+        ) from error
+    figure = Figure(figsize=size)
+    # A notebook shows figures that pyplot knows; this one says itself how it looks.
+    figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     return figure
 
 

@@ -1,0 +1,82 @@
+"""A table with a sentence above it, for a terminal: how an object of results prints itself."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from scio_recorder.display.outline import visible
+
+# A column of text that is longer would push figures out of sight.
+_WIDEST = 36
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is printed.
+
+    Parameters
+    ----------
+    title : str
+        A sentence or two.
+    texts, numbers : sequence of str
+        Names of columns, those of text first; the first column is never cut off.
+    rows : sequence of sequence of str
+        A cell for each column.
+    marked : collection of int
+        Which rows stand out.
+    notes : sequence of str
+        What has to be said below.
+    """
+
+    title: str
+    texts: Sequence[str]
+    numbers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: Collection[int] = ()
+    notes: Sequence[str] = ()
+
+    def __rich__(self) -> Group:
+        """Return it as something that rich draws."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+        for place, name in enumerate(self.texts):
+            table.add_column(_line(name), no_wrap=not place, max_width=_WIDEST)
+        for name in self.numbers:
+            table.add_column(name, justify="right", no_wrap=True)
+        for place, row in enumerate(self.rows):
+            style = "bold" if place in self.marked else ""
+            table.add_row(*map(_line, row), style=style)
+        title = Text(visible(self.title), "bold")
+        return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
+
+
+def _line(text: str) -> Text:
+    return Text(visible(text), no_wrap=True, overflow="ellipsis")
+
+
+class Listed:
+    """An object that prints itself as a table."""
+
+    def _listing(self) -> Listing:
+        """Return what to print."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a table that fits the console."""
+        yield self._listing()
+
+    def __str__(self) -> str:
+        """Return the table, as wide as its figures are."""
+        shown = self._listing()
+        console = Console(file=io.StringIO(), width=10_000, color_system=None)
+        width = Measurement.get(console, console.options, shown.__rich__()).maximum
+        console.width = max(80, min(width, 10_000))
+        with console.capture() as capture:
+            console.print(shown)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
