@@ -71,16 +71,16 @@ class CompiledPass:
         program, values = self.program, self.values
         if not program.counts_calls:
             values = {label: values.get(label, ()) for label in program.order}
-        wrong = [
-            str(program.architecture[label])
-            for index, positions in enumerate(program.positions)
-            for label in (program.labels[at] for at in positions)
-            if program.counts_calls and label and self.counts.get(index, 0) != len(positions)
-        ]
-        if wrong:
+        elif self.counts != program.counts:
+            wrong = ", ".join(
+                str(program.architecture[label])
+                for index, positions in enumerate(program.positions)
+                for label in (program.labels[at] for at in positions)
+                if label and self.counts.get(index, 0) != len(positions)
+            )
             raise FlowError(
                 "in the compiled pass, the modules of these layers ran more or less often than at "
-                f"labelling: {', '.join(wrong)}. Compile the recorder after record(), and call it "
+                f"labelling: {wrong}. Compile the recorder after record(), and call it "
                 "as it was labelled"
             )
         return values

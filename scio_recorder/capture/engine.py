@@ -15,7 +15,7 @@ from torch import nn
 from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass
 from scio_recorder.capture.gradients import GradientHooks, Gradients
-from scio_recorder.capture.hooks import Hooks, Site
+from scio_recorder.capture.hooks import TRACED, Hooks, Site
 from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
@@ -328,11 +328,12 @@ class Capture:
                 "let the post-processor act on what the layer before returns"
             )
         current = CompiledPass(self.program, posts, records_outputs)
-        self._site.compiled = current
+        name = self._site.name
+        TRACED[name] = current
         try:
             output = net(*args, **kwargs)
         finally:
-            self._site.compiled = None
+            del TRACED[name]
         if self.watchers:
             self.has_missed = True
         if not private.is_exporting():

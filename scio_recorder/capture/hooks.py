@@ -10,6 +10,7 @@ that leaves them out. They stay the same objects, which the handles of other hoo
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -98,26 +99,34 @@ class _Local(threading.local):
     is_idle = False
 
 
+# The passes that are being compiled, by the names of their sites. Dynamo can't see into
+# thread-local objects; were it an attribute of the site, each pass would check, for each hook, that
+# the site is still the same.
+TRACED: dict[str, CompiledPass] = {}
+_SITES = itertools.count()
+
+
 class Site:
     """What the hooks of one program share."""
 
-    __slots__ = ("compiled", "local", "reruns")
+    __slots__ = ("local", "name", "reruns")
 
     def __init__(self, reruns: Reruns) -> None:
         self.local = _Local()
         self.reruns = reruns
-        # Not None while a pass is compiled: dynamo can't see into thread-local objects.
-        self.compiled: CompiledPass | None = None
+        # A text: a number could become a symbol where the network is compiled again.
+        self.name = f"site {next(_SITES)}"
 
 
 class ModuleHook(_Uncopied):
     """What is called before and after one module's forward."""
 
-    __slots__ = ("index", "local", "site")
+    __slots__ = ("index", "local", "name", "site")
 
     def __init__(self, index: int, site: Site) -> None:
         self.index = index
         self.site = site
+        self.name = site.name
         self.local = site.local
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -136,8 +145,7 @@ class ModuleHook(_Uncopied):
         if torch.compiler.is_dynamo_compiling():
             # Without a compiled pass of ours, this is a compiled part of the net: what is traced
             # once must not be taken for a record. The compiler can't look at a pass before 2.12.
-            compiled = self.site.compiled
-            return None if compiled is None else compiled.receive(self.index, output)
+            return self.after_traced(module, args, output)
         active = self.local.active
         if active is not None:
             take = active.receivers[self.index]
@@ -151,8 +159,8 @@ class ModuleHook(_Uncopied):
                     return None
                 except (AttributeError, RuntimeError):
                     pass
-        if self.site.compiled is not None:
-            return self.site.compiled.receive(self.index, output)
+        if self.name in TRACED:
+            return self.after_traced(module, args, output)
         if active is not None:
             return active.receive(self.index, args, output)
         # A call that belongs to no pass, unless a backward pass runs the module again.
@@ -164,7 +172,7 @@ class ModuleHook(_Uncopied):
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Take what the module's forward is about to receive; return what it receives instead."""
         site = self.site
-        if site.compiled is not None or torch.compiler.is_dynamo_compiling():
+        if self.name in TRACED or torch.compiler.is_dynamo_compiling():
             return None
         if site.local.active is not None:
             return site.local.active.receive_inputs(self.index, args, kwargs)
@@ -174,7 +182,7 @@ class ModuleHook(_Uncopied):
 
     def after_traced(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Take what a compiled module returned, while the network around it is compiled."""
-        compiled = self.site.compiled
+        compiled = TRACED.get(self.name)
         return None if compiled is None else compiled.receive(self.index, output)
 
 

@@ -107,6 +107,11 @@ class Program:
         return (next(chosen),)
 
     @cached_property
+    def counts(self) -> dict[int, int]:
+        """How often each module is called at labelling."""
+        return {index: len(positions) for index, positions in enumerate(self.positions)}
+
+    @cached_property
     def starts(self) -> list[list[DepthIdx | None]]:
         """The rows of each module in the order in which calls started, failed ones among them."""
         if not self.counts_calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -56,6 +56,7 @@ class BatchRows:
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
+    @lru_cache(maxsize=16)  # batches are mostly as long as the one before
     def of_samples(cls, number: int) -> BatchRows:
         """Return the rows of a batch of so many samples, each of which is one."""
         return cls(("batch",), (number,), number)

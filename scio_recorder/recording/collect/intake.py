@@ -127,8 +127,10 @@ class StoringIntake(LayerIntake):
                 if column.places:
                     # Does not wait for a GPU; given by position, which is faster.
                     column.places.pop().copy_(kept, True)
-                    return
-            elif self._row_shape is not None and shape == self.current.rows.shape + self._row_shape:
+                else:
+                    self._put(kept)
+                return
+            if self._row_shape is not None and shape == self.current.rows.shape + self._row_shape:
                 self._put(kept)
                 return
         self._receive_checked(activation)
