@@ -1,6 +1,6 @@
 "use strict";
 {
-  const table = document.querySelector("#statistics table");
+  const table = document.querySelector(".table table");
   const body = table === null ? null : table.tBodies[0];
   const headers = table === null ? [] : [...table.tHead.rows[0].cells];
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw
 from scio_recorder.display.outline import Outline, Outlined, outline
-from scio_recorder.display.page import page_html, write_page
+from scio_recorder.display.page import write_page
+from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
@@ -173,7 +174,7 @@ class Showing(Outlined, Readable):
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
-        yield from page_html(
+        yield from recording_page(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
             facts=_facts(self),
             outline=self._outline(),

@@ -1,0 +1,216 @@
+"""The page that shows a recording: statistics, histograms, the architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.filesize import decimal
+
+from scio_recorder.display.figure import (
+    SATURATION_BOUNDS,
+    SATURATION_SHARE,
+    SATURATION_WIDTH,
+    Bars,
+    LayerSummary,
+)
+from scio_recorder.display.outline import Outline, searched, text, tree_html
+from scio_recorder.display.page import (
+    NOTHING,
+    NUMBER,
+    PLACE,
+    TEXT,
+    Section,
+    address_of,
+    alarm,
+    count_cell,
+    layer_cells,
+    link_html,
+    number_cell,
+    number_text,
+    page_html,
+    search_box,
+    table_html,
+    words_html,
+)
+
+_COLUMNS = {
+    "Layer": PLACE,
+    "Name": TEXT,
+    "Type": TEXT,
+    "Values": NOTHING,
+    **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), NUMBER),
+    **dict.fromkeys(("Units", "Dead", "Saturated"), NUMBER),
+    "Kept": PLACE,
+}
+_HEIGHT = 100
+
+
+def recording_page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    outline: Outline,
+    layers: Sequence[LayerSummary],
+    notes: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yield the pieces of the page.
+
+    Parameters
+    ----------
+    title : str
+        Its heading.
+    facts : sequence of (str, str)
+        Names and values that describe the run as a whole.
+    outline : Outline
+        The net.
+    layers : sequence of LayerSummary
+        The recorded layers in the order in which they are to be listed.
+    notes : sequence of str
+        Warnings about the recording as a whole.
+
+    Returns
+    -------
+    iterator of str
+        HTML, to be joined and written in UTF-8.
+    """
+    warnings = [*map(text, notes), *(_warning(one) for one in layers if _troubles(one))]
+    sections = (
+        Section("Statistics", _statistics(layers)),
+        Section("Histograms", _histograms(layers)),
+        Section("Architecture", tree_html(outline, address_of)),
+        Section("Definitions", [words_html(_definitions())]),
+    )
+    yield from page_html(title, facts, warnings, sections)
+
+
+def _warning(summary: LayerSummary) -> str:
+    return f"{link_html(summary.layer)}: {text('; '.join(_troubles(summary)))}"
+
+
+def _troubles(summary: LayerSummary) -> list[str]:
+    values = summary.values
+    kinds = (("NaN", values.nans), ("infinite", values.infinities))
+    counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
+    plural = "" if (values.nans or 0) + (values.infinities or 0) == 1 else "s"
+    return [f"{counts} value{plural}"] * bool(counts) + list(summary.warnings)
+
+
+def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
+    if not layers:
+        yield "<p>No layer was recorded.</p>"
+        return
+    yield search_box("statistics and histograms")
+    rows = [_cells(place, summary) for place, summary in enumerate(layers)]
+    yield from table_html("Statistics of layers", _COLUMNS, rows)
+
+
+def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
+    if any(one.bars for one in layers):
+        yield (
+            '<p class="quiet">All values of a layer. Heights are square roots of counts, so that a '
+            "peak at zero leaves the rest to be seen.</p>"
+        )
+    else:
+        yield "<p>There are no values to draw.</p>"
+    yield '<div class="grid">'
+    for summary in layers:
+        if summary.bars is not None:
+            yield _figure(summary)
+    yield "</div>"
+
+
+def _figure(summary: LayerSummary) -> str:
+    bars, layer = summary.bars, summary.layer
+    assert bars is not None
+    name = text(layer.name or layer.type_name)
+    said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
+    said += f" from {number_text(bars.low)} to {number_text(bars.high)}"
+    sides = ((bars.below, "below"), (bars.above, "above"))
+    outside = ", ".join(f"{count:,} {side} this range" for count, side in sides if count)
+    return (
+        f'<figure data-search="{searched(layer)}"><figcaption title="{name}">'
+        f'<a href="{address_of(layer)}">{layer.label}</a> <bdi>{name}</bdi></figcaption>'
+        + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
+        + f'<div class="axis"><span>{number_text(bars.low)}</span>'
+        f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"
+    )
+
+
+def _definitions() -> dict[str, str]:
+    bounded = ", ".join(_bounds_text(kind, *bounds) for kind, bounds in SATURATION_BOUNDS.items())
+    return {
+        "Mean, std, min, max": "Over all values of a layer, all samples and positions together, in "
+        "float64 and without NaNs. std is the unbiased standard deviation (n - 1).",
+        "Zeros": "The share of values that are exactly zero.",
+        "Unit": "A channel or feature. It lies along dimension 1 of [samples, ...], and along the "
+        "last one where a sample is [positions, features] and behind Linear, LayerNorm, RMSNorm "
+        "and Embedding, unless the type ends in 1d, 2d or 3d. The column Units says which it was.",
+        "Dead": "A unit that had one and the same finite value for all samples and positions, zero "
+        "or another. It needs two samples at least.",
+        "Saturated": f"A unit of which at least {SATURATION_SHARE:.0%} of the values lie within "
+        f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
+        f"whose bounds are known: {bounded}.",
+        "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
+        "further than 6 standard deviations from the mean. Values outside are counted below it.",
+    }
+
+
+def _bounds_text(kind: str, low: float | None, high: float | None) -> str:
+    numbers = " and ".join(number_text(bound) for bound in (low, high) if bound is not None)
+    return f"{kind} ({numbers})"
+
+
+def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
+    values, units = summary.values, summary.units
+    yield from layer_cells(place, summary.layer)
+    spark = bars_svg(summary.bars, 'class="spark" aria-hidden="true"') if summary.bars else ""
+    yield f"<td>{spark}</td>"
+    # The spread of a single value is nan, and rightly so.
+    std_may_alarm = not _is_finite(values.mean)
+    figures = (values.mean, True), (values.std, std_may_alarm), (values.low, True)
+    for value, may_alarm in (*figures, (values.high, True)):
+        yield number_cell(value, number_text(value), is_alarm=may_alarm and not _is_finite(value))
+    yield number_cell(values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}")
+    yield count_cell(values.nans)
+    yield count_cell(values.infinities)
+    if units is None:
+        yield count_cell(None) * 3
+    else:
+        where = f" (dim {units.dimension})" if units.dimension else ""
+        yield number_cell(units.count, f"{units.count:,}{where}")
+        parts = ((units.zero, "zero"), (units.constant, "constant"))
+        dead = " ".join(alarm(f"{count:,} {kind}") for count, kind in parts if count)
+        yield number_cell(units.dead, dead or "0", "number dead")
+        yield count_cell(units.saturated)
+    yield _kept(summary)
+
+
+def _kept(summary: LayerSummary) -> str:
+    shape = "" if summary.shape is None else str(summary.shape)
+    size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
+    parts = filter(None, (f"{summary.dtype} {shape}".strip(), size, summary.kept))
+    notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
+    key = "" if summary.num_bytes is None else summary.num_bytes
+    return f'<td class="kept" data-value="{key}">{text(", ".join(parts))}{notes}</td>'
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
+
+
+def bars_svg(bars: Bars, attributes: str) -> str:
+    """Return a histogram as a picture, which its box may stretch.
+
+    A bin is 1 wide, the tallest is 100 high. Heights are square roots of counts, so that a peak at
+    zero leaves the rest to be seen.
+
+    Examples
+    --------
+    >>> bars_svg(Bars((4, 0, 16), 0.0, 3.0), "role=img")
+    '<svg viewBox="0 0 3 100" ... role=img><path d="M0 100V50h1V100h1V0h1V100z"/></svg>'
+    """
+    top = max(bars.counts, default=0) or 1
+    heights = [round(_HEIGHT * (1 - math.sqrt(count / top)), 1) for count in bars.counts]
+    steps = "".join(f"V{height:g}h1" for height in heights)
+    box = f'viewBox="0 0 {len(bars.counts)} {_HEIGHT}" preserveAspectRatio="none"'
+    return f'<svg {box} {attributes}><path d="M0 {_HEIGHT}{steps}V{_HEIGHT}z"/></svg>'
