@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
+    from scio_recorder.recorder.comparing import compare
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
     from scio_recorder.recording.collect.nodes import Nodes
@@ -58,6 +59,7 @@ __all__ = [
     "Tracker",
     "UnsupportedNetError",
     "UnsupportedTorchError",
+    "compare",
     "open_recording",
     "similarity",
     "track",
@@ -76,6 +78,7 @@ _HOMES = {
     "Recording": "recording",
     "Tokens": "recording.collect.tokens",
     "Tracker": "events",
+    "compare": "recorder.comparing",
     "open_recording": "recording",
     "similarity": "analysis.similarity",
     "track": "events",

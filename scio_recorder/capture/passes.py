@@ -138,9 +138,10 @@ class Pass:
         del pending[own:]
         if label is not None and self._sink is not None:
             self._sink.receive_inputs(label, kept)
-        elif label is not None and moment is not None:
+        elif label is not None:
             self._inputs.append((position, kept))
-            self.moments[label] = moment
+            if moment is not None:
+                self.moments[label] = moment
 
     def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         """Keep inputs until the call returns: calls fail, and modules call themselves."""
@@ -153,7 +154,8 @@ class Pass:
         else:
             kinds = {self.keeping.kinds[INPUT][at] for at in self.program.positions[index]}
             kept, _ = self.keeper.keep(value, LEARN if LEARN in kinds else max(kinds))
-        moment = LiveMoment.of(module, value) if self._sink is None else None
+        is_noted = self._sink is None and self.program.options.notes_moments
+        moment = LiveMoment.of(module, value) if is_noted else None
         self._pending.setdefault(index, []).append((args, kept, moment))
 
     def abandon(self) -> None:

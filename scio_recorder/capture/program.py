@@ -27,6 +27,8 @@ class Options:
     offload: bool = False
     # "any": however often modules run, a name stands for the tuple of all their calls in a pass.
     calls: Literal["labelled", "any"] = "labelled"
+    # Whether calls whose inputs are recorded can run again, for which their state is noted.
+    notes_moments: bool = True
 
 
 class Sink(Protocol):

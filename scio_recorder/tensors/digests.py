@@ -1,4 +1,4 @@
-"""Digests of tensors, of whatever kind, and of the weights of modules.
+"""Digests of tensors, of whatever kind, of the samples in one, and of the weights of modules.
 
 NOTE [Tensors are read through copies]
 
@@ -24,6 +24,12 @@ from scio_recorder.tensors.structures import tensors
 # A piece of host memory stays in the cache; one of another device pays for its way.
 _PIECE_BYTES = {"cpu": 1 << 20}
 _OTHER_PIECE_BYTES = 1 << 25
+_NAN_BITS = {
+    torch.float16: (torch.int16, 0x7E00),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float32: (torch.int32, 0x7FC0_0000),
+    torch.float64: (torch.int64, 0x7FF8_0000_0000_0000),
+}
 
 
 def digest_of(value: Any) -> str:
@@ -49,6 +55,64 @@ def digest_of(value: Any) -> str:
     for leaf in tensors(value):
         _add(digest, leaf)
     return digest.hexdigest()
+
+
+def sample_digests(samples: Tensor) -> Tensor:
+    """Return a digest of each sample: of dtype, shape and bits, every NaN counting as the same.
+
+    Two NaNs in one place differ in bits from machine to machine, and mean the same.
+
+    Parameters
+    ----------
+    samples : torch.Tensor
+        Dense, [samples, ...].
+
+    Returns
+    -------
+    torch.Tensor
+        XXH3 of 64 bits, int64 [samples], in host memory.
+
+    Examples
+    --------
+    >>> one, other = sample_digests(torch.tensor([[0.0], [-0.0]])).tolist()
+    >>> one == other, one == sample_digests(torch.zeros(3, 1))[2]
+    (False, tensor(True))
+    """
+    with torch.no_grad():
+        parts = samples.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+        shape = f"{samples.dtype}{list(samples.shape[1:])}"
+        parts = torch.view_as_real(parts) if parts.is_complex() else parts
+        return _sample_digests(parts, xxhash.xxh3_64_intdigest(shape.encode()))
+
+
+def _sample_digests(samples: Tensor, seed: int) -> Tensor:
+    sample_bytes = samples.nbytes // max(1, len(samples))
+    piece_bytes = _PIECE_BYTES.get(samples.device.type, _OTHER_PIECE_BYTES)
+    found: list[int] = []
+    for piece in torch.split(samples, max(1, piece_bytes // max(1, sample_bytes))):
+        own = torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece)
+        # A sum is NaN where a number is, and costs less than a mask.
+        if own.is_floating_point() and bool(own.sum(dtype=_wide(own.dtype)).isnan()):
+            _fill_nans(own)
+        rows = own.view(-1).view(torch.uint8).view(len(own), sample_bytes).numpy()
+        found.extend(xxhash.xxh3_64_intdigest(row, seed) for row in rows)
+    # The same bits, as torch has hardly any operation for unsigned ones.
+    return torch.tensor([one - (one >> 63 << 64) for one in found], dtype=torch.int64, device="cpu")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    # The smallest floating-point dtypes can't be added up.
+    return torch.float32 if dtype.itemsize == 1 else dtype
+
+
+def _fill_nans(values: Tensor) -> None:
+    """Give all NaNs the same bits, whatever a machine takes for a NaN."""
+    bits = _NAN_BITS.get(values.dtype)
+    if bits is None:
+        values.masked_fill_(values.isnan(), float("nan"))
+    else:
+        kind, number = bits
+        values.view(kind).masked_fill_(values.isnan(), number)
 
 
 def weights_digest(net: nn.Module) -> str:

@@ -257,6 +257,14 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper or calls_compiled(module)
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    inner: nn.Module = module._orig_mod if is_wrapper else module  # type: ignore[assignment]  # any attribute may be a tensor
+    return inner
+
+
 def calls_compiled(module: nn.Module) -> bool:
     """Whether a module's own ``compile`` was called: it ignores hooks that come later."""
     call = compiled_call(module)

@@ -18,6 +18,7 @@ from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.reductions import (
     Covariance,
+    Digest,
     Fold,
     Histogram,
     Last,
@@ -54,6 +55,7 @@ MAKES: dict[str, Make] = {
     "Max": Max,
     "Mean": Mean,
     "Last": Last,
+    "Digest": Digest,
     "Moments": Moments,
     "Covariance": Covariance,
     "Covariance of channels": lambda **options: Covariance(1, **options),
@@ -280,7 +282,7 @@ def test_complex_values(make: Make) -> None:
         reduction.update(data)
         exact = data.to(torch.complex128).mean(0).to(torch.complex64)
         torch.testing.assert_close(reduction.compute(), exact, rtol=1e-6, atol=1e-7)
-    elif isinstance(reduction, Last | Fold):
+    elif isinstance(reduction, Last | Fold | Digest):
         reduction.update(data)
     else:
         with pytest.raises(CollectError, match="complex"):

@@ -82,7 +82,9 @@ def restore_random(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
+def restored(
+    net: nn.Module, *, keep_hooks: bool = False, keep_parameters: bool = False
+) -> Iterator[None]:
     """Give back to a net, at the end of the block, every attribute and value that it had.
 
     Parameters
@@ -91,6 +93,8 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
         The net. Parameters that together are larger than 1 GiB keep in-place changes.
     keep_hooks : bool
         Whether the user's hooks stay for the length of the block.
+    keep_parameters : bool
+        Whether parameters stay as the block leaves them: ordinary passes change none.
 
     Examples
     --------
@@ -103,7 +107,7 @@ def restored(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
     modules = list(net.modules())
     attributes = [dict(vars(module)) for module in modules]
     contents = [_contents(value) for saved in attributes for value in saved.values()]
-    parameters = () if are_large(net) else net.parameters()
+    parameters = () if keep_parameters or are_large(net) else net.parameters()
     tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
     gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
     try:

@@ -1,0 +1,320 @@
+"""Comparing two sides block by block: which layers differ, and which of them makes a difference.
+
+NOTE [Who makes a difference]
+
+A layer makes a difference in a block of samples where what it returned differs and nothing that it
+received does. Layers are looked at in the order in which the reference's calls return, so the
+first of those is the innermost and earliest. What passes a difference on has received one.
+
+NOTE [Noise]
+
+With a floor, a third side differs from the reference by what counts as noise. What the candidate
+differs by is more than noise where it exceeds the floor's difference in the same tensor and block
+by the factors below. Two draws of one noise differ in size by much less where a tensor has more
+than a few numbers; their largest elements vary more. The factors leave room for both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.analysis.difference import (
+    Difference,
+    FirstDifference,
+    LayerDifference,
+    Unmatched,
+    Worst,
+)
+from scio_recorder.analysis.leaves import (
+    Leaf,
+    are_equal_values,
+    paired_inputs,
+    paired_outputs,
+)
+from scio_recorder.analysis.matching import Pair
+from scio_recorder.analysis.measures import (
+    Figures,
+    Tolerance,
+    dense,
+    first_different,
+    measure,
+    unknown,
+)
+from scio_recorder.analysis.sides import Block, Values
+from scio_recorder.analysis.tally import Tally
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors.digests import sample_digests
+
+# See NOTE [Noise].
+_NORM_FACTOR, _LARGEST_FACTOR = 3.0, 6.0
+
+
+def exceeds(figures: Figures, noise: Figures | None) -> bool:
+    """Whether what differs is more than noise; without any, all that differs is."""
+    if not figures.num_different:
+        return False
+    if noise is None or not noise.num_different:
+        return True
+    return (
+        figures.relative_error > _NORM_FACTOR * noise.relative_error
+        or figures.max_abs > _LARGEST_FACTOR * noise.max_abs
+    )
+
+
+@dataclass
+class _Compared:
+    """What is known of one value of one block: each pair of parts, with its figures and noise."""
+
+    pairs: Sequence[tuple[Leaf, Leaf]] = ()
+    figures: Sequence[Figures] = ()
+    noise: Sequence[Figures | None] = ()
+    error: str | None = None
+
+    @property
+    def differing(self) -> list[int]:
+        """The parts that differ by more than noise."""
+        each = zip(self.figures, self.noise, strict=True)
+        return [part for part, (own, noise) in enumerate(each) if exceeds(own, noise)]
+
+
+class Comparison:
+    """Takes block after block of two sides, and perhaps of a floor.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        That of the reference.
+    pairs : iterable of Pair
+        Layers of the reference and of the candidate, in the order in which the first return.
+    floors : mapping or None
+        Labels of the reference -> those of the floor. None without a floor.
+    digested : set of label
+        Layers of the reference of which digests are compared.
+    tolerance : Tolerance
+        What counts as equal.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        pairs: Iterable[Pair],
+        floors: dict[Any, Any] | None,
+        digested: frozenset[Any],
+        tolerance: Tolerance,
+    ) -> None:
+        self._architecture = architecture
+        self._tallies = [Tally(pair, pair.error) for pair in pairs]
+        for tally in self._tallies:
+            if tally.error is not None:
+                tally.differs, tally.received_same = True, None
+                tally.figures = unknown(0, 0)
+            if floors is not None:
+                tally.noise = Figures()
+        self._floors = floors
+        self._digested = digested
+        self._tolerance = tolerance
+        self._num_samples = 0
+        self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
+
+    def add(self, block: Block, own: Values, other: Values, floor: Values | None) -> None:
+        """Compare all layers of a block."""
+        self._known.clear()
+        self._num_samples += len(block.ids)
+        for tally in self._tallies:
+            if tally.pair.error is None:
+                self._add(tally, block, own, other, floor)
+        self._known.clear()
+
+    def result(self, unmatched: Unmatched) -> Difference:
+        """Return what was found."""
+        layers: dict[DepthIdx, LayerDifference] = {
+            tally.pair.reference.label: tally.result() for tally in self._tallies
+        }
+        return Difference(
+            self._architecture,
+            layers,
+            self._first(),
+            num_samples=self._num_samples,
+            rtol=self._tolerance.rtol,
+            atol=self._tolerance.atol,
+            unmatched=unmatched,
+        )
+
+    def _first(self) -> FirstDifference | None:
+        makers = (tally.maker for tally in self._tallies if tally.maker is not None)
+        found = next(makers, None)
+        if found is not None:
+            return found
+        tally = next((tally for tally in self._tallies if tally.differs), None)
+        if tally is None or tally.first is not None:
+            return None if tally is None else tally.first
+        layer = tally.pair.reference
+        return FirstDifference(layer, None, None, None, None, None, tally.error)
+
+    def _add(
+        self, tally: Tally, block: Block, own: Values, other: Values, floor: Values | None
+    ) -> None:
+        label, partner = tally.pair.reference.label, tally.pair.partner.label
+        third = None if self._floors is None else self._floors.get(label)
+        beside = (floor, third) if floor is not None and third is not None else None
+        compared = self._outputs(label, own, (other, partner), beside)
+        same = self._received_same(tally.pair, own, other, beside)
+        tally.received_same = _both(tally.received_same, same)
+        parts = compared.differing
+        self._count(tally, block, compared)
+        if compared.error is None and not parts:
+            return
+        tally.differs = True
+        if tally.first is None or (same and tally.maker is None):
+            spot = self._spot(tally, block, compared, parts, same)
+            tally.first = tally.first or spot
+            tally.maker = tally.maker or (spot if same else None)
+
+    def _outputs(self, label: Any, own: Values, other: Any, beside: Any) -> _Compared:
+        mine, theirs = own.output(label), other[0].output(other[1])
+        if label in self._digested:
+            mine = mine if own.is_digest(label) else _digests(mine)
+            theirs = theirs if other[0].is_digest(other[1]) else _digests(theirs)
+        pairs = paired_outputs(mine, theirs)
+        if isinstance(pairs, str):
+            return _Compared(error=pairs)
+        error = next((text for text in (_mismatch(*pair) for pair in pairs) if text), None)
+        if error is not None:
+            return _Compared(error=error)
+        figures = [self._figures(*pair) for pair in pairs]
+        noise: list[Figures | None] = [None] * len(pairs)
+        if beside is not None:
+            noise = self._noise(paired_outputs(mine, beside[0].output(beside[1])), len(pairs))
+        return _Compared(pairs, figures, noise)
+
+    def _noise(self, pairs: Any, count: int) -> list[Figures | None]:
+        """Return the floor's figures of each part, none where its parts are others."""
+        if not isinstance(pairs, list) or len(pairs) != count:
+            return [None] * count
+        return [None if _mismatch(*pair) else self._figures(*pair) for pair in pairs]
+
+    def _received_same(self, pair: Pair, own: Values, other: Values, beside: Any) -> bool | None:
+        """Whether nothing that a layer received differs by more than noise; None if unknown."""
+        layer, partner = pair.reference, pair.partner
+        mine, theirs = own.inputs(layer.label), other.inputs(partner.label)
+        if mine is None or theirs is None:
+            return None
+        pairs = paired_inputs(mine, theirs, layer.module, partner.module)
+        if pairs is None or any(_mismatch(*each) for each in pairs):
+            return False
+        noise: list[Figures | None] = [None] * len(pairs)
+        third = None if beside is None else beside[0].inputs(beside[1])
+        if third is not None:
+            noise = self._noise(paired_inputs(mine, third, layer.module, None), len(pairs))
+        each = zip(pairs, noise, strict=True)
+        return not any(exceeds(self._figures(*leaves), floor) for leaves, floor in each)
+
+    def _figures(self, reference: Leaf, candidate: Leaf) -> Figures:
+        """Measure two parts, once: layers receive what others return, and return what inner do."""
+        if not isinstance(reference, Tensor):
+            equal = are_equal_values(reference, candidate, self._tolerance)
+            return Figures(1) if equal else _apart(reference, candidate)
+        key = id(reference), id(candidate)
+        known = self._known.get(key)
+        if known is not None and known[0]() is reference and known[1]() is candidate:
+            return known[2]
+        figures = measure(reference, candidate, self._tolerance)
+        self._known[key] = weakref.ref(reference), weakref.ref(candidate), figures
+        return figures
+
+    def _count(self, tally: Tally, block: Block, compared: _Compared) -> None:
+        """Add the figures of a block to those of the blocks before."""
+        if compared.error is not None:
+            tally.error = tally.error or compared.error
+            tally.figures = unknown(tally.figures.num_elements, tally.figures.num_different)
+            return
+        is_digest = tally.pair.reference.label in self._digested
+        for part, figures in enumerate(compared.figures):
+            if figures.max_abs > tally.figures.max_abs and not is_digest:
+                tally.worst = self._worst(block, compared, part)
+            tally.figures.add(
+                unknown(figures.num_elements, figures.num_different) if is_digest else figures
+            )
+        for noise in compared.noise:
+            if noise is not None and tally.noise is not None:
+                tally.noise.add(noise)
+
+    def _worst(self, block: Block, compared: _Compared, part: int) -> Worst | None:
+        flat = compared.figures[part].farthest
+        if flat is None:
+            return None
+        own, other = compared.pairs[part]
+        sample, index = block.place(own.shape, flat)
+        return Worst(block.ids[sample], index, _number(own, flat), _number(other, flat), part)
+
+    def _spot(
+        self,
+        tally: Tally,
+        block: Block,
+        compared: _Compared,
+        parts: Sequence[int],
+        same: bool | None,
+    ) -> FirstDifference:
+        """Say where a layer differs in a block: the first place, or the worst beside noise."""
+        layer = tally.pair.reference
+        if compared.error is not None:
+            return FirstDifference(
+                layer, block.ids[0], None, None, None, same, error=compared.error
+            )
+        found = []
+        for part in parts:
+            own, other = compared.pairs[part]
+            flat = None if compared.noise[part] is None else compared.figures[part].farthest
+            if flat is None and isinstance(own, Tensor):
+                flat = first_different(own, other, self._tolerance)
+            sample, index = (0, ()) if flat is None else block.place(own.shape, flat)
+            found.append((sample, part, index, flat))
+        sample, part, index, flat = min(found, key=lambda one: one[:2])
+        own, other = compared.pairs[part]
+        if layer.label in self._digested:
+            return FirstDifference(layer, block.ids[sample], None, None, None, same)
+        values = _number(own, flat), _number(other, flat)
+        return FirstDifference(layer, block.ids[sample], index, *values, same, part=part)
+
+
+def _both(before: bool | None, now: bool | None) -> bool | None:
+    return None if before is None or now is None else before and now
+
+
+def _digests(value: Any) -> Any:
+    """Return a digest for each sample; what has no samples is left for others to refuse."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    return sample_digests(dense(value))
+
+
+def _mismatch(own: Leaf, other: Leaf) -> str | None:
+    """Say why two parts can't be compared number by number."""
+    if isinstance(own, Tensor) and own.shape != other.shape:
+        return (
+            f"shape {tuple(own.shape)} in the reference and {tuple(other.shape)} in the candidate"
+        )
+    return None
+
+
+def _apart(reference: Leaf, candidate: Leaf) -> Figures:
+    """Return the figures of two values that differ, of which one may be no number."""
+    if isinstance(reference, str) or isinstance(candidate, str):
+        return Figures(1, 1, float("inf"), float("inf"), float("inf"), farthest=0)
+    pair = torch.tensor([reference]), torch.tensor([candidate])
+    figures = measure(*pair, Tolerance())
+    figures.num_different = 1
+    return figures
+
+
+def _number(leaf: Leaf, flat: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return dense(leaf).reshape(-1)[flat or 0].item()

@@ -1,0 +1,279 @@
+"""How far two tensors lie apart: figures in float64, and whether they are equal.
+
+NOTE [What is equal]
+
+Two tensors of one dtype are equal bit for bit where there is no tolerance, so that -0.0 is not 0.0;
+NaNs are equal whatever their bits, which differ from machine to machine. Tensors of two dtypes
+are compared as numbers. With tolerances, two numbers are equal as for `numpy.isclose` with
+``equal_nan=True``, the reference giving the scale.
+
+NOTE [In pieces]
+
+Tensors are measured in pieces that stay in the cache while they are widened and subtracted. What is
+finite, as nearly everything is, takes one multiplication for each sum and no mask: sums of squares
+that are finite prove that all numbers are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from scio_recorder.errors import ComparisonError
+from scio_recorder.tensors.copies import gathered, is_dense
+
+# Elements measured together: in the cache of a core, or many at a time on a device.
+_PIECE = {"cpu": 1 << 15}
+_OTHER_PIECE = 1 << 22
+# Stands for a zero in a quotient. No quotient of numbers of up to 32 bits comes near the limit.
+_TINY, _LIMIT = 1e-300, 1e200
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What two numbers may differ by and count as equal: ``atol + rtol * |reference|``."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ComparisonError(f"{name}={value!r}: give a number from 0 on")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is tolerated."""
+        return not (self.rtol or self.atol)
+
+
+@dataclass
+class Figures:
+    """What is summed over all elements of pairs of tensors.
+
+    Parameters
+    ----------
+    num_elements, num_different : int
+        How many there are, and how many differ by more than the tolerance.
+    max_abs, max_rel : float
+        Largest difference, absolute and over the absolute value of the reference.
+    squares, own, others, product : float
+        Sums of squares of the differences, of the reference and of the candidate, and of their
+        products, over what is finite on both sides. The first is infinite where a number and none
+        stand against each other.
+    farthest : int or None
+        Where the largest difference is, counted through the first pair.
+    """
+
+    num_elements: int = 0
+    num_different: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    squares: float = 0.0
+    own: float = 0.0
+    others: float = 0.0
+    product: float = 0.0
+    farthest: int | None = field(default=None, compare=False)
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the difference over the norm of the reference."""
+        if not self.squares or math.isnan(self.squares):
+            return self.squares
+        return math.sqrt(self.squares / self.own) if self.own else math.inf
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between the two; 1 where they are equal."""
+        if not self.squares or math.isnan(self.squares):
+            return 1.0 - self.squares
+        norms = math.sqrt(self.own) * math.sqrt(self.others)
+        return max(-1.0, min(1.0, self.product / norms)) if norms else 0.0
+
+    def add(self, other: Figures, offset: int = 0) -> None:
+        """Take in the figures of further elements, which begin at an offset."""
+        self.num_elements += other.num_elements
+        self.num_different += other.num_different
+        if other.max_abs > self.max_abs and other.farthest is not None:
+            self.farthest = offset + other.farthest
+        # A NaN says that a figure is not known, and stays.
+        self.max_abs = _larger(self.max_abs, other.max_abs)
+        self.max_rel = _larger(self.max_rel, other.max_rel)
+        self.squares += other.squares
+        self.own += other.own
+        self.others += other.others
+        self.product += other.product
+
+
+def unknown(num_elements: int, num_different: int) -> Figures:
+    """Return figures of which only counts are known."""
+    nan = math.nan
+    return Figures(num_elements, num_different, nan, nan, nan, nan, nan, nan)
+
+
+def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figures:
+    """Return how two tensors of one shape differ.
+
+    Parameters
+    ----------
+    reference, candidate : torch.Tensor
+        Of any dtypes and devices; measured where the reference is.
+    tolerance : Tolerance
+        What counts as equal.
+
+    Examples
+    --------
+    >>> figures = measure(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), Tolerance())
+    >>> figures.max_abs, figures.max_rel, figures.relative_error, figures.num_different
+    (1.0, 0.25, 0.2, 1)
+    """
+    total = Figures()
+    for offset, own, other in _pieces(reference, candidate):
+        total.add(_measure_piece(own, other, tolerance, total.max_abs), offset)
+    return total
+
+
+def are_equal(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> bool:
+    """Whether two tensors are equal, which takes less than to measure them."""
+    return first_different(reference, candidate, tolerance) is None
+
+
+def first_different(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> int | None:
+    """Return the place of the first elements that differ, counted through the tensors."""
+    for offset, own, other in _pieces(reference, candidate):
+        if not _same_bits(own, other):
+            mask = _different(own, other, tolerance)
+            if bool(mask.any()):
+                return offset + int(mask.to(torch.int8).argmax())
+    return None
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor as an ordinary one with a number at every place, off the graph."""
+    whole = gathered(tensor.detach())
+    if not is_dense(whole):
+        if whole.is_nested:
+            whole = torch.nested.to_padded_tensor(whole, 0.0)
+        whole = whole.dequantize() if whole.is_quantized else whole.to_dense()
+    return whole.as_subclass(Tensor).resolve_conj().resolve_neg()
+
+
+def _pieces(reference: Tensor, candidate: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    own, other = dense(reference).reshape(-1), dense(candidate).reshape(-1)
+    other = other.to(own.device)
+    step = _PIECE.get(own.device.type, _OTHER_PIECE)
+    pairs = zip(torch.split(own, step), torch.split(other, step), strict=True)
+    return [(number * step, one, two) for number, (one, two) in enumerate(pairs) if len(one)]
+
+
+def _measure_piece(own: Tensor, other: Tensor, tolerance: Tolerance, largest: float) -> Figures:
+    """Measure a piece; where its largest difference is, only if it is the largest so far."""
+    count = len(own)
+    if own.is_complex() or other.is_complex():
+        return _measure_carefully(own, other, tolerance)
+    wide = own.double()
+    square = float(wide.dot(wide))
+    if _same_bits(own, other) and math.isfinite(square):
+        return Figures(count, own=square, others=square, product=square)
+    others = other.double()
+    apart = others - wide
+    # One copy from the device for all.
+    sums = torch.stack([apart.dot(apart), others.dot(others), wide.dot(others)]).tolist()
+    if not all(map(math.isfinite, (square, *sums))):
+        return _measure_carefully(own, other, tolerance)
+    apart.abs_()
+    size = wide.abs()
+    if not tolerance.is_exact:
+        differing = apart > tolerance.atol + tolerance.rtol * size
+    else:
+        differing = _differ_in_bits(own, other) if own.dtype is other.dtype else apart > 0
+    number = int(differing.count_nonzero())
+    max_abs = float(apart.max())
+    farthest = int(apart.argmax()) if max_abs > largest else None
+    max_rel = float(apart.div_(size.clamp_(min=_TINY)).max())
+    return Figures(
+        count,
+        number,
+        _at_least_one(max_abs, own, other, number),
+        max_rel if max_rel < _LIMIT else math.inf,
+        squares=sums[0],
+        own=square,
+        others=sums[1],
+        product=sums[2],
+        farthest=farthest,
+    )
+
+
+def _measure_carefully(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
+    """Measure what may be complex, infinite or no number."""
+    one, two = _widened(own), _widened(other)
+    same = _same_numbers(one, two)
+    apart = torch.where(same, 0.0, (two - one).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    relative = torch.where(same, 0.0, apart / one.abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+    finite = one.isfinite() & two.isfinite()
+    zero = torch.zeros((), dtype=one.dtype, device=one.device)
+    one, two = torch.where(finite, one, zero), torch.where(finite, two, zero)
+    # Where sums of squares are too large for a number, so is the error, and that is the truth.
+    squares = float(apart.square().sum())
+    number = int(_different(own, other, tolerance).count_nonzero())
+    max_abs, at = apart.max(dim=0)
+    return Figures(
+        len(own),
+        number,
+        _at_least_one(float(max_abs), own, other, number),
+        float(relative.max()),
+        squares,
+        float(one.abs().square().sum()),
+        float(two.abs().square().sum()),
+        float((one.conj() * two).real.sum()),
+        farthest=int(at),
+    )
+
+
+def _different(own: Tensor, other: Tensor, tolerance: Tolerance) -> Tensor:
+    """Return where two tensors differ, see NOTE [What is equal]."""
+    one, two = _widened(own), _widened(other)
+    if tolerance.is_exact and own.dtype is other.dtype:
+        return _differ_in_bits(own, other) & ~(one.isnan() & two.isnan())
+    same = _same_numbers(one, two)
+    if tolerance.is_exact:
+        return ~same
+    near = (two - one).abs() <= tolerance.atol + tolerance.rtol * one.abs()
+    return ~(same | (near & one.isfinite() & two.isfinite()))
+
+
+def _same_numbers(one: Tensor, two: Tensor) -> Tensor:
+    return (one == two) | (one.isnan() & two.isnan())
+
+
+def _same_bits(own: Tensor, other: Tensor) -> bool:
+    return own.dtype is other.dtype and torch.equal(_bits(own), _bits(other))
+
+
+def _differ_in_bits(own: Tensor, other: Tensor) -> Tensor:
+    mask = _bits(own) != _bits(other)
+    # Both parts of a complex number.
+    return mask.any(-1) if mask.ndim > 1 else mask
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return parts.view(_BITS[parts.itemsize])
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
+
+
+def _at_least_one(apart: float, own: Tensor, other: Tensor, number: int) -> float:
+    """Return the largest difference; integers too long for float64 that differ do so by 1."""
+    are_whole = not (own.is_floating_point() or own.is_complex() or other.is_floating_point())
+    return max(apart, 1.0) if number and are_whole else apart
+
+
+def _larger(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)

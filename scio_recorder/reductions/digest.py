@@ -1,0 +1,67 @@
+"""A few bytes for each sample that tell whether it is the same, bit for bit, in another run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.tensors.digests import sample_digests
+
+
+class Digest(SampleReduction):
+    """Eight bytes for each sample, XXH3 of its bytes: a whole run to compare with, bit for bit.
+
+    :func:`scio_recorder.compare` takes a recording of digests for either side, also one that was
+    made on another machine or by another torch.
+
+    Parameters
+    ----------
+    by : callable, optional
+        ``batch -> labels [batch]``; the result is then a dict from label to the digests of the
+        samples of that label, with which nothing can be compared sample by sample.
+
+    Notes
+    -----
+    The dtype and shape of a sample are digested with its bytes, which are those of a contiguous
+    array. All NaNs count as the same, and -0.0 is another number than 0.0. With ``rows=`` each row
+    has its digest.
+
+    Takes any dtype and shape. The result is in the order of the samples: merging puts the digests
+    of the other behind one's own.
+
+    Examples
+    --------
+    >>> digest = Digest()
+    >>> digest.update(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> digest.update(torch.tensor([[1.0, 2.0]]))
+    >>> first, second, third = digest.compute()
+    >>> bool(first == third), bool(first == second)
+    (True, False)
+    """
+
+    _state_names = ("_digests",)
+    _takes_complex = True
+    _digests: list[Tensor]
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        return ()  # nothing is combined, so any shape may follow any other
+
+    def _device(self) -> None:
+        # Digests stay in host memory, wherever the samples are.
+        return None
+
+    def _add(self, samples: Tensor) -> None:
+        # Until the first samples there is no state.
+        self._digests = self._digests or []
+        self._digests.append(sample_digests(samples))
+
+    def _settle(self) -> None:
+        if self._digests:
+            self._digests = [torch.cat(self._digests)]
+
+    def _join(self, other: Digest) -> None:
+        self._digests += other._digests
+
+    def _result(self) -> Tensor:
+        return self._digests[0].clone()
