@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import Layer
+from scio_recorder.layer import DepthIdx, Layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,8 @@ class BatchRows:
         Whether a layer that gives one number a line is rather one of features that are as many.
     other_half : str, optional
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
+    told : mapping
+        Of layers that were in doubt, whether these dimensions lead (`probing.py`).
     """
 
     dims: tuple[str, ...]
@@ -53,6 +55,7 @@ class BatchRows:
     labelled: tuple[int, ...] | None = None
     are_scalars_doubtful: bool = False
     other_half: str | None = None
+    told: Mapping[DepthIdx, bool] = field(default_factory=dict)
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -119,7 +122,7 @@ class BatchRows:
                 f"in {(rows, *shape[1:])}: rearrange it with transform=, or say with sample_ids= "
                 "how many samples a batch has"
             )
-        if fits and not is_map and shape == layer.output_shape:
+        if fits and not is_map and shape == layer.output_shape and layer.label not in self.told:
             raise CollectError(
                 f"{gave}, which may be one number a position, or as many features as there are "
                 f'positions by chance: where it is the first, write transform={{"{layer.label}": '
@@ -142,10 +145,29 @@ class BatchRows:
         if self.other_half in layer.name.split("."):
             return True
         was, labelled = layer.output_shape, self.labelled
+        if layer.label in self.told:
+            return not self.told[layer.label]
         if labelled is None or not isinstance(was, tuple):
             return False
         is_scalar = was == labelled == self.shape
         return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
+
+    def is_doubtful(self, layer: Layer) -> bool:
+        """Whether positions can't be told from other dimensions by how long they are.
+
+        Parameters
+        ----------
+        layer : Layer
+            A layer whose own output is kept.
+        """
+        was, labelled = layer.output_shape, self.labelled or self.shape
+        if self.dims != ("batch", "positions") or self.shape[1] < 2 or not isinstance(was, tuple):
+            return False
+        if was[:2] != labelled:
+            return False
+        are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
+        others = labelled[1] in was[2:] or len(was) == 2
+        return are_squares or (others and self.shape[1] == labelled[1])
 
     def choose(self, values: Tensor) -> Tensor:
         """Return the rows, [rows, ...], of what a layer gave."""

@@ -25,6 +25,7 @@ from scio_recorder.recording.collect.intake import (
     StoringIntake,
 )
 from scio_recorder.recording.collect.options import Options
+from scio_recorder.recording.collect.probing import Doubts
 from scio_recorder.recording.collect.rows import Source
 from scio_recorder.recording.recipes import states_of
 from scio_recorder.recording.recording import Recording
@@ -137,6 +138,8 @@ class Collection:
         self._continuing = Continuing() if self.is_of_others and options.rows else None
         # Whether batches have what each may lack, by name: all or none.
         self._has: dict[str, bool] = {}
+        as_they_are = (at for at in options.recording if at not in options.transforms)
+        self._doubts = Doubts(self.net, map(options.architecture.__getitem__, as_they_are))
         self._row_columns = RowColumns(self._writer)
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
@@ -200,8 +203,10 @@ class Collection:
         has = self._has if self._continuing is None else None
         source = Source(self.net, batch, named, number, str(first), root.input_shape, has)
         if self._continuing is None:
-            return options.rows.of(source)
-        return self._continuing.rows(options.rows, source, self._kept, is_taken=is_taken)
+            rows = options.rows.of(source)
+        else:
+            rows = self._continuing.rows(options.rows, source, self._kept, is_taken=is_taken)
+        return self._doubts.settled(rows, inputs)
 
     def _num_to_skip(self, ids: Ids) -> int:
         """Return how many samples at the beginning of a batch are durable already."""

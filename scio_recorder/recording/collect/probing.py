@@ -1,0 +1,102 @@
+"""Telling dimensions apart that are as long as each other: by a run on inputs of another length.
+
+NOTE [Lengths that tell nothing]
+
+A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or ``[batch,
+queries, ...]``, and the lengths are those of ``[batch, positions, ...]`` by chance, at labelling as
+well. So the network is labelled once more, on fewer positions: what follows their number is the
+dimension of positions. That is asked only of layers whose lengths leave a doubt, and only once. A
+network that fails then, or takes more than tensors, gives no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.collect.batch_rows import BatchRows
+
+_PLAIN = (type(None), bool, int, float, str, Tensor)
+
+
+class Doubts:
+    """Layers whose lengths may leave a doubt, and what was found out about them.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+    layers : iterable of Layer
+        Those whose own output is kept, or reduced.
+
+    Examples
+    --------
+    >>> import torch
+    >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Unflatten(2, (4, 1)), nn.Flatten(1))
+    >>> ids = torch.ones(4, 4, dtype=torch.long)
+    >>> _, architecture = label_net(net, input_data=ids)
+    >>> doubts = Doubts(net, [architecture[1, 1], architecture[1, 3]])
+    >>> rows = BatchRows(("batch", "positions"), (4, 4), 4)
+    >>> doubts.settled(rows, Inputs((ids,), {})).told
+    {(1, 1): True}
+    """
+
+    def __init__(self, net: nn.Module, layers: Iterable[Layer]) -> None:
+        self._net = net
+        self._layers = list(layers)
+        self._answers: dict[DepthIdx, bool] = {}
+
+    def settled(self, rows: BatchRows, inputs: Inputs) -> BatchRows:
+        """Return the rows of a batch, which know what was found out.
+
+        Parameters
+        ----------
+        rows : BatchRows
+            The rows.
+        inputs : Inputs
+            What the network is given for the batch.
+        """
+        doubtful = [layer for layer in self._layers if rows.is_doubtful(layer)]
+        if doubtful:
+            # Each is asked about once.
+            self._layers = [layer for layer in self._layers if layer not in doubtful]
+            self._answers |= _tell_positions(self._net, doubtful, inputs, rows.shape)
+        return replace(rows, told=self._answers) if self._answers else rows
+
+
+def _tell_positions(
+    net: nn.Module, layers: Iterable[Layer], inputs: Inputs, shape: tuple[int, ...]
+) -> dict[DepthIdx, bool]:
+    """Return whether dimension 1 counts the positions, for the layers that tell."""
+    batch, positions = shape
+    fewer = next((n for n in (positions - 1, positions - 2) if n > 0 and n != batch), None)
+    given = inputs.named(net)
+    if fewer is None or not all(isinstance(value, _PLAIN) for value in given.values()):
+        return {}
+    narrowed = {name: _narrowed(value, shape, fewer) for name, value in given.items()}
+    try:
+        _, probed = label_net(net, input_data=narrowed, force_static_flow=False, verbose=0)
+    except Exception:  # no answer: it was not asked for
+        return {}
+    found: dict[DepthIdx, bool] = {}
+    for layer in layers:
+        other = probed.get(layer.label)
+        if other is not None and other.name == layer.name and isinstance(other.output_shape, tuple):
+            found[layer.label] = other.output_shape[:2] == (batch, fewer)
+    return found
+
+
+def _narrowed(value: Any, shape: tuple[int, ...], fewer: int) -> Any:
+    """Return an input with fewer positions; a copy, since networks write into inputs."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if tuple(value.shape[:2]) in (shape, (1, shape[1])):
+        value = value[:, :fewer]
+    return value.clone()

@@ -1,0 +1,113 @@
+"""Layers whose lengths are those of positions by chance, at labelling as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import CollectError, Recorder, Tokens
+from tests.recording.collect.tables import padded
+
+HEADS = 4
+
+
+class Turning(nn.Module):
+    """Has positions in dimension 0, as recurrent networks do, in 1, behind heads, or nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(99, 8)
+        self.turned, self.split, self.queries = nn.Identity(), nn.Identity(), nn.Identity()
+        self.score, self.normed = nn.Identity(), nn.BatchNorm1d(8)
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        x = self.embed(input_ids)
+        x = self.normed(x.mT).mT
+        self.turned(x.transpose(0, 1))
+        self.split(x.unflatten(2, (HEADS, 2)).transpose(1, 2))
+        self.queries(x.mean(1, keepdim=True).expand(-1, HEADS, -1))
+        return self.score(x.sum(-1))
+
+
+def square() -> dict[str, Tensor]:
+    """A batch of as many samples as positions, and as heads."""
+    return padded(*[HEADS] * HEADS)
+
+
+def recorder(*names: str) -> Recorder:
+    torch.manual_seed(0)
+    rnet = Recorder(Turning().eval(), input_data=square())
+    rnet.record(*names)
+    return rnet
+
+
+@pytest.mark.parametrize("name", ["turned", "split", "queries"])
+@pytest.mark.parametrize("by_others", [False, True])
+def test_lengths_that_agree_by_chance_are_refused(name: str, by_others: bool):
+    rnet = recorder(name)
+
+    def run() -> None:
+        if by_others:
+            with rnet.collecting(rows=Tokens()):
+                rnet.net(**square())
+        else:
+            rnet.collect([square()], rows=Tokens())
+
+    with pytest.raises(CollectError, match=rf"{name}\b.* fits by chance.*transform="):
+        run()
+
+
+def test_what_follows_the_positions_is_kept():
+    rnet, batch = recorder("embed", "score"), square()
+    batch["attention_mask"][1, 2:] = 0
+    state = {name: value.clone() for name, value in rnet.net.state_dict().items()}
+    rnet.net.train()
+    before, random = rnet.net.calls, torch.get_rng_state()
+    with pytest.warns(UserWarning, match="training mode"):
+        recording = rnet.collect([batch, batch], rows=Tokens())
+    assert rnet.net.calls == before + 2
+    assert torch.equal(torch.get_rng_state(), random)
+    assert rnet.net.normed.num_batches_tracked == state["normed.num_batches_tracked"] + 2
+    # By hand, as the layers are in training mode.
+    kept = batch["attention_mask"].bool()
+    embedded = rnet.net.embed(batch["input_ids"]).detach()
+    flat = embedded.flatten(0, 1)
+    normed = (embedded - flat.mean(0)) / (flat.var(0, unbiased=False) + 1e-5).sqrt()
+    assert torch.equal(recording["embed"], embedded[kept].repeat(2, 1))
+    torch.testing.assert_close(
+        recording["score"], normed.sum(-1)[kept].repeat(2), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_transform_is_believed():
+    rnet, batch = recorder("turned"), square()
+    kept = rnet.collect(
+        [batch], rows=Tokens(), transform=lambda activation, batch: activation.transpose(0, 1)
+    )
+    rnet(**batch)
+    expected = rnet.activations["turned"].transpose(0, 1)[batch["attention_mask"].bool()]
+    assert torch.equal(kept["turned"], expected)
+
+
+class Fixed(Turning):
+    """Runs on one length alone, so that nothing can be asked of it."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None) -> Tensor:
+        if input_ids.shape[1] != HEADS:
+            raise ValueError("another length")
+        return super().forward(input_ids, attention_mask)
+
+
+def test_a_network_that_runs_on_one_length_is_taken_at_its_word():
+    rnet = Recorder(Fixed().eval(), input_data=square())
+    rnet.record("embed")
+    batch = square()
+    assert torch.equal(
+        rnet.collect([batch], rows=Tokens())["embed"],
+        rnet.net.embed(batch["input_ids"])[batch["attention_mask"].bool()],
+    )
