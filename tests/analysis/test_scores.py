@@ -62,16 +62,29 @@ def test_a_unit_that_always_says_the_same_is_passed_over(dtype: torch.dtype, val
     )
 
 
-def test_two_units_that_always_say_the_same_count_once() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_direction_that_only_rounding_varies_in_is_passed_over(seed: int) -> None:
+    torch.manual_seed(seed)
     train, labels = torch.randn(100, 3), torch.arange(100) % 2
-    features = torch.randn(10, 3)
-    result = mahalanobis(
-        torch.cat([features, features[:, :1]], dim=1),
-        statistics_of(torch.cat([train, train[:, :1]], dim=1), labels),
-    )
-    torch.testing.assert_close(
-        result, mahalanobis(features, statistics_of(train, labels)), rtol=1e-3, atol=0
-    )
+    mixed = torch.cat([train, train @ torch.tensor([[0.3], [0.7], [-1.1]])], dim=1)
+    statistics = statistics_of(mixed, labels)
+    across = torch.tensor([0.3, 0.7, -1.1, -1.0])
+    inputs = mixed[:10]
+    found = mahalanobis(inputs + across, statistics)
+    torch.testing.assert_close(found, mahalanobis(inputs, statistics), rtol=1e-3, atol=1e-3)
+
+
+def test_small_distances_from_far_means_are_kept() -> None:
+    base = torch.randn(60, 4).double()
+    base -= base.mean(0)
+    train, labels = torch.cat([base - 1e4, base + 1e4]), torch.arange(120) // 60
+    features = 1e4 + 1e-4 * torch.randn(50, 4).double()
+    estimate = np.linalg.inv(base.T @ base * 2 / 118)
+    offsets = features.numpy() - 1e4
+    expected = np.einsum("nf,fg,ng->n", offsets, estimate, offsets)
+    result = mahalanobis(features, statistics_of(train, labels))
+    # The offsets themselves are known to 1e-16 * 1e4 / 1e-4.
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_residual_is_what_scikit_learns_components_leave() -> None:
