@@ -19,6 +19,7 @@ from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
+from scio_recorder.recorder.analysing import Analysing
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.recomputing import Recomputing
 from scio_recorder.recorder.watching import Watching
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
 
 
-class Recorder(Collecting, Recomputing, Watching, Outlined, nn.Module):
+class Recorder(Analysing, Collecting, Recomputing, Watching, Outlined, nn.Module):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

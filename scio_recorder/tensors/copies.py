@@ -169,6 +169,30 @@ class StridedCopy:
         return back.as_strided(self._shape, self._strides)
 
 
+def twin(tensor: Tensor) -> Tensor:
+    """Return a copy off the graph, in memory of its own, with the same strides where it can have.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    torch.Tensor
+        The copy.
+
+    Examples
+    --------
+    >>> twin(torch.zeros(2, 6)[:, ::2]).stride()
+    (6, 2)
+    """
+    copy = tensor.detach().clone()
+    if is_plain(tensor) and copy.stride() != tensor.stride():
+        copy = StridedCopy(tensor).restored()
+    return copy
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits: NaN is NaN, 0.0 is not -0.0.
 

@@ -104,28 +104,61 @@ def restored(
     >>> int(net.num_batches_tracked)
     0
     """
+    restore = snapshot(net, keep_parameters=keep_parameters)
+    with gradients_aside(net):
+        try:
+            if not keep_hooks:
+                for module in net.modules():
+                    names = _hook_dictionaries(module)
+                    vars(module).update((name, OrderedDict()) for name in names)
+            yield
+        finally:
+            restore()
+
+
+def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], None]:
+    """Return what gives back to a net, any number of times, all that it has now but gradients.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. Parameters that together are larger than 1 GiB keep in-place changes.
+    keep_parameters : bool
+        Whether parameters are left out.
+    """
     modules = list(net.modules())
     attributes = [dict(vars(module)) for module in modules]
     contents = [_contents(value) for saved in attributes for value in saved.values()]
     parameters = () if keep_parameters or are_large(net) else net.parameters()
     tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
-    gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
-    try:
-        for parameter, _ in gradients:
-            # A net that differentiates inside its forward adds to them in place.
-            parameter.grad = None
-        if not keep_hooks:
-            for module in modules:
-                vars(module).update((name, OrderedDict()) for name in _hook_dictionaries(module))
-        yield
-    finally:
+
+    def restore() -> None:
         for module, saved in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(saved)
-        for restore in contents:
-            restore()
+        for put_back in contents:
+            put_back()
         for state in tensors:
             state.restore()
+
+    return restore
+
+
+@contextlib.contextmanager
+def gradients_aside(net: nn.Module) -> Iterator[None]:
+    """Let parameters have no gradients in the block, and those that they had after it.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. One that differentiates inside its forward adds to gradients in place.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

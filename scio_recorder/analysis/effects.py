@@ -1,0 +1,152 @@
+"""What layers cause: the result of a sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from scio_recorder.display.outline import visible
+from scio_recorder.layer import DepthIdx, Layer, text_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import LayerMapping
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Effects:
+    """The metric of runs in which what one layer returned was that of another run.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    labels : sequence of (int, int)
+        The layers that were patched.
+    positions : list of int or None
+        Which positions of dimension 1; None where layers were patched as a whole.
+    values : torch.Tensor
+        Float64, [layers] or [layers, positions].
+    clean, corrupted : float
+        The metric of both runs as they are.
+    is_estimate : bool
+        Whether the values are estimates of first order.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Tanh()), input_size=(1, 2))
+    >>> rnet.record("0", "1")
+    >>> effects = rnet.sweep(torch.ones(1, 2), torch.zeros(1, 2), lambda output: output[0, 1])
+    >>> print(effects)
+    Sweep of 2 layers: metric 0.7616 clean, 0 corrupted
+    layer     metric  recovered
+    1-1 0     0.7616      100 %
+    1-2 1     0.7616      100 %
+    >>> bool(effects["1"] == effects.clean)
+    True
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        labels: Sequence[DepthIdx],
+        positions: list[int] | None,
+        values: Tensor,
+        clean: float,
+        corrupted: float,
+        *,
+        is_estimate: bool = False,
+    ) -> None:
+        self.architecture = architecture
+        self.labels = tuple(labels)
+        self.positions = positions
+        self.values = values
+        self.clean = clean
+        self.corrupted = corrupted
+        self.is_estimate = is_estimate
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that were patched, in the order of `values`."""
+        return tuple(self.architecture[label] for label in self.labels)
+
+    @property
+    def recovered(self) -> Tensor:
+        """`values` as the share of the way from the corrupted metric, 0, to the clean one, 1."""
+        change: Tensor = self.values - self.corrupted
+        return change / (self.clean - self.corrupted)
+
+    def __getitem__(self, key: DepthIdx | str) -> Tensor:
+        """Return the values of one layer, by label or name: 0-d, or [positions]."""
+        rows = dict(zip(self.labels, self.values, strict=True))
+        found: Tensor = LayerMapping(self.architecture, rows, "effect")[key]
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row for each value; needs pandas.
+
+        Returns
+        -------
+        pandas.DataFrame
+            By label: ``name``, ``type``, ``position`` (where there are positions), ``metric`` and
+            ``recovered``.
+        """
+        import pandas as pd
+
+        positions = [None] if self.positions is None else self.positions
+        rows = [(layer, position) for layer in self.layers for position in positions]
+        columns = {
+            "label": [str(layer.label) for layer, _ in rows],
+            "name": [layer.name for layer, _ in rows],
+            "type": [layer.type_name for layer, _ in rows],
+            "position": [position for _, position in rows],
+            "metric": self.values.flatten().tolist(),
+            "recovered": self.recovered.flatten().tolist(),
+        }
+        if self.positions is None:
+            del columns["position"]
+        return pd.DataFrame(columns).set_index("label")
+
+    def __str__(self) -> str:
+        titles = [_title(layer) for layer in self.layers]
+        width = max(map(len, titles)) + 4
+        largest = "" if self.positions is None else "  at position"
+        lines = [self._headline(), f"{'layer':<{width}}{'metric':>7}  recovered{largest}"]
+        for title, (value, share, place) in zip(titles, self._largest(), strict=True):
+            at = "" if place is None else f"  {place:>11}"
+            lines.append(f"{title:<{width}}{value:>7.4g}  {_percent(share):>9}{at}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{self._headline()}>"
+
+    def _headline(self) -> str:
+        kind = "Estimated sweep" if self.is_estimate else "Sweep"
+        count = f"{len(self.labels)} layer{'s' * (len(self.labels) != 1)}"
+        if self.positions is not None:
+            count += f" at {len(self.positions)} position{'s' * (len(self.positions) != 1)}"
+        return f"{kind} of {count}: metric {self.clean:.4g} clean, {self.corrupted:.4g} corrupted"
+
+    def _largest(self) -> list[tuple[float, float, int | None]]:
+        """Return value, share and position of the largest effect of each layer."""
+        values, shares = self.values.tolist(), self.recovered.tolist()
+        if self.positions is None:
+            return [(value, share, None) for value, share in zip(values, shares, strict=True)]
+        best = (self.values - self.corrupted).abs().nan_to_num().argmax(1).tolist()
+        return [
+            (values[row][at], shares[row][at], self.positions[at]) for row, at in enumerate(best)
+        ]
+
+
+def _title(layer: Layer) -> str:
+    return visible(f"{text_of(layer.label)} {layer.name or '(root)'}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if math.isfinite(share) else "-"

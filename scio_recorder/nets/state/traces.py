@@ -1,0 +1,254 @@
+"""What a call of a module leaves behind besides what it returns.
+
+NOTE [How it is seen that a call left nothing behind]
+
+A call can write to whatever it reaches: attributes of its module and of modules inside it, objects
+and containers that these or its inputs hold, tensors, and generators of random numbers. All this is
+listed, and looked at before and after the call: containers by the identity of what they hold,
+tensors by their version counters, generators by their states. What can't be looked into, such as an
+iterator, and what is written behind the counters, as batch norm does in training, counts as
+changed. Globals, and what only a function refers to, are not seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable
+from itertools import chain
+from operator import is_
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.tensors import private
+
+_SCALARS = (bool, int, float, complex, str, bytes, torch.Size)
+# What never changes, or is code.
+_INERT = (
+    *_SCALARS,
+    types.NoneType,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.EllipsisType,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.dtype,
+    np.generic,
+    np.ufunc,
+    enum.Enum,
+    re.Pattern,
+    PurePath,
+    weakref.ReferenceType,
+)
+# What others attach to a module is not the module's own, nor is what stands in place of its call.
+_NOT_OWN = {*private.HOOK_DICTIONARIES, "_compiled_call_impl"}
+
+
+class Reach:
+    """What can be reached from some values, by identity.
+
+    Attributes
+    ----------
+    contents : dict
+        What containers and objects hold, as views that show what it is at any time.
+    tensors, generators : dict
+        Those found.
+    is_clear : bool
+        Whether all could be looked into.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[int, Collection[Any]] = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.generators: dict[int, torch.Generator] = {}
+        self.is_clear = True
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Add what is reached from values."""
+        waiting = [value for value in values if not isinstance(value, _INERT)]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, Tensor):
+                self.tensors[id(value)] = value
+                # There is no version counter.
+                self.is_clear &= not value.is_inference()
+            elif isinstance(value, torch.Generator):
+                self.generators[id(value)] = value
+            elif id(value) not in self.contents:
+                waiting += [one for one in self.open(value) if not isinstance(one, _INERT)]
+
+    def open(self, value: Any) -> Iterable[Any]:
+        """Note what a container or an object holds, and return it."""
+        views: list[Collection[Any]] = []
+        if isinstance(value, dict | types.MappingProxyType):
+            views.append(value.values())
+        elif isinstance(value, list | set | deque):
+            views.append(value)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            views.append(vars(value).values())
+        is_fixed = isinstance(value, tuple | frozenset | functools.partial | types.MethodType)
+        self.is_clear &= is_fixed or bool(views)
+        self.contents[id(value)] = views[0] if len(views) == 1 else _Joined(views)
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, types.MethodType):
+            return (value.__self__,)
+        if isinstance(value, nn.Module):
+            # Batch norm writes its buffers behind the version counters.
+            self.is_clear &= not value.training or not any(True for _ in value.buffers(False))
+            return [item for name, item in vars(value).items() if name not in _NOT_OWN]
+        return value if isinstance(value, tuple | frozenset) else chain.from_iterable(views)
+
+    def join(self, other: Reach) -> None:
+        """Add what another has found."""
+        self.contents |= other.contents
+        self.tensors |= other.tensors
+        self.generators |= other.generators
+        self.is_clear &= other.is_clear
+
+
+class _Joined(Collection[Any]):
+    """What several views show, one after the other."""
+
+    def __init__(self, views: list[Collection[Any]]) -> None:
+        self._views = views
+
+    def __iter__(self) -> Any:
+        return chain.from_iterable(self._views)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._views))
+
+    def __contains__(self, value: object) -> bool:
+        return any(value in view for view in self._views)
+
+
+class Surroundings:
+    """What calls of the modules of a network can write to.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Dropout(), nn.ReLU(inplace=True), nn.Tanh())
+    >>> surroundings, x = Surroundings(net), torch.ones(2)
+    >>> for module in net:
+    ...     look = surroundings.look(module, x)
+    ...     _ = module(x)
+    ...     print(look.is_unchanged())
+    False
+    False
+    True
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._reach: dict[nn.Module, Reach] = {}
+        self._find(net)
+
+    def _find(self, module: nn.Module) -> Reach:
+        reach = self._reach.get(module)
+        if reach is None:
+            reach = self._reach[module] = Reach()
+            children = vars(module)["_modules"]
+            reach.add(item for item in reach.open(module) if item is not children)
+            reach.contents[id(children)] = children.values()
+            for child in module.children():
+                reach.join(self._find(child))
+        return reach
+
+    def look(self, module: nn.Module, inputs: Any = ()) -> Look:
+        """Note what a call of a module can write to, as it is before the call.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            A module of the network.
+        inputs : Any
+            What it is called with.
+        """
+        given = Reach()
+        given.add((inputs,))
+        return Look((self._reach[module], given))
+
+
+class Look:
+    """What was there to be written to before a call."""
+
+    def __init__(self, reaches: tuple[Reach, ...]) -> None:
+        self._reaches = reaches
+        self._states = [self._state(reach) for reach in reaches]
+        self._random = _random()
+
+    def is_unchanged(self, *, random: bool = True) -> bool:
+        """Whether all is as it was; without ``random``, maybe but for the global generators."""
+        return (
+            all(reach.is_clear for reach in self._reaches)
+            and all(map(_is_same, self._reaches, self._states))
+            and (not random or all(map(torch.equal, self._random, _random())))
+        )
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was there before."""
+        memory = private.memory_of(tensor)
+        return any(
+            memory == private.memory_of(other)
+            for reach in self._reaches
+            for other in reach.tensors.values()
+        )
+
+    def restore_generators(self) -> None:
+        """Give generators that the network holds the states that they had."""
+        for reach, (_, _, states) in zip(self._reaches, self._states, strict=True):
+            for generator, state in zip(reach.generators.values(), states, strict=True):
+                generator.set_state(state)
+
+    @staticmethod
+    def _state(reach: Reach) -> tuple[list[Any], list[int], list[Tensor]]:
+        is_clear = reach.is_clear
+        return (
+            [*chain.from_iterable(reach.contents.values())],
+            [tensor._version for tensor in reach.tensors.values()] if is_clear else [],
+            [generator.get_state() for generator in reach.generators.values()],
+        )
+
+
+def _is_same(reach: Reach, before: tuple[list[Any], list[int], list[Tensor]]) -> bool:
+    contents, versions, generators = Look._state(reach)
+    return (
+        versions == before[1]
+        and len(contents) == len(before[0])
+        and (all(map(is_, contents, before[0])) or all(map(_is_equal, contents, before[0])))
+        and all(map(torch.equal, generators, before[2]))
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same one, or equal numbers or texts."""
+    return one is other or (type(one) in _SCALARS and type(one) is type(other) and one == other)
+
+
+def _random() -> list[Tensor]:
+    """Return the states of torch's own generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        states += torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states.append(torch.mps.get_rng_state())
+    return states

@@ -1,0 +1,94 @@
+"""What a recorder finds out by runs of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from scio_recorder.recorder.reading import Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Literal
+
+    from torch import Tensor
+
+    from scio_recorder.analysis.effects import Effects
+
+
+class Analysing(Reading):
+    """The part of a recorder that finds out what layers do."""
+
+    def sweep(
+        self,
+        clean: Any,
+        corrupted: Any,
+        metric: Callable[[Any], float | Tensor],
+        positions: Literal["all"] | Iterable[int] | None = None,
+        *,
+        estimate: bool = False,
+        whole_runs: bool = False,
+    ) -> Effects:
+        """Measure what each recorded layer causes: activation patching.
+
+        The network runs on the corrupted inputs once for each layer, and goes on with what that
+        layer returned on the clean ones. Every run starts in the same state, random numbers
+        included. Afterwards the network and the recorder are as they were; no gradient is touched.
+
+        Parameters
+        ----------
+        clean, corrupted : Tensor, tuple or dict
+            The inputs of the two runs: one tensor, several, or some by keyword. Layers must return
+            the same shapes on both.
+        metric : callable
+            Takes what the network returns, and returns a number or a tensor of shape ().
+        positions : None, "all" or list of int
+            Which positions of dimension 1 are patched, one a run, such as tokens; negative ones
+            count from the end. None patches all of what the layer returned. Of a structure, all
+            tensors are patched; with positions, those with the first two dimensions of its first.
+        estimate : bool, default False
+            Estimate the same to first order, from one run forward and backward: attribution
+            patching. The metric must be differentiable.
+        whole_runs : bool, default False
+            Start each run at its beginning. Otherwise modules ahead of the patched layer hand out
+            again what they returned in the corrupted run, wherever calling them does nothing else
+            that can be seen. What they leave in global variables can't.
+
+        Returns
+        -------
+        Effects
+            ``values`` [layers] or [layers, positions] in float64, in the order of
+            :attr:`recording`; ``clean`` and ``corrupted``, the metric of both runs.
+
+        Raises
+        ------
+        ComparisonError
+            Nothing is recorded; a layer returns other shapes in the two runs; there is no such
+            position; or the metric returns no number, or no gradient where it is needed.
+        FlowError
+            A module with a recorded layer ran more or less often than at labelling.
+        UnsupportedNetError
+            The network is compiled.
+
+        References
+        ----------
+        Vig et al., "Investigating Gender Bias in Language Models Using Causal Mediation Analysis",
+        NeurIPS 2020; Nanda, "Attribution Patching: Activation Patching At Industrial Scale", 2023.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Softmax(1)), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> clean, corrupted = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> effects = rnet.sweep(clean, corrupted, lambda output: output[0, 0], positions="all")
+        >>> effects.values
+        tensor([[0.5000, 0.5000]], dtype=torch.float64)
+        """
+        from scio_recorder.analysis.sweep import Sweep
+
+        runs = Sweep(self._capture, self._net, clean, corrupted, metric)
+        if estimate:
+            return runs.estimated(positions)
+        return runs.patched(positions, whole_runs=whole_runs)
