@@ -24,13 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.analysis.difference import (
-    Difference,
-    FirstDifference,
-    LayerDifference,
-    Unmatched,
-    Worst,
-)
+from scio_recorder.analysis.difference import Difference
+from scio_recorder.analysis.findings import FirstDifference, LayerDifference, Unmatched, Worst
 from scio_recorder.analysis.leaves import (
     Leaf,
     are_equal_values,

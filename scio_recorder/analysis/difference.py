@@ -1,196 +1,171 @@
-"""What a comparison finds: plain results, by layer and as a whole."""
+"""What two runs differ in, and how it shows itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scio_recorder.layer import DepthIdx, Label, Layer
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import LayerMapping
+from rich.console import Console, ConsoleOptions, RenderResult
 
-Number = bool | int | float | complex
-SampleId = int | str
+from scio_recorder.analysis.difference_page import difference_page, tree
+from scio_recorder.analysis.findings import Findings
+from scio_recorder.analysis.showing import (
+    FRAME_COLUMNS,
+    Measure,
+    frame_rows,
+    listing,
+    profile,
+)
+from scio_recorder.display.listing import Listed, Listing
+from scio_recorder.display.outline import Outline, Outlined
+from scio_recorder.display.page import write_page
+from scio_recorder.display.profile import draw_profile
+from scio_recorder.errors import ComparisonError
 
-
-class Unmatched(NamedTuple):
-    """Names of layers that have no partner on the other side, and were not compared."""
-
-    reference: tuple[str, ...]
-    candidate: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The element of a layer at which the two runs lie farthest apart.
-
-    Parameters
-    ----------
-    sample_id : int, str or None
-        The sample. Of a layer whose dimension 0 does not count the samples it is the first sample
-        of the batch.
-    index : tuple of int
-        The place within the sample; within the whole tensor where dimension 0 does not count
-        the samples.
-    reference, candidate : number
-        The two values.
-    part : int, default 0
-        Which of the tensors that the layer returned, in order, where it returned several.
-    """
-
-    sample_id: SampleId | None
-    index: tuple[int, ...]
-    reference: Number
-    candidate: Number
-    part: int = 0
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class LayerDifference:
-    """How one layer of the reference differs from its partner, over all samples.
-
-    Figures are in float64. Equal NaNs and equal infinities differ by nothing; a NaN or an infinity
-    on one side alone is infinitely far away. Figures are NaN where they can't be known: with
-    digests, and where there is an `error`.
-
-    Parameters
-    ----------
-    label, name
-        Of the reference's layer.
-    candidate_label, candidate_name
-        Of its partner.
-    max_abs : float
-        Largest absolute difference, whatever the tolerances.
-    max_rel : float
-        Largest absolute difference over the reference's absolute value; infinite where a number
-        stands against a zero of the reference.
-    relative_error : float
-        Norm of the difference over the norm of the reference, over all samples.
-    cosine : float
-        Cosine of the angle between the two, over all samples, of what is finite on both sides.
-    num_different : int
-        Elements that differ by more than the tolerances; samples, with digests.
-    num_elements : int
-        Elements that were compared; samples, with digests.
-    first_sample_id : int, str or None
-        The first sample that differs, in the order of the reference's samples. None if none does.
-    inputs_equal : bool or None
-        Of a layer that differs: whether it does so in some batch in which nothing that it received
-        differs, so that it makes a difference by itself. Of one that does not differ: whether
-        nothing that it received ever does. None where inputs are not known.
-    differs : bool
-        Whether it differs, beyond the tolerances and beyond the noise of ``floor=``.
-    error : str or None
-        Why the values of this layer can't be compared, such as shapes that differ. Such a layer
-        counts as one that differs.
-    worst : Worst or None
-        The element that is farthest away; None if none is away at all, and with digests.
-    noise : float or None
-        The `relative_error` of the run that was given as ``floor=``; None without one.
-    """
-
-    label: Label
-    name: str
-    candidate_label: Label
-    candidate_name: str
-    max_abs: float
-    max_rel: float
-    relative_error: float
-    cosine: float
-    num_different: int
-    num_elements: int
-    first_sample_id: SampleId | None
-    inputs_equal: bool | None
-    differs: bool
-    error: str | None = None
-    worst: Worst | None = None
-    noise: float | None = None
-
-
-@dataclass(frozen=True)
-class FirstDifference:
-    """The layer that makes the difference between two runs.
-
-    Parameters
-    ----------
-    layer : Layer
-        Of the reference.
-    sample_id : int, str or None
-        The first sample that differs there, in the batch in which the layer makes the difference.
-    index : tuple of int or None
-        The first place within that sample that differs, as in :class:`Worst`. With ``floor=``, both
-        are those of the worst element. None with digests, and where the layer has an error.
-    reference, candidate : number or None
-        The two values there.
-    inputs_equal : bool or None
-        True: nothing that the layer received differs in that batch, so the layer itself makes the
-        difference. False: some of what it received differs already, and what made that is not among
-        the layers that were compared. None: inputs are not known, and it is the first layer to
-        return that differs.
-    error : str or None
-        Why the values can't be compared, as in :class:`LayerDifference`.
-    part : int, default 0
-        Which of the tensors that the layer returned, in order, where it returned several.
-    """
-
-    layer: Layer
-    sample_id: SampleId | None
-    index: tuple[int, ...] | None
-    reference: Number | None
-    candidate: Number | None
-    inputs_equal: bool | None
-    error: str | None = None
-    part: int = 0
-
-
-class Difference(LayerMapping[LayerDifference]):
+class Difference(Listed, Outlined, Findings):
     """What two runs differ in, by layer of the reference, in the order in which these return.
 
-    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        That of the reference.
-    layers : mapping
-        What was found of each layer.
-    first : FirstDifference or None
-        The layer that makes the difference.
-    num_samples : int
-        How many samples were compared.
-    rtol, atol : float
-        The tolerances.
-    unmatched : Unmatched
-        What was not compared.
+    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference; the value
+    says what was found of that layer. ``print`` shows a sentence and a table, and a notebook the
+    tree of the network with each layer's difference in it.
 
     Attributes
     ----------
     first : FirstDifference or None
-        The first layer to return that differs in a batch in which nothing that it received does.
-        Where there is none, the first to return that differs. None only if no layer differs.
+        The first layer to return that differs in a batch in which nothing that it received does:
+        the one that makes the difference. Where there is none, the first to return that differs.
+        None only if no layer differs.
     num_samples : int
         How many samples were compared.
     rtol, atol : float
         The tolerances.
     unmatched : Unmatched
         Names of layers of each side that were not compared.
+
+    Examples
+    --------
+    >>> import copy
+    >>> import torch
+    >>> from scio_recorder import Recorder, compare
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    >>> other = copy.deepcopy(net)
+    >>> _ = other[0].weight.data.zero_()
+    >>> recorders = [Recorder(one, input_size=(1, 2)) for one in (net, other)]
+    >>> difference = compare(*recorders, [torch.ones(3, 2)])
+    >>> [str(label) for label, layer in difference.items() if layer.differs]
+    ['1-1', '1-2', '0-1']
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        layers: Mapping[DepthIdx, LayerDifference],
-        first: FirstDifference | None,
-        *,
-        num_samples: int,
-        rtol: float = 0.0,
-        atol: float = 0.0,
-        unmatched: Unmatched,
-    ) -> None:
-        super().__init__(architecture, layers, "comparison")
-        self.first = first
-        self.num_samples = num_samples
-        self.rtol = rtol
-        self.atol = atol
-        self.unmatched = unmatched
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a layer, in the order in which layers return.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
+            candidate's label and name, and what was found, as in :class:`LayerDifference`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> compare(rnet, rnet, [torch.ones(3, 2)]).to_frame()["max_abs"].tolist()
+        [0.0, 0.0]
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame(frame_rows(self), columns=FRAME_COLUMNS, dtype=object)
+        # What may be absent stays None or what it is.
+        others = ("first_sample_id", "inputs_equal", "error")
+        kinds = frame.drop(columns=[*others]).infer_objects().dtypes
+        return frame.astype(kinds.to_dict()).set_index("label")
+
+    def plot(self, measure: Measure = "relative_error") -> Figure:
+        """Draw how far the layers are apart, in the order in which they return.
+
+        The scale is logarithmic. The first difference is marked, layers that are equal lie on a
+        line of their own below, and layers without a finite figure on one above. Where there was a
+        ``floor=``, its noise is drawn.
+
+        Parameters
+        ----------
+        measure : {"relative_error", "max_abs", "max_rel", "share_different"}
+            What to draw. Of digests nothing but "share_different", the share of samples, is known,
+            and drawn in any case.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Made without pyplot: nothing has to be closed.
+
+        Raises
+        ------
+        ComparisonError
+            There is no such measure.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> compare(rnet, rnet, [torch.ones(3, 2)]).plot().axes[0].get_ylabel()
+        'relative error'
+        """
+        return draw_profile(profile(self, measure))
+
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+        """Write a page of HTML: where the runs begin to differ, the tree, and a table of layers.
+
+        The page is complete in itself: it can be sent around, and opens without a network.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file, which is replaced if it is there.
+        title : str, optional
+            The heading; made of the type of the reference by default.
+
+        Returns
+        -------
+        pathlib.Path
+            The file.
+
+        Raises
+        ------
+        ComparisonError
+            ``path`` names no file, or ``title`` is no text.
+        RecordingError
+            The file can't be written; no half page is left.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = compare(rnet, rnet, [torch.ones(3, 2)]).report(f"{folder}/page.html")
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!DOCTYPE html>'
+        """
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ComparisonError(f'report({path!r}): name the file to write, such as "page.html"')
+        if not isinstance(title, str | None):
+            raise ComparisonError(f"report(title={title!r}): a heading is a text")
+        return write_page(path, difference_page(self, title))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table."""
+        yield from Listed.__rich_console__(self, console, options)
+
+    def _listing(self) -> Listing:
+        return listing(self)
+
+    def _outline(self) -> Outline:
+        return tree(self)

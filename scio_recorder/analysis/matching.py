@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scio_recorder.analysis.difference import Unmatched
+from scio_recorder.analysis.findings import Unmatched
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scio_recorder.analysis.difference import SampleId
+from scio_recorder.analysis.findings import SampleId
 from scio_recorder.analysis.sides import Block, Values
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx

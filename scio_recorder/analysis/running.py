@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from scio_recorder.analysis.comparing import Comparison
-from scio_recorder.analysis.difference import Difference, SampleId
+from scio_recorder.analysis.difference import Difference
+from scio_recorder.analysis.findings import SampleId
 from scio_recorder.analysis.matching import Match, Pair, match_layers, refuse_strangers
 from scio_recorder.analysis.measures import Tolerance
 from scio_recorder.analysis.network_side import NetworkSide

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from scio_recorder.analysis.difference import SampleId
+from scio_recorder.analysis.findings import SampleId
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs

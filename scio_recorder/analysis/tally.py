@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scio_recorder.analysis.difference import FirstDifference, LayerDifference, Worst
+from scio_recorder.analysis.findings import FirstDifference, LayerDifference, Worst
 from scio_recorder.analysis.matching import Pair
 from scio_recorder.analysis.measures import Figures
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scio_recorder.display.outline import visible
+from scio_recorder.display.outline import short_name
 from scio_recorder.layer import Layer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
 }
 _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.
-_BLUE, _VERMILION = "#0072B2", "#D55E00"
+BLUE, VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
 _MOST_DECADES = 8
 # Inches around a grid of histograms (left, right, bottom, top) and between them.
@@ -212,7 +212,7 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     total = sum(bars.counts) + bars.below + bars.above or 1
     edges = np.linspace(bars.low, bars.high, len(bars.counts) + 1)
     axis.set_yscale("function", functions=(_root, np.square))
-    axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=_BLUE)
+    axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=BLUE)
     axis.set_title(_title(summary), fontsize=8, parse_math=False)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
@@ -230,13 +230,13 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     places = np.arange(len(layers))
     mean, std, low, high = np.array([_finite(one) for one in layers]).T
     spread = mean - std, mean + std
-    axis.fill_between(places, *spread, color=_BLUE, alpha=0.25, label="mean ± std")
+    axis.fill_between(places, *spread, color=BLUE, alpha=0.25, label="mean ± std")
     # The band is invisible where there is one layer only.
-    axis.vlines(places, *spread, color=_BLUE, alpha=0.5, linewidth=1)
-    axis.plot(places, mean, color=_BLUE, marker="o", markersize=3, label="mean")
+    axis.vlines(places, *spread, color=BLUE, alpha=0.5, linewidth=1)
+    axis.plot(places, mean, color=BLUE, marker="o", markersize=3, label="mean")
     for values, marker in ((low, "v"), (high, "^")):
-        axis.plot(places, values, color=_VERMILION, marker=marker, markersize=3, linestyle=":")
-    axis.plot([], [], color=_VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
+        axis.plot(places, values, color=VERMILION, marker=marker, markersize=3, linestyle=":")
+    axis.plot([], [], color=VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
     _scale(axis, std)
     ticks = places[:: math.ceil(len(layers) / _MOST_TICKS)]
     axis.set_xticks(ticks, [str(layers[place].layer.label) for place in ticks])
@@ -275,10 +275,7 @@ def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
 
 def _title(summary: LayerSummary) -> str:
     layer = summary.layer
-    name = visible(layer.name or layer.type_name)
-    # The end of a qualified name tells layers apart.
-    name = name if len(name) <= 20 else f"…{name[-19:]}"
-    return f"{layer.label} {name}"
+    return f"{layer.label} {short_name(layer.name or layer.type_name, 20)}"
 
 
 def _root(shares: Any) -> Any:

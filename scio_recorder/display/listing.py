@@ -14,7 +14,7 @@ from rich.text import Text
 from scio_recorder.display.outline import visible
 
 # A column of text that is longer would push figures out of sight.
-_WIDEST = 36
+_WIDEST, _SHORT = 36, 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Listing:
     title : str
         A sentence or two.
     texts, numbers : sequence of str
-        Names of columns, those of text first; the first column is never cut off.
+        Names of columns, those of text first. Long texts are cut off where there is no room.
     rows : sequence of sequence of str
         A cell for each column.
     marked : collection of int
@@ -46,7 +46,10 @@ class Listing:
         """Return it as something that rich draws."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for place, name in enumerate(self.texts):
-            table.add_column(_line(name), no_wrap=not place, max_width=_WIDEST)
+            width = max(len(name), *(len(row[place]) for row in self.rows), 0)
+            # Short words are never cut off.
+            least = width if width <= _SHORT or not place else None
+            table.add_column(_line(name), min_width=least, max_width=_WIDEST)
         for name in self.numbers:
             table.add_column(name, justify="right", no_wrap=True)
         for place, row in enumerate(self.rows):

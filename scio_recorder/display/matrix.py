@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from scio_recorder.display.figure import blank
-from scio_recorder.display.outline import asset, text, visible
+from scio_recorder.display.figure import VERMILION, blank
+from scio_recorder.display.outline import asset, short_name, text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +21,6 @@ _MOST_TICKS = 60
 # Inches of a cell, and how large and how small the whole gets.
 _CELL, _SMALLEST, _LARGEST = 0.24, 3.2, 12.0
 _LONGEST_NAME = 28
-# Vermilion stands out from every colour of the map.
-_MARK = "#D55E00"
 
 
 @dataclass(frozen=True)
@@ -74,15 +72,18 @@ def draw_matrix(matrix: Matrix) -> Figure:
     figure.set_layout_engine("constrained")
     axis: Axes = figure.subplots()
     axis.set_facecolor("#b0b0b0")
+    # Vermilion stands out from every colour of the map.
     image = axis.imshow(
         matrix.values, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto"
     )
     figure.colorbar(image, ax=axis, pad=0.02)
     last = len(matrix.columns) - 1, len(matrix.rows) - 1
-    axis.plot((0, last[0]), (0, last[1]), color=_MARK, linestyle=":", linewidth=1)
+    axis.plot((0, last[0]), (0, last[1]), color=VERMILION, linestyle=":", linewidth=1)
     marked = [(column, row) for row, column in enumerate(matrix.peaks) if column is not None]
     size = 72 * min(width / len(matrix.columns), height / len(matrix.rows))
-    axis.plot(*zip(*marked, strict=True), "o", color=_MARK, markersize=0.25 * size, clip_on=False)
+    axis.plot(
+        *zip(*marked, strict=True), "o", color=VERMILION, markersize=0.25 * size, clip_on=False
+    )
     for side, names, extent in (("x", matrix.columns, width), ("y", matrix.rows, height)):
         _name_ticks(axis, side, names, extent)
     axis.set_ylabel(matrix.axes[0])
@@ -107,9 +108,7 @@ def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> N
 
 
 def _short(name: str) -> str:
-    name = visible(name)
-    # The end of a qualified name tells layers apart.
-    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+    return short_name(name, _LONGEST_NAME)
 
 
 def matrix_html(matrix: Matrix) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import chain, repeat
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
@@ -25,12 +26,50 @@ Link = Callable[[Layer], str]
 
 
 @dataclass(frozen=True)
+class Remark:
+    """What is said of a row in HTML, in place of its shape and parameters.
+
+    Parameters
+    ----------
+    text : str
+        A few words.
+    is_alarm : bool, default False
+        Whether they stand out.
+    table : sequence of sequence of str
+        A small table to stand below the row, its headings first.
+    """
+
+    text: str
+    is_alarm: bool = False
+    table: Sequence[Sequence[str]] = ()
+
+
+@dataclass(frozen=True)
 class Outline:
-    """The rows of a net to be drawn, which are recorded, and a line to stand above them."""
+    """The rows of a net to be drawn, which are marked, and a line to stand above them.
+
+    Parameters
+    ----------
+    title : str
+        The line.
+    rows : sequence of Layer
+        The rows.
+    recorded : collection of (int, int)
+        Those that are marked.
+    mark : str, default "recorded"
+        What a mark says.
+    remarks : mapping
+        What is said of some rows; if of any, shapes and parameters are left out.
+    opened : collection of (int, int), optional
+        To which rows a large net starts open; by default to those that are marked.
+    """
 
     title: str
     rows: Sequence[Layer]
     recorded: Collection[DepthIdx] = ()
+    mark: str = "recorded"
+    remarks: Mapping[DepthIdx, Remark] = field(default_factory=dict)
+    opened: Collection[DepthIdx] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +80,7 @@ class Node:
     followed: tuple[bool, ...]
     has_children: bool
     is_recorded: bool
+    remark: Remark | None = None
 
     @property
     def level(self) -> int:
@@ -70,7 +110,8 @@ def nodes(shown: Outline) -> list[Node]:
     followed, depth_below = set[int](), -1
     for row in reversed(shown.rows):
         flags = tuple(depth in followed for depth in range(row.depth + 1))
-        found.append(Node(row, flags, depth_below > row.depth, tuple(row.label) in recorded))
+        is_recorded, remark = tuple(row.label) in recorded, shown.remarks.get(row.label)
+        found.append(Node(row, flags, depth_below > row.depth, is_recorded, remark))
         followed = {depth for depth in followed if depth < row.depth} | {row.depth}
         depth_below = row.depth
     return found[::-1]
@@ -89,6 +130,12 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def short_name(name: str, longest: int) -> str:
+    """Return a qualified name, or the end of it, which tells layers apart."""
+    name = visible(name)
+    return name if len(name) <= longest else f"…{name[1 - longest :]}"
 
 
 def _texts(layer: Layer) -> tuple[str, str, str]:
@@ -195,7 +242,7 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
     shown : Outline
         The rows to show.
     link : callable, optional
-        Gives the address that the label of a recorded row leads to.
+        Gives the address that the label of a row leads to, if it is marked or has a remark.
 
     Returns
     -------
@@ -207,36 +254,49 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
     >>> print("".join(tree_html(Outline("no net", []))))
     <div class="scio-net"><div class="sn-title">no net</div><ul class="sn-tree"></ul></div>
     """
-    yield f'<div class="scio-net"><div class="sn-title">{text(shown.title)}</div>'
+    mark = "" if shown.mark == Outline.mark else f' data-mark="{text(shown.mark)}"'
+    yield f'<div class="scio-net"{mark}><div class="sn-title">{text(shown.title)}</div>'
     yield '<ul class="sn-tree">'
     placed = nodes(shown)
     depth = 0
-    for node, opens in zip(placed, _open_branches(placed), strict=True):
+    for node, opens in zip(placed, _open_branches(placed, shown.opened), strict=True):
         yield "</ul></details></li>" * (depth - node.level)
         depth = node.level + node.has_children
         if node.has_children:
-            yield f"<li><details{' open' * opens}><summary {_row(node, link)}</summary>"
-            yield '<ul class="sn-children">'
+            yield f"<li><details{' open' * opens}><summary {_row(node, shown, link)}</summary>"
+            yield f'{_table(node.remark)}<ul class="sn-children">'
         else:
-            yield f"<li><div {_row(node, link)}</div></li>"
+            yield f"<li><div {_row(node, shown, link)}</div>{_table(node.remark)}</li>"
     yield "</ul></details></li>" * depth
     yield "</ul></div>\n"
 
 
-def _open_branches(placed: list[Node]) -> list[bool]:
-    """Whether each branch starts open: all of a small net, else what leads to recorded rows."""
+def _table(remark: Remark | None) -> str:
+    if remark is None or not remark.table:
+        return ""
+    lines = (
+        f"<tr>{''.join(f'<{tag}>{text(cell)}</{tag}>' for cell in row)}</tr>"
+        for row, tag in zip(remark.table, chain(["th"], repeat("td")), strict=False)
+    )
+    return f'<table class="sn-table">{"".join(lines)}</table>'
+
+
+def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> list[bool]:
+    """Whether each branch starts open: all of a small net, else what leads to some rows."""
     found = [len(placed) <= _SMALL or node.level == 0 for node in placed]
     wanted = -1
     for place in reversed(range(len(placed))):
         node = placed[place]
         if node.level < wanted:
             found[place], wanted = True, node.level
-        if node.is_recorded:
+        is_wanted = node.is_recorded if opened is None else tuple(node.layer.label) in opened
+        if is_wanted:
             wanted = max(wanted, node.level)
+            found[place] = found[place] or bool(node.remark and node.remark.table)
     return found
 
 
-def _row(node: Node, link: Link | None) -> str:
+def _row(node: Node, shown: Outline, link: Link | None) -> str:
     layer = node.layer
     kinds = ["sn-row"]
     kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
@@ -244,21 +304,28 @@ def _row(node: Node, link: Link | None) -> str:
     # Isolated, so that names in scripts from right to left don't reorder the row.
     own_name = f"<bdi>{text(name)}</bdi> " if name else ""
     call = f" ({call_text(layer)})" if layer.call else ""
-    mark = '<span role="img" aria-label="recorded">●</span>' if node.is_recorded else ""
+    mark = f'<span role="img" aria-label="{text(shown.mark)}">●</span>' * node.is_recorded
+    about = (
+        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
+        f'<span class="sn-params" title="parameters">{params}</span>'
+    )
+    if node.remark is not None:
+        alarm = " sn-alarm" * node.remark.is_alarm
+        about = f'<span class="sn-remark{alarm}">{text(node.remark.text)}</span>'
+    elif shown.remarks:
+        about = ""
     # Spaces between the parts, for where a notebook strips styles.
     return (
         f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
         f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
         f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>{call}'
-        f"</span> "
-        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
-        f'<span class="sn-params" title="parameters">{params}</span>'
+        f"</span> {about}"
     )
 
 
 def _label(node: Node, link: Link | None) -> str:
     label = text(str(node.layer.label))
-    if link is None or not node.is_recorded:
+    if link is None or not (node.is_recorded or node.remark):
         return f'<span class="sn-label">{label}</span>'
     return f'<a class="sn-label" href="{escape(link(node.layer))}">{label}</a>'
 

@@ -58,8 +58,9 @@ for (const root of document.querySelectorAll(".scio-net:not([data-ready])")) {
     button("Expand all", () => branches.forEach((branch) => { branch.open = true; }));
     button("Collapse all", () => branches.forEach((branch, i) => { branch.open = i === 0; }));
   }
+  const marks = root.dataset.mark ?? "recorded";
   const marked = tree.querySelector(".sn-recorded") !== null;
-  const only = !marked ? null : button("Recorded only", (made) => {
+  const only = !marked ? null : button(marks[0].toUpperCase() + marks.slice(1) + " only", (made) => {
     made.setAttribute("aria-pressed", String(made.getAttribute("aria-pressed") !== "true"));
     filter();
   });
@@ -67,6 +68,13 @@ for (const root of document.querySelectorAll(".scio-net:not([data-ready])")) {
   tools.append(count);
   box.addEventListener("input", filter);
   root.insertBefore(tools, tree);
+
+  // What stands out is in sight, also where the tree is longer than its box.
+  const alarm = tree.querySelector(".sn-alarm");
+  if (alarm !== null) {
+    const above = alarm.getBoundingClientRect().top - tree.getBoundingClientRect().top;
+    tree.scrollTop += above - tree.clientHeight / 3;
+  }
 
   // Notebooks have shortcuts on single letters and arrows, which must not see what is typed here.
   root.dataset.lmSuppressShortcuts = "true";

@@ -1,0 +1,196 @@
+"""What a comparison finds: plain results, by layer and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scio_recorder.layer import DepthIdx, Label, Layer
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import LayerMapping
+
+Number = bool | int | float | complex
+SampleId = int | str
+
+
+class Unmatched(NamedTuple):
+    """Names of layers that have no partner on the other side, and were not compared."""
+
+    reference: tuple[str, ...]
+    candidate: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element of a layer at which the two runs lie farthest apart.
+
+    Parameters
+    ----------
+    sample_id : int, str or None
+        The sample. Of a layer whose dimension 0 does not count the samples it is the first sample
+        of the batch.
+    index : tuple of int
+        The place within the sample; within the whole tensor where dimension 0 does not count
+        the samples.
+    reference, candidate : number
+        The two values.
+    part : int, default 0
+        Which of the tensors that the layer returned, in order, where it returned several.
+    """
+
+    sample_id: SampleId | None
+    index: tuple[int, ...]
+    reference: Number
+    candidate: Number
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """How one layer of the reference differs from its partner, over all samples.
+
+    Figures are in float64. Equal NaNs and equal infinities differ by nothing; a NaN or an infinity
+    on one side alone is infinitely far away. Figures are NaN where they can't be known: with
+    digests, and where there is an `error`.
+
+    Parameters
+    ----------
+    label, name
+        Of the reference's layer.
+    candidate_label, candidate_name
+        Of its partner.
+    max_abs : float
+        Largest absolute difference, whatever the tolerances.
+    max_rel : float
+        Largest absolute difference over the reference's absolute value; infinite where a number
+        stands against a zero of the reference.
+    relative_error : float
+        Norm of the difference over the norm of the reference, over all samples.
+    cosine : float
+        Cosine of the angle between the two, over all samples, of what is finite on both sides.
+    num_different : int
+        Elements that differ by more than the tolerances; samples, with digests.
+    num_elements : int
+        Elements that were compared; samples, with digests.
+    first_sample_id : int, str or None
+        The first sample that differs, in the order of the reference's samples. None if none does.
+    inputs_equal : bool or None
+        Of a layer that differs: whether it does so in some batch in which nothing that it received
+        differs, so that it makes a difference by itself. Of one that does not differ: whether
+        nothing that it received ever does. None where inputs are not known.
+    differs : bool
+        Whether it differs, beyond the tolerances and beyond the noise of ``floor=``.
+    error : str or None
+        Why the values of this layer can't be compared, such as shapes that differ. Such a layer
+        counts as one that differs.
+    worst : Worst or None
+        The element that is farthest away; None if none is away at all, and with digests.
+    noise : float or None
+        The `relative_error` of the run that was given as ``floor=``; None without one.
+    """
+
+    label: Label
+    name: str
+    candidate_label: Label
+    candidate_name: str
+    max_abs: float
+    max_rel: float
+    relative_error: float
+    cosine: float
+    num_different: int
+    num_elements: int
+    first_sample_id: SampleId | None
+    inputs_equal: bool | None
+    differs: bool
+    error: str | None = None
+    worst: Worst | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The layer that makes the difference between two runs.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of the reference.
+    sample_id : int, str or None
+        The first sample that differs there, in the batch in which the layer makes the difference.
+    index : tuple of int or None
+        The first place within that sample that differs, as in :class:`Worst`. With ``floor=``, both
+        are those of the worst element. None with digests, and where the layer has an error.
+    reference, candidate : number or None
+        The two values there.
+    inputs_equal : bool or None
+        True: nothing that the layer received differs in that batch, so the layer itself makes the
+        difference. False: some of what it received differs already, and what made that is not among
+        the layers that were compared. None: inputs are not known, and it is the first layer to
+        return that differs.
+    error : str or None
+        Why the values can't be compared, as in :class:`LayerDifference`.
+    part : int, default 0
+        Which of the tensors that the layer returned, in order, where it returned several.
+    """
+
+    layer: Layer
+    sample_id: SampleId | None
+    index: tuple[int, ...] | None
+    reference: Number | None
+    candidate: Number | None
+    inputs_equal: bool | None
+    error: str | None = None
+    part: int = 0
+
+
+class Findings(LayerMapping[LayerDifference]):
+    """What two runs differ in, by layer of the reference, in the order in which these return.
+
+    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        That of the reference.
+    layers : mapping
+        What was found of each layer.
+    first : FirstDifference or None
+        The layer that makes the difference.
+    num_samples : int
+        How many samples were compared.
+    rtol, atol : float
+        The tolerances.
+    unmatched : Unmatched
+        What was not compared.
+
+    Attributes
+    ----------
+    first : FirstDifference or None
+        The first layer to return that differs in a batch in which nothing that it received does.
+        Where there is none, the first to return that differs. None only if no layer differs.
+    num_samples : int
+        How many samples were compared.
+    rtol, atol : float
+        The tolerances.
+    unmatched : Unmatched
+        Names of layers of each side that were not compared.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Mapping[DepthIdx, LayerDifference],
+        first: FirstDifference | None,
+        *,
+        num_samples: int,
+        rtol: float = 0.0,
+        atol: float = 0.0,
+        unmatched: Unmatched,
+    ) -> None:
+        super().__init__(architecture, layers, "comparison")
+        self.first = first
+        self.num_samples = num_samples
+        self.rtol = rtol
+        self.atol = atol
+        self.unmatched = unmatched
