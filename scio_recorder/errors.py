@@ -29,6 +29,8 @@ this package in mind catches the right thing.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "CollectError",
@@ -111,7 +113,9 @@ class ComparisonError(RecorderError, ValueError):
 
 
 class NonFiniteError(RecorderError, ArithmeticError):
-    """A network made a NaN or an infinity of finite numbers."""
+    """A network made a NaN or an infinity, where ``origin`` says."""
+
+    origin: Any = None
 
 
 class UnsupportedTorchError(RecorderError, RuntimeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,7 @@ class Capture:
                 # There is no layer to act on, which is wrong where layers are named.
                 assign(program.architecture, (), given)
             return self._run_idle(net, args, kwargs)
-        _refuse_transforms()
+        refuse_transforms()
         if is_rerun():
             # Checkpointing around the recorder: the pass that is run again is recorded already.
             records_outputs = False
@@ -256,7 +256,9 @@ class Capture:
             self._known.pop(next(iter(self._known)), None)
         self._known[key] = setting
         if not self._has_warned:
-            self._warn_of_other_kernels()
+            self._has_warned = warn_of_other_kernels(
+                self.program.architecture, self.program.modules, "recorded"
+            )
         return setting
 
     def _none(self, what: str) -> Records:
@@ -293,23 +295,6 @@ class Capture:
         with self._lock:
             if not self._active and not self._reruns:
                 self._hooks.detach()
-
-    def _warn_of_other_kernels(self) -> None:
-        if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
-            return
-        for row in self.program.architecture.values():
-            module = row.module
-            if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
-                continue
-            if any(inner in self.program.modules for inner in module.modules()):
-                self._has_warned = True
-                warnings.warn(
-                    f"layer {row} runs without torch's fused kernel while it is recorded: torch "
-                    "takes the plain one where modules have hooks, whose results can differ in "
-                    "the last bits",
-                    stacklevel=7,
-                )
-                return
 
     # -- the compiled path -------------------------------------------------------------------------
 
@@ -358,17 +343,37 @@ class Capture:
         return output
 
 
-def _refuse_transforms() -> None:
+def warn_of_other_kernels(
+    architecture: Architecture, modules: Collection[nn.Module | None], what: str
+) -> bool:
+    """Warn where hooks on modules make torch run another kernel, and return whether they do."""
+    if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
+        return False
+    for row in architecture.values():
+        module = row.module
+        if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
+            continue
+        if any(inner in modules for inner in module.modules()):
+            warnings.warn(
+                f"layer {row} runs without torch's fused kernel while it is {what}: torch takes "
+                "the plain one where modules have hooks, whose results can differ in the last bits",
+                stacklevel=7,
+            )
+            return True
+    return False
+
+
+def refuse_transforms(what: str = "recorded") -> None:
     """Refuse what makes tensors that don't outlive the call."""
     if private.is_inside_transform():
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "
-            "can't be recorded: call rnet.net there, or record() nothing"
+            f"can't be {what}: call rnet.net there, outside of blocks, or record() nothing"
         )
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
         raise UnsupportedNetError(
-            "torch.jit.trace would keep one recorded pass and repeat it: trace rnet.net, or "
-            "record() nothing"
+            f"torch.jit.trace would keep one {what} pass and repeat it: trace rnet.net, outside of "
+            "blocks, or record() nothing"
         )
 
 

@@ -1,21 +1,12 @@
-"""The only registrar of hooks.
-
-NOTE [How a copy comes without hooks]
-
-A module holds its hooks in ordered dictionaries, by number, and whoever copies or saves the module
-takes them along. ``copy`` and ``pickle`` ask the dictionary itself how to make it again, by its
-``__reduce_ex__``. As long as there are hooks of ours, the dictionaries of their module have one
-that leaves them out. They stay the same objects, which the handles of other hooks refer to.
-"""
+"""The only registrar of hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,70 +14,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.keeping import NOTHING
+from scio_recorder.capture.uncopied import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Reruns
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
-
-
-class _Uncopied:
-    """A hook, or what a hook is a method of, that is part of no copy."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # For those who copy single hooks.
-        return _Nothing, ()
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    def __call__(self, *call: Any) -> None:
-        """Do nothing."""
-
-    after = after_traced = before = __call__
-
-
-def _keep_out_of_copies(module: nn.Module) -> None:
-    """Let copies of a module be made without the hooks that are `_Uncopied`."""
-    for hooks in _dictionaries(module):
-        reduce: Any = partial(_without_uncopied, weakref.ref(module), weakref.ref(hooks))
-        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
-
-
-def _let_copy(module: nn.Module) -> None:
-    """Leave the hooks of a module as they were, once there is none that is `_Uncopied`."""
-    if not _uncopied(module):
-        for hooks in _dictionaries(module):
-            vars(hooks).pop("__reduce_ex__", None)
-
-
-def _without_uncopied(
-    module: weakref.ref[nn.Module], hooks: weakref.ref[OrderedDict[int, Any]], protocol: int
-) -> tuple[Any, ...]:
-    owner, own = module(), hooks() or OrderedDict()
-    left_out = set() if owner is None else _uncopied(owner)
-    rest = [(key, value) for key, value in own.items() if key not in left_out]
-    return OrderedDict, (), None, None, iter(rest)
-
-
-def _uncopied(module: nn.Module) -> set[int]:
-    return {
-        key
-        for hooks in _dictionaries(module)
-        for key, hook in hooks.items()
-        if isinstance(getattr(hook, "__self__", hook), _Uncopied)
-    }
-
-
-def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
-    """Yield the hooks of all kinds, and what is noted of them by the same numbers."""
-    for name, value in vars(module).items():
-        if "hooks" in name and isinstance(value, OrderedDict):
-            yield value
 
 
 class _Local(threading.local):
@@ -118,7 +52,7 @@ class Site:
         self.name = f"site {next(_SITES)}"
 
 
-class ModuleHook(_Uncopied):
+class ModuleHook(Uncopied):
     """What is called before and after one module's forward."""
 
     __slots__ = ("index", "local", "name", "site")
@@ -245,7 +179,7 @@ def _remove(module: nn.Module, site: Site) -> None:
     take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
     for _, key in _hooks_of(module, site):
         private.remove_hook(module, key)
-    _let_copy(module)
+    let_copy(module)
 
 
 def _hooks_of(module: nn.Module, site: Site) -> Iterator[tuple[dict[int, Any], int]]:
@@ -282,7 +216,7 @@ class Hooks:
                 module.register_forward_hook(hook.after)
                 if sees_inputs:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
-            _keep_out_of_copies(module)
+            keep_out_of_copies(module)
         self._checked_at = RemovableHandle.next_id
         self._is_attached = True
 
@@ -314,7 +248,7 @@ class Hooks:
             self._checked_at = RemovableHandle.next_id
 
 
-class _Observer(_Uncopied):
+class _Observer(Uncopied):
     """A hook that calls a method as long as its object lives."""
 
     __slots__ = ("_method", "_name", "_unseen")
@@ -371,5 +305,58 @@ def observe(
         handle = module.register_forward_pre_hook(observer, with_kwargs=True)
     else:
         handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
-    _keep_out_of_copies(module)
+    keep_out_of_copies(module)
     return handle
+
+
+class Bracket(Uncopied):
+    """Hooks at both ends of each call of a module; a subclass says what they do.
+
+    Parameters
+    ----------
+    name : str
+        The name of the module.
+    unseen : dict
+        The name is written here where the module runs as compiled code.
+    """
+
+    def __init__(self, name: str, unseen: dict[str, bool]) -> None:
+        self.name = name
+        self._unseen = unseen
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take what a call is about to receive."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.begin(args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Take what a call has returned."""
+        if torch.compiler.is_dynamo_compiling():
+            self._unseen[self.name] = True
+        else:
+            self.end(args, output)
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Take what a call is about to receive, ahead of the forward and behind other hooks."""
+        raise NotImplementedError
+
+    def end(self, args: Any, output: Any) -> None:
+        """Take what a call returned, behind other hooks; None where it raised an exception."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
+    """Keep hooks at both ends of the calls of modules, for the length of a block."""
+    handles = []
+    try:
+        for module, bracket in brackets.items():
+            handles.append(module.register_forward_pre_hook(bracket.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(bracket.after, always_call=True))
+            keep_out_of_copies(module)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in brackets:
+            let_copy(module)

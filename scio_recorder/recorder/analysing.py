@@ -1,22 +1,24 @@
-"""What a recorder finds out by runs of its own."""
+"""What a recorder finds out about passes, its own and those of others."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.recorder.reading import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import Literal
 
     from torch import Tensor
 
     from scio_recorder.analysis.effects import Effects
+    from scio_recorder.analysis.guard import Action, Guard
 
 
 class Analysing(Reading):
-    """The part of a recorder that finds out what layers do."""
+    """The part of a recorder that finds out what layers do, and where they fail."""
 
     def sweep(
         self,
@@ -92,3 +94,67 @@ class Analysing(Reading):
         if estimate:
             return runs.estimated(positions)
         return runs.patched(positions, whole_runs=whole_runs)
+
+    @contextlib.contextmanager
+    def guard(
+        self,
+        *,
+        gradients: bool = True,
+        action: Action = "raise",
+        kinds: Collection[str] = ("nan", "inf"),
+    ) -> Iterator[Guard]:
+        """Find the layer that makes the first NaN or infinity in a block.
+
+        Every call of the network in the block is looked at, whoever makes it, and the backward
+        passes of these calls. All layers are, whether they are recorded or not. A layer makes a NaN
+        if it gives one and was given none, and an infinity if all that it was given was finite.
+
+        Parameters
+        ----------
+        gradients : bool, default True
+            Look at gradients in backward passes as well.
+        action : {"raise", "warn", "record"}
+            What happens when it is found: an error where it is made, a warning, or nothing but
+            what `origin` says.
+        kinds : collection of str, default ("nan", "inf")
+            What is looked for. With "nan" alone, infinities are nobody's fault.
+
+        Yields
+        ------
+        Guard
+            What is found; its ``origin`` is None as long as there is nothing.
+
+        Raises
+        ------
+        NonFiniteError
+            A layer has made a NaN or an infinity; ``error.origin`` says which.
+        ArgumentError
+            ``action`` or ``kinds`` can't be what was meant.
+        FlowError
+            The network was not called in the block.
+        UnsupportedNetError
+            The network is compiled, or is compiled inside the block.
+
+        Warns
+        -----
+        UserWarning
+            The network hands on NaNs that its inputs or the gradients of the loss hold.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0))
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> with rnet.guard(action="record") as guard:
+        ...     out = rnet(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
+        >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
+        ('1', 2, 1)
+        """
+        from scio_recorder.analysis.guard import Guard
+        from scio_recorder.analysis.guarded_calls import guarded
+
+        watching = Guard(self.architecture, action, kinds)
+        with guarded(self.architecture, watching, gradients=gradients):
+            yield watching

@@ -94,6 +94,18 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@checked("torch.autograd._get_sequence_nr", "guarding gradients", examples.counts_operations)
+def num_operations() -> int:
+    """Return how many operations autograd has noted on this thread."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in its stubs
+
+
+@checked("Node._sequence_nr", "guarding gradients", examples.tells_order_and_leaf)
+def place_of(node: Any) -> int:
+    """Return the number of operations noted before one was; more than ever are for a leaf."""
+    return int(node._sequence_nr())
+
+
 # -- what autograd keeps ---------------------------------------------------------------------------
 
 

@@ -45,6 +45,19 @@ def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
     return order == ["leaf", "end"]
 
 
+def counts_operations(number: Callable[[], int]) -> bool:
+    before = number()
+    leaf_and_output()
+    return number() == before + 2
+
+
+def tells_order_and_leaf(place: Callable[[Any], int]) -> bool:
+    _, output = leaf_and_output()
+    ((product, _),) = output.grad_fn.next_functions
+    (leaf, _), _ = product.next_functions
+    return place(product) + 1 == place(output.grad_fn) < 1 << 63 < place(leaf)
+
+
 def is_innermost_pair(active: Callable[[], Any]) -> bool:
     def pack(tensor: Tensor) -> Tensor:
         return tensor

@@ -1,0 +1,202 @@
+"""Looking at what every call of a network is given and gives, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scio_recorder.analysis.guard import Call, Case, Cases, Guard
+from scio_recorder.analysis.guarded_gradients import GuardedGradients, Passing
+from scio_recorder.capture.engine import refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.hooks import Bracket, bracketed
+from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors import private
+from scio_recorder.tensors.finite import Found, Known
+from scio_recorder.tensors.structures import tensors
+
+_WITHOUT_TENSORS = (str, int, float)
+
+
+@contextlib.contextmanager
+def guarded(architecture: Architecture, guard: Guard, *, gradients: bool) -> Iterator[Guard]:
+    """Let a guard judge every call of the modules of a network inside a block.
+
+    Backward passes of passes made in the block are judged after it too, as long as somebody holds
+    the guard.
+
+    Raises
+    ------
+    FlowError
+        No module of the network was called.
+    UnsupportedNetError
+        The network is compiled, in part or as a whole.
+    """
+    modules = {row.module: row.name for row in architecture.values() if row.module is not None}
+    if any(private.is_compiled(module) for module in modules):
+        raise UnsupportedNetError(
+            "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
+            "guard it uncompiled"
+        )
+    watched = GuardedGradients(guard) if gradients else None
+    guard.gradients = watched
+    shared = _Shared(architecture, guard, watched)
+    compiled: dict[str, bool] = {}
+    brackets = {module: _GuardedCall(name, compiled, shared) for module, name in modules.items()}
+    try:
+        with bracketed(brackets):
+            yield guard
+    except BaseException:
+        guard.is_settled = True
+        raise
+    if compiled:
+        raise UnsupportedNetError(
+            f"the module {next(iter(compiled))!r} ran as compiled code inside the block, which "
+            "can't be guarded: leave the network uncompiled there"
+        )
+    if not guard.num_passes:
+        raise FlowError(
+            "nothing was guarded: the network was not called inside the block, or what was called "
+            "is a copy of it, or was compiled before"
+        )
+
+
+# A call that has not returned yet: its name, its arguments, what of them is not finite, and what it
+# is in the backward pass. A bare tuple, as one is made in each call.
+_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None]
+_NOTHING: list[Found] = []
+
+
+class _State:
+    """The pass that a thread runs."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.known = Known()
+        self.counts: dict[str, int] = {}
+        self.pass_number = 0
+        self.cases = Cases()
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+class _Shared:
+    """What the modules of one block share."""
+
+    def __init__(
+        self, architecture: Architecture, guard: Guard, gradients: GuardedGradients | None
+    ) -> None:
+        self._architecture = architecture
+        self._has_warned = False
+        self.guard = guard
+        self.gradients = gradients
+        self.local = _Local()
+
+    def begin_pass(self, state: _State) -> None:
+        """Take up a call that is part of no other."""
+        refuse_transforms("guarded")
+        state.known.forget()
+        state.cases.reset()
+        # A pass that was broken off by what is no Exception has left its frames.
+        state.frames.clear()
+        if not self._has_warned:
+            self._has_warned = warn_of_other_kernels(
+                self._architecture, {row.module for row in self._architecture.values()}, "guarded"
+            )
+        if private.backward_pass() != -1:
+            # Checkpointing runs again what belongs to a pass that was counted.
+            return
+        state.counts.clear()
+        state.pass_number = self.guard.begin_pass()
+
+    def judge(self, state: _State, call: Call, given: list[Found], made: list[Found]) -> None:
+        """Judge a call; at the end of a pass, all that still wait for a device."""
+        if made:
+            state.cases.add(self.guard, Case(call, "forward", given, made))
+        if call.is_outermost:
+            if made:
+                case = Case(call, "forward", (), made, is_handed_on=True)
+                state.cases.add(self.guard, case)
+            state.cases.read(self.guard)
+
+
+class _GuardedCall(Bracket):
+    """Looks at inputs before each call of a module, and at what it returned after it."""
+
+    def __init__(self, name: str, unseen: dict[str, bool], shared: _Shared) -> None:
+        super().__init__(name, unseen)
+        self._shared = shared
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Look at what the module is about to receive, since it may work in place."""
+        shared = self._shared
+        state = shared.local.state
+        frames = state.frames
+        if not frames or not self.name:
+            shared.begin_pass(state)
+        passing, given = None, _NOTHING
+        if not shared.guard.is_settled:
+            given = _look(state.known, args)
+            if kwargs:
+                given = given + _look(state.known, kwargs.values())
+            if shared.gradients is not None and torch.is_grad_enabled():
+                passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
+        frames.append((self.name, args, given, passing))
+
+    def end(self, args: Any, output: Any) -> None:
+        """Judge what the module has returned."""
+        shared, name = self._shared, self.name
+        state = shared.local.state
+        frame = _popped(state.frames, name, args)
+        if frame is None:
+            return
+        _, _, given, passing = frame
+        number = state.counts.get(name, 0)
+        state.counts[name] = number + 1
+        is_outermost = not state.frames
+        if not shared.guard.is_settled:
+            made = _look(state.known, (output,))
+            if made or is_outermost or passing is not None:
+                call = Call(name, number, state.pass_number, is_outermost)
+                if made or is_outermost:
+                    shared.judge(state, call, given, made)
+                if passing is not None and shared.gradients is not None:
+                    shared.gradients.listen(passing, call, output)
+        if is_outermost:
+            state.known.forget()
+
+
+def _look(known: Known, values: Iterable[Any]) -> list[Found]:
+    """Return what is not finite, or may not be, among the tensors of some arguments."""
+    found = _NOTHING
+    for value in values:
+        # Taking structures apart takes longer than looking at most tensors.
+        if isinstance(value, Tensor):
+            one = known.look(value)
+            if one is not None:
+                found = [*found, one]
+        elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+            seen = [known.look(tensor) for tensor in tensors(value)]
+            found = [*found, *(one for one in seen if one is not None)]
+    return found
+
+
+def _popped(frames: list[_Frame], name: str, args: Any) -> _Frame | None:
+    """Take the frame of a call that returns, and those of calls that failed in it."""
+    if frames and frames[-1][1] is args:
+        return frames.pop()
+    own = [at for at, frame in enumerate(frames) if frame[0] == name]
+    if not own:
+        return None
+    at = next((at for at in reversed(own) if frames[at][1] is args), own[-1])
+    frame = frames[at]
+    del frames[at:]
+    return frame

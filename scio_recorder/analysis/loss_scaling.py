@@ -1,0 +1,84 @@
+"""Overflows of gradients that a ``GradScaler`` provokes, and takes back.
+
+NOTE [Whose overflow it is]
+
+A scaler multiplies the loss by so much that gradients in half precision just about fit. Where they
+don't, it skips the step and goes on with a smaller scale. So while the scale is above one, what
+overflows in the backward pass of a scaled loss is expected. Where a network makes a NaN of itself,
+the scale falls to one in a few skipped steps, and then the scale is no excuse any more.
+
+A scaler leaves no trace in the graph but a product, the last operation of the loss. Scalers are
+looked for among all objects, which takes long and happens only where gradients are not finite.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from scio_recorder.tensors.structures import tensors
+
+_ROOTS = {
+    inspect.unwrap(torch.autograd.backward).__code__: "tensors",
+    inspect.unwrap(torch.autograd.grad).__code__: "outputs",
+}
+
+
+class LossScaling:
+    """The overflows that scalers have provoked in one block."""
+
+    def __init__(self) -> None:
+        self._num_skipped_steps = 0
+        # The scale in the first backward pass that overflowed since the scaler's last step.
+        self._overflows: dict[int, tuple[weakref.ref[GradScaler], float]] = {}
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that scalers have skipped."""
+        self.settle()
+        return self._num_skipped_steps
+
+    def settle(self) -> None:
+        """Count the steps that were skipped since the last time: the scale is smaller then."""
+        for key, (reference, scale) in list(self._overflows.items()):
+            scaler = reference()
+            if scaler is None or scaler.get_scale() < scale:
+                self._num_skipped_steps += scaler is not None
+                del self._overflows[key]
+
+    def explains_overflow(self) -> bool:
+        """Whether gradients of the backward pass under way may overflow, and note that they do."""
+        scalers = [
+            scaler for scaler in _scalers() if scaler.is_enabled() and scaler.get_scale() > 1
+        ]
+        if not scalers or not _is_loss_a_product():
+            return False
+        self.settle()
+        for scaler in scalers:
+            self._overflows.setdefault(id(scaler), (weakref.ref(scaler), scaler.get_scale()))
+        return True
+
+
+def _scalers() -> Iterator[GradScaler]:
+    # Proxies of other libraries answer isinstance with what is behind them.
+    return (one for one in gc.get_objects() if issubclass(type(one), GradScaler))
+
+
+def _is_loss_a_product() -> bool:
+    """Whether what is differentiated may be a scaled loss."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in _ROOTS:
+        frame = frame.f_back
+    if frame is None:
+        # On a thread of another device, nobody knows.
+        return True
+    roots: Any = frame.f_locals.get(_ROOTS[frame.f_code])
+    nodes = [root.grad_fn for root in tensors(roots) if isinstance(root, Tensor)]
+    return any(node is not None and node.name().startswith("Mul") for node in nodes)

@@ -1,0 +1,78 @@
+"""Hooks that are part of no copy of the module that has them.
+
+NOTE [How a copy comes without hooks]
+
+A module holds its hooks in ordered dictionaries, by number, and whoever copies or saves the module
+takes them along. ``copy`` and ``pickle`` ask the dictionary itself how to make it again, by its
+``__reduce_ex__``. As long as there are hooks of ours, the dictionaries of their module have one
+that leaves them out. They stay the same objects, which the handles of other hooks refer to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+class Uncopied:
+    """A hook, or what a hook is a method of, that is part of no copy."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For those who copy single hooks.
+        return _Nothing, ()
+
+
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, *call: Any) -> None:
+        """Do nothing."""
+
+    after = after_traced = before = __call__
+
+
+def keep_out_of_copies(module: nn.Module) -> None:
+    """Let copies of a module be made without the hooks that are `Uncopied`."""
+    for hooks in _dictionaries(module):
+        reduce: Any = partial(_without_uncopied, weakref.ref(module), weakref.ref(hooks))
+        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
+
+
+def let_copy(module: nn.Module) -> None:
+    """Leave the hooks of a module as they were, once there is none that is `Uncopied`."""
+    if not _uncopied(module):
+        for hooks in _dictionaries(module):
+            vars(hooks).pop("__reduce_ex__", None)
+
+
+def _without_uncopied(
+    module: weakref.ref[nn.Module], hooks: weakref.ref[OrderedDict[int, Any]], protocol: int
+) -> tuple[Any, ...]:
+    owner, own = module(), hooks() or OrderedDict()
+    left_out = set() if owner is None else _uncopied(owner)
+    rest = [(key, value) for key, value in own.items() if key not in left_out]
+    return OrderedDict, (), None, None, iter(rest)
+
+
+def _uncopied(module: nn.Module) -> set[int]:
+    return {
+        key
+        for hooks in _dictionaries(module)
+        for key, hook in hooks.items()
+        if isinstance(getattr(hook, "__self__", hook), Uncopied)
+    }
+
+
+def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
+    """Yield the hooks around forward, and what is noted of them by the same numbers."""
+    for name, value in vars(module).items():
+        # Ours are all called around forward.
+        if name.startswith("_forward") and isinstance(value, OrderedDict):
+            yield value

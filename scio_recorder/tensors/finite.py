@@ -1,0 +1,194 @@
+"""Whether tensors are finite: seen at the price of a sum, and told exactly where they are not."""
+
+from __future__ import annotations
+
+import cmath
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scio_recorder.tensors.copies import is_dense
+
+KINDS = ("nan", "inf")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class NonFinite(NamedTuple):
+    """The NaNs and infinities of a tensor that has any.
+
+    Parameters
+    ----------
+    nan, inf : int
+        How many there are.
+    first_nan, first_inf : int
+        The place of the first, in the tensor as one row; the number of elements where there is
+        none.
+    shape : tuple of int
+        The shape of the tensor.
+    """
+
+    nan: int
+    inf: int
+    first_nan: int
+    first_inf: int
+    shape: tuple[int, ...]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which of `KINDS` there are."""
+        return frozenset(kind for kind in KINDS if getattr(self, kind))
+
+
+class Unread(NamedTuple):
+    """The same on a device that nobody has waited for yet.
+
+    Parameters
+    ----------
+    counts : torch.Tensor
+        The first four members of a `NonFinite`, on the device.
+    shape : tuple of int
+        The shape of the tensor that was looked at.
+    """
+
+    counts: Tensor
+    shape: tuple[int, ...]
+
+
+Found: TypeAlias = NonFinite | Unread | None
+
+
+def look(tensor: Tensor) -> Found:
+    """Return what of a tensor is not finite, None where everything is.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Of any kind. Integers are finite, and so is what has no values.
+
+    Returns
+    -------
+    NonFinite, Unread or None
+        On a device other than the CPU, what was found has yet to be `read` there.
+
+    Examples
+    --------
+    >>> look(torch.tensor([3e38, 3e38])) is None
+    True
+    >>> look(torch.tensor([1.0, torch.inf, torch.nan]))
+    NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
+    """
+    if type(tensor) not in _PLAIN or not is_dense(tensor):
+        inner = _values_of(tensor.detach())
+        return None if inner is None else look(inner)
+    dtype = tensor.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    values = tensor.detach() if tensor.requires_grad else tensor
+    if not values.is_cpu:
+        return None if values.is_meta else Unread(_counts(values), tuple(values.shape))
+    # A sum is finite only if everything is, and one that is not may have overflown, as sums in half
+    # precision soon do. Float8 has no sum.
+    if dtype.itemsize == 1:
+        values = values.float()
+    total = values.sum(dtype=torch.float32) if dtype is torch.half else values.sum()
+    if cmath.isfinite(total.item()):
+        return None
+    return read([Unread(_counts(values), tuple(values.shape))])[0]
+
+
+def read(found: Sequence[Found]) -> list[NonFinite | None]:
+    """Wait for devices, once for each, and return what was found there.
+
+    Parameters
+    ----------
+    found : sequence of NonFinite, Unread or None
+        What `look` returned.
+
+    Returns
+    -------
+    list of NonFinite or None
+        The same, of a tensor each; None where all is finite.
+
+    Examples
+    --------
+    >>> read([None])
+    [None]
+    """
+    unread = [one for one in found if isinstance(one, Unread)]
+    numbers: dict[int, NonFinite | None] = {}
+    for device in {one.counts.device for one in unread}:
+        there = [one for one in unread if one.counts.device == device]
+        rows: list[list[int]] = torch.stack([one.counts for one in there]).tolist()
+        for one, row in zip(there, rows, strict=True):
+            numbers[id(one)] = _found(row, one.shape)
+    return [numbers[id(one)] if isinstance(one, Unread) else one for one in found]
+
+
+def _found(row: list[int], shape: tuple[int, ...]) -> NonFinite | None:
+    nan, inf, first_nan, first_inf = row
+    return NonFinite(nan, inf, first_nan, first_inf, shape) if nan or inf else None
+
+
+def _counts(values: Tensor) -> Tensor:
+    """Return the numbers of NaNs and infinities and the places of the first, without waiting."""
+    wide = values.float() if values.dtype.itemsize == 1 else values
+    masks = [mask.flatten() for mask in (wide.isnan(), wide.isinf())]
+    if not wide.numel():
+        return torch.zeros(4, dtype=torch.long, device=values.device)
+    counts = [mask.sum() for mask in masks]
+    firsts = [
+        torch.where(count > 0, mask.byte().argmax(), mask.numel())
+        for mask, count in zip(masks, counts, strict=True)
+    ]
+    return torch.stack([*counts, *firsts])
+
+
+def _values_of(tensor: Any) -> Tensor | None:
+    """Return the plain tensor of the values of another kind; None where there is no such thing."""
+    found: Any = None
+    if hasattr(tensor, "to_local"):
+        # The shard of this process: to gather the others would take all of them.
+        found = tensor.to_local()
+    elif tensor.layout == torch.sparse_coo:
+        found = tensor.coalesce().values()
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        found = tensor.values()
+    elif is_dense(tensor):
+        found = tensor.as_subclass(Tensor)
+    return found if type(found) is Tensor else None
+
+
+class Known:
+    """What is known of tensors: each is looked at once, until it is written to.
+
+    A tensor made in inference mode has no version that tells of writing, and is looked at anew.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, Found]] = {}
+
+    def look(self, tensor: Tensor) -> Found:
+        """Return what `look` does.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Of any kind.
+        """
+        try:
+            version = tensor._version
+        except RuntimeError:
+            return look(tensor)
+        known = self._found.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return known[2]
+        found = look(tensor)
+        self._found[id(tensor)] = weakref.ref(tensor), version, found
+        return found
+
+    def forget(self) -> None:
+        """Forget all tensors."""
+        self._found.clear()
