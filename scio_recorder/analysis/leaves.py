@@ -52,7 +52,7 @@ def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | 
 def paired_inputs(
     reference: Inputs, candidate: Inputs, module: nn.Module | None, other: nn.Module | None
 ) -> list[tuple[Leaf, Leaf]] | None:
-    """Pair the parts of what two layers received; None where one received more than the other.
+    """Pair the parts of what two layers received; None where these can't be paired.
 
     Parameters
     ----------
@@ -68,10 +68,18 @@ def paired_inputs(
         reference, candidate = _complete(module, reference), _complete(other, candidate)
     own, others = dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate)))
     pairs = _by_path(own, others)
-    if pairs is None and (module is None or other is None or type(module) is not type(other)):
-        # Code of another author, which may well be given other numbers and words.
+    if pairs is not None:
+        return pairs
+    if module is None or other is None:
         return _in_order(own, others)
-    return pairs
+    if type(module) is type(other):
+        return None
+    # Code of another author may well be given other numbers and words, and may make for itself
+    # what the other is handed, such as a mask; unless that is an argument that both have.
+    shared = _parameters(module).keys() & _parameters(other).keys()
+    if any(path[1] in shared for path in own.keys() ^ others.keys()):
+        return None
+    return list(zip(_tensors_of(own), _tensors_of(others), strict=False)) or None
 
 
 def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> bool:
@@ -127,13 +135,19 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
     """Return inputs by the names that forward has for them, with what it takes by default."""
-    try:
-        parameters = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):
-        return inputs
+    given = inputs.named(module)
     defaults = {
         name: parameter.default
-        for name, parameter in parameters.items()
-        if parameter.default is not parameter.empty
+        for name, parameter in _parameters(module).items()
+        if name in given or parameter.default is not parameter.empty
     }
-    return Inputs((), {**defaults, **inputs.named(module)})
+    # In the order of the signature.
+    return Inputs((), {**defaults, **given})
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return what a module's forward takes, nothing where that can't be known."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}
