@@ -41,11 +41,10 @@ from scio_recorder.analysis.measures import (
     measure,
     unknown,
 )
-from scio_recorder.analysis.sides import Block, Values
+from scio_recorder.analysis.sides import Block, Values, digests_of
 from scio_recorder.analysis.tally import Tally
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.tensors.digests import sample_digests
 
 # See NOTE [Noise].
 _NORM_FACTOR, _LARGEST_FACTOR = 3.0, 6.0
@@ -175,8 +174,8 @@ class Comparison:
     def _outputs(self, label: Any, own: Values, other: Any, beside: Any) -> _Compared:
         mine, theirs = own.output(label), other[0].output(other[1])
         if label in self._digested:
-            mine = mine if own.is_digest(label) else _digests(mine)
-            theirs = theirs if other[0].is_digest(other[1]) else _digests(theirs)
+            mine = mine if own.is_digest(label) else digests_of(mine)
+            theirs = theirs if other[0].is_digest(other[1]) else digests_of(theirs)
         pairs = paired_outputs(mine, theirs)
         if isinstance(pairs, str):
             return _Compared(error=pairs)
@@ -281,13 +280,6 @@ class Comparison:
 
 def _both(before: bool | None, now: bool | None) -> bool | None:
     return None if before is None or now is None else before and now
-
-
-def _digests(value: Any) -> Any:
-    """Return a digest for each sample; what has no samples is left for others to refuse."""
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    return sample_digests(dense(value))
 
 
 def _mismatch(own: Leaf, other: Leaf) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from scio_recorder.analysis.sides import Block, Values
+from scio_recorder.analysis.sides import Block, Values, digests_of
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
 from scio_recorder.layer import DepthIdx
@@ -47,6 +47,7 @@ class NetworkSide:
         self.digests: frozenset[DepthIdx] = frozenset()
         self._own = self._capture = capture
         self._compiled = compiled
+        self._keeps_digests = False
 
     @property
     def labels(self) -> tuple[DepthIdx, ...]:
@@ -70,8 +71,11 @@ class NetworkSide:
         return self._compiled is None
 
     @contextlib.contextmanager
-    def opened(self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any) -> Iterator[None]:
-        """Listen to some layers for the length of a block of code."""
+    def opened(
+        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+    ) -> Iterator[None]:
+        """Listen to some layers for the length of a block of code; ``digests`` alone are kept."""
+        self._keeps_digests = digests
         if self._compiled is not None:
             yield
             return
@@ -88,14 +92,18 @@ class NetworkSide:
     def at(self, block: Block) -> Values:
         """Run the network on a batch."""
         args, kwargs = self.feed.inputs(block.batch)
-        if self._compiled is not None:
-            sink = _CompiledSink(self.recorded)
-            self._own.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
-            return _PassValues(sink.values.__getitem__, None, block.rows)
-        self._capture.run(self.net, args, kwargs)
-        outputs, inputs = self._capture.activations.peek, self._capture.inputs.peek
-        has_inputs = self._capture.program.options.inputs
-        return _PassValues(outputs, inputs if has_inputs else None, block.rows)
+        capture = self._capture
+        if self._compiled is None and not self._keeps_digests:
+            capture.run(self.net, args, kwargs)
+            outputs, inputs = capture.activations.peek, capture.inputs.peek
+            has_inputs = capture.program.options.inputs
+            return _PassValues(outputs, inputs if has_inputs else None, block.rows)
+        sink = _Sink(capture.program.recording, block, keeps_digests=self._keeps_digests)
+        if self._compiled is None:
+            capture.run(self.net, args, kwargs, records_outputs=False, sink=sink)
+        else:
+            capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
+        return sink
 
 
 class _PassValues:
@@ -112,35 +120,50 @@ class _PassValues:
         self._rows = rows
 
     def output(self, label: DepthIdx) -> Any:
-        return self._chosen(self._outputs(label))
+        return _chosen(self._outputs(label), self._rows)
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
-        return None if self._inputs is None else self._chosen(self._inputs(label))
+        return None if self._inputs is None else _chosen(self._inputs(label), self._rows)
 
     def is_digest(self, label: DepthIdx) -> bool:
         return False
 
-    def _chosen(self, value: Any) -> Any:
-        """Return the rows of each tensor that has some: padding is not compared."""
-        rows = self._rows
-        if rows is None:
-            return value
-        number = len(rows.shape)
-        return map_tensors(
-            lambda leaf: rows.choose(leaf) if tuple(leaf.shape[:number]) == rows.shape else leaf,
-            value,
-        )
 
+class _Sink:
+    """Takes what layers return: as digests at the hook, or the copies of a compiled pass."""
 
-class _CompiledSink:
-    """Takes what a compiled pass hands over, copies of its own."""
+    def __init__(self, labels: Sequence[DepthIdx], block: Block, *, keeps_digests: bool) -> None:
+        self._values: dict[DepthIdx, Any] = {}
+        self._rows = block.rows
+        self._keeps_digests = keeps_digests
+        self.receivers = {label: partial(self._receive, label) for label in labels}
 
-    def __init__(self, labels: Sequence[DepthIdx]) -> None:
-        self.values: dict[DepthIdx, Any] = {}
-        self.receivers = {label: partial(self.values.__setitem__, label) for label in labels}
+    def _receive(self, label: DepthIdx, value: Any) -> None:
+        chosen = _chosen(value, self._rows)
+        self._values[label] = digests_of(chosen) if self._keeps_digests else chosen
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
-        """Compiled code calls no hook ahead of a module."""
+        """Keep nothing: inputs are not asked for."""
 
     def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
-        """There are none."""
+        """Take nothing."""
+
+    def output(self, label: DepthIdx) -> Any:
+        return self._values[label]
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        return None
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        return self._keeps_digests
+
+
+def _chosen(value: Any, rows: BatchRows | None) -> Any:
+    """Return the rows of each tensor that has some: padding is not compared."""
+    if rows is None:
+        return value
+    number = len(rows.shape)
+    return map_tensors(
+        lambda leaf: rows.choose(leaf) if tuple(leaf.shape[:number]) == rows.shape else leaf,
+        value,
+    )

@@ -54,7 +54,9 @@ class RecordingSide:
         return label in self.recording.calls.labels
 
     @contextlib.contextmanager
-    def opened(self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any) -> Iterator[None]:
+    def opened(
+        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+    ) -> Iterator[None]:
         """There is nothing to get ready."""
         yield
 

@@ -10,12 +10,15 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from scio_recorder.analysis.findings import SampleId
+from scio_recorder.analysis.measures import dense
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.tensors.digests import sample_digests
 
 
 @dataclass
@@ -91,9 +94,16 @@ class Side(Protocol):
         """Whether it is known what a layer received."""
 
     def opened(
-        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any
+        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Get ready to give values of some layers for the length of a block of code."""
 
     def at(self, block: Block) -> Values:
         """Return what it has of some samples."""
+
+
+def digests_of(value: Any) -> Any:
+    """Return a digest for each sample; what has no samples is left for others to refuse."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    return sample_digests(dense(value))

@@ -10,6 +10,8 @@ Where nothing is held, as on the meta device, dtype and shape are all that count
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,14 +92,25 @@ def _sample_digests(samples: Tensor, seed: int) -> Tensor:
     piece_bytes = _PIECE_BYTES.get(samples.device.type, _OTHER_PIECE_BYTES)
     found: list[int] = []
     for piece in torch.split(samples, max(1, piece_bytes // max(1, sample_bytes))):
-        own = torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece)
+        own = piece.cpu().contiguous()
         # A sum is NaN where a number is, and costs less than a mask.
         if own.is_floating_point() and bool(own.sum(dtype=_wide(own.dtype)).isnan()):
-            _fill_nans(own)
-        rows = own.view(-1).view(torch.uint8).view(len(own), sample_bytes).numpy()
-        found.extend(xxhash.xxh3_64_intdigest(row, seed) for row in rows)
+            own = _with_equal_nans(own)
+        found.extend(xxhash.xxh3_64_intdigest(part, seed) for part in _parts(own, sample_bytes))
     # The same bits, as torch has hardly any operation for unsigned ones.
     return torch.tensor([one - (one >> 63 << 64) for one in found], dtype=torch.int64, device="cpu")
+
+
+def _parts(tensor: Tensor, num_bytes: int) -> Iterator[memoryview]:
+    """Yield what each entry of dimension 0 has in memory, read where it lies.
+
+    By its address: an array over it would forbid the storage to be resized ever after.
+    """
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    whole = memoryview(memory)
+    for start in range(0, len(tensor) * num_bytes, num_bytes) if num_bytes else ():
+        yield whole[start : start + num_bytes]
+    yield from [whole] * (0 if num_bytes else len(tensor))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -105,14 +118,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 1 else dtype
 
 
-def _fill_nans(values: Tensor) -> None:
-    """Give all NaNs the same bits, whatever a machine takes for a NaN."""
-    bits = _NAN_BITS.get(values.dtype)
-    if bits is None:
-        values.masked_fill_(values.isnan(), float("nan"))
-    else:
-        kind, number = bits
-        values.view(kind).masked_fill_(values.isnan(), number)
+def _with_equal_nans(values: Tensor) -> Tensor:
+    """Return a copy in which all NaNs have the same bits, whatever a machine takes for a NaN."""
+    kind, number = _NAN_BITS.get(values.dtype, (values.dtype, math.nan))
+    same = values.clone()
+    same.view(kind).masked_fill_(values.isnan(), number)
+    return same
 
 
 def weights_digest(net: nn.Module) -> str:
