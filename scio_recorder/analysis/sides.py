@@ -18,6 +18,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import sample_digests
 
 
@@ -106,4 +107,4 @@ def digests_of(value: Any) -> Any:
     """Return a digest for each sample; what has no samples is left for others to refuse."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
-    return sample_digests(dense(value))
+    return sample_digests(value if is_plain(value) else dense(value))

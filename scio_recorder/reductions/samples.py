@@ -92,7 +92,8 @@ class SampleReduction(Reduction):
         """
         self._check(activation)
         with undisturbed(activation.device.type):
-            samples = gathered(activation).detach()
+            samples = gathered(activation)
+            samples = samples.detach() if samples.requires_grad else samples
             labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
             if len(samples) == 0:
                 return

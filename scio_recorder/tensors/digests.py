@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,11 +82,28 @@ def sample_digests(samples: Tensor) -> Tensor:
     >>> one == other, one == sample_digests(torch.zeros(3, 1))[2]
     (False, tensor(True))
     """
+    version = -1 if samples.is_inference() else samples._version
+    if version >= 0 and _LATEST.tensor() is samples and _LATEST.version == version:
+        # Modules often return what an inner module returned.
+        return _LATEST.digests.clone()
     with torch.no_grad():
         parts = samples.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
         shape = f"{samples.dtype}{list(samples.shape[1:])}"
         parts = torch.view_as_real(parts) if parts.is_complex() else parts
-        return _sample_digests(parts, xxhash.xxh3_64_intdigest(shape.encode()))
+        digests = _sample_digests(parts, xxhash.xxh3_64_intdigest(shape.encode()))
+    _LATEST.tensor, _LATEST.version, _LATEST.digests = weakref.ref(samples), version, digests
+    return digests.clone()
+
+
+class _Latest(threading.local):
+    """The tensor of which samples were digested last, as long as it lives."""
+
+    tensor: Callable[[], Tensor | None] = staticmethod(lambda: None)
+    version = 0
+    digests = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+_LATEST = _Latest()
 
 
 def _sample_digests(samples: Tensor, seed: int) -> Tensor:

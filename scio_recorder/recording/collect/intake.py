@@ -69,7 +69,8 @@ class LayerIntake:
                 "be kept sample by sample: make it dense with transform="
             )
         # A net may differentiate in its forward: what is kept is off the graph there, too.
-        return gathered(result).detach()
+        kept = gathered(result)
+        return kept.detach() if kept.requires_grad else kept
 
     def _apply(self, transform: Transform, activation: Any) -> Any:
         is_counted = isinstance(activation, Tensor) and not activation.is_inference()
