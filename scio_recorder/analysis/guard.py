@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import nn
 
+from scio_recorder.analysis.kept_call import CallBefore
 from scio_recorder.analysis.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError
 from scio_recorder.layer import Layer
@@ -80,6 +82,52 @@ class Origin:
     parameter: str | None
     inputs_finite: bool
     weights_finite: bool
+    _architecture: Architecture = field(repr=False)
+    _kept: CallBefore | None = field(repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the inputs of the call, and the state in which it ran, as a recording.
+
+        ``open_recording(path).recompute(rnet, label)`` runs the module again, which makes the same
+        NaNs, and ``.inputs[label][0]`` is what it received. Nothing of the net is needed to read.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder: empty, or not there yet.
+
+        Raises
+        ------
+        ArgumentError
+            Inputs were not kept.
+        CollectError
+            There are inputs of a type that can't be kept on disk.
+        RecordingError
+            The folder is not empty, or the disk fails.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder, open_recording
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0)), input_size=(1, 2))
+        >>> with rnet.guard(action="record", keep_inputs=True) as guard:
+        ...     out = rnet(torch.tensor([[3.0, 3.0]]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     guard.origin.save(f"{folder}/fault")
+        ...     recording = open_recording(f"{folder}/fault")
+        ...     recording.inputs["1"][0].args, recording.recompute(rnet, "1")["1"]
+        ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
+        """
+        if self._kept is None:
+            if self.direction == "forward":
+                raise ArgumentError(
+                    "the inputs of the call were not kept: write guard(keep_inputs=True)"
+                )
+            raise ArgumentError(
+                "it was made in a backward pass, of which no part can be run again on its own: "
+                "save the weights and the batch instead, and run the step again"
+            )
+        self._kept.save(path, self._architecture, self.layer)
 
     @property
     def sample(self) -> int | None:
@@ -113,6 +161,8 @@ class Case(NamedTuple):
     made: Sequence[Found]
     # The leaf whose gradient was made, if it is one.
     parameter: weakref.ref[Any] | None = None
+    # The call as it was before, where that is kept.
+    kept: CallBefore | None = None
     # Whether it is no call that is judged, but the network that hands on what it was given.
     is_handed_on: bool = False
 
@@ -299,6 +349,8 @@ class Guard:
             parameter=_name_of(module, case.parameter),
             inputs_finite=not given,
             weights_finite=not any(read([look(tensor) for tensor in held])),
+            _architecture=self._architecture,
+            _kept=case.kept,
         )
 
     def _layer_of(self, call: Call) -> Layer:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from scio_recorder.analysis.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarded_gradients import GuardedGradients, Passing
+from scio_recorder.analysis.kept_call import CallBefore
 from scio_recorder.capture.engine import refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
+from scio_recorder.tensors.digests import Weights
 from scio_recorder.tensors.finite import Found, Known
 from scio_recorder.tensors.structures import tensors
 
@@ -24,11 +27,13 @@ _WITHOUT_TENSORS = (str, int, float)
 
 
 @contextlib.contextmanager
-def guarded(architecture: Architecture, guard: Guard, *, gradients: bool) -> Iterator[Guard]:
+def guarded(
+    architecture: Architecture, guard: Guard, *, gradients: bool, keep_inputs: bool
+) -> Iterator[Guard]:
     """Let a guard judge every call of the modules of a network inside a block.
 
     Backward passes of passes made in the block are judged after it too, as long as somebody holds
-    the guard.
+    the guard. Inputs are kept until a call returns, and those of the one that fails from then on.
 
     Raises
     ------
@@ -37,8 +42,10 @@ def guarded(architecture: Architecture, guard: Guard, *, gradients: bool) -> Ite
     UnsupportedNetError
         The network is compiled, in part or as a whole.
     """
-    modules = {row.module: row.name for row in architecture.values() if row.module is not None}
-    if any(private.is_compiled(module) for module in modules):
+    names = {
+        row.module: row.name for row in architecture.values() if row.module is not None
+    }.items()
+    if any(private.is_compiled(module) for module, _ in names):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
             "guard it uncompiled"
@@ -47,7 +54,8 @@ def guarded(architecture: Architecture, guard: Guard, *, gradients: bool) -> Ite
     guard.gradients = watched
     shared = _Shared(architecture, guard, watched)
     compiled: dict[str, bool] = {}
-    brackets = {module: _GuardedCall(name, compiled, shared) for module, name in modules.items()}
+    keeps = _Keeper(architecture) if keep_inputs else None
+    brackets = {module: _GuardedCall(name, compiled, shared, keeps) for module, name in names}
     try:
         with bracketed(brackets):
             yield guard
@@ -66,9 +74,9 @@ def guarded(architecture: Architecture, guard: Guard, *, gradients: bool) -> Ite
         )
 
 
-# A call that has not returned yet: its name, its arguments, what of them is not finite, and what it
-# is in the backward pass. A bare tuple, as one is made in each call.
-_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None]
+# A call that has not returned yet: its name, its arguments, what of them is not finite, what it is
+# in the backward pass, and what is kept of it. A bare tuple, as one is made in each call.
+_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None, CallBefore | None]
 _NOTHING: list[Found] = []
 
 
@@ -117,23 +125,43 @@ class _Shared:
         state.counts.clear()
         state.pass_number = self.guard.begin_pass()
 
-    def judge(self, state: _State, call: Call, given: list[Found], made: list[Found]) -> None:
+    def judge(self, state: _State, case: Case) -> None:
         """Judge a call; at the end of a pass, all that still wait for a device."""
-        if made:
-            state.cases.add(self.guard, Case(call, "forward", given, made))
-        if call.is_outermost:
-            if made:
-                case = Case(call, "forward", (), made, is_handed_on=True)
-                state.cases.add(self.guard, case)
+        if case.made:
+            state.cases.add(self.guard, case)
+        if case.call.is_outermost and case.made:
+            state.cases.add(self.guard, case._replace(given=(), is_handed_on=True))
+        if case.call.is_outermost or case.kept is not None:
             state.cases.read(self.guard)
+
+
+class _Keeper:
+    """Keeps calls before they run."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._weights = Weights()
+
+    def keep(self, name: str, inputs: Inputs) -> CallBefore:
+        """Keep a call of a module."""
+        layer = self._architecture[self._architecture.rows_of(name)[0]]
+        assert layer.module is not None, "the architecture of a recorder has modules"
+        return CallBefore(layer, layer.module, inputs, self._weights)
 
 
 class _GuardedCall(Bracket):
     """Looks at inputs before each call of a module, and at what it returned after it."""
 
-    def __init__(self, name: str, unseen: dict[str, bool], shared: _Shared) -> None:
+    def __init__(
+        self,
+        name: str,
+        unseen: dict[str, bool],
+        shared: _Shared,
+        keeper: _Keeper | None,
+    ) -> None:
         super().__init__(name, unseen)
         self._shared = shared
+        self._keeper = keeper
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Look at what the module is about to receive, since it may work in place."""
@@ -142,14 +170,16 @@ class _GuardedCall(Bracket):
         frames = state.frames
         if not frames or not self.name:
             shared.begin_pass(state)
-        passing, given = None, _NOTHING
+        passing, kept, given = None, None, _NOTHING
         if not shared.guard.is_settled:
             given = _look(state.known, args)
             if kwargs:
                 given = given + _look(state.known, kwargs.values())
             if shared.gradients is not None and torch.is_grad_enabled():
                 passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
-        frames.append((self.name, args, given, passing))
+            if self._keeper is not None:
+                kept = self._keeper.keep(self.name, Inputs(args, kwargs))
+        frames.append((self.name, args, given, passing, kept))
 
     def end(self, args: Any, output: Any) -> None:
         """Judge what the module has returned."""
@@ -158,7 +188,7 @@ class _GuardedCall(Bracket):
         frame = _popped(state.frames, name, args)
         if frame is None:
             return
-        _, _, given, passing = frame
+        _, _, given, passing, kept = frame
         number = state.counts.get(name, 0)
         state.counts[name] = number + 1
         is_outermost = not state.frames
@@ -167,7 +197,9 @@ class _GuardedCall(Bracket):
             if made or is_outermost or passing is not None:
                 call = Call(name, number, state.pass_number, is_outermost)
                 if made or is_outermost:
-                    shared.judge(state, call, given, made)
+                    if made and kept is not None:
+                        kept.end(output)
+                    shared.judge(state, Case(call, "forward", given, made, kept=kept))
                 if passing is not None and shared.gradients is not None:
                     shared.gradients.listen(passing, call, output)
         if is_outermost:

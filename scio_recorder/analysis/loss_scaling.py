@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 _ROOTS = {
@@ -38,6 +39,9 @@ class LossScaling:
         self._num_skipped_steps = 0
         # The scale in the first backward pass that overflowed since the scaler's last step.
         self._overflows: dict[int, tuple[weakref.ref[GradScaler], float]] = {}
+        self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        # The backward pass that was asked about last, and the answer.
+        self._answer = -1, False
 
     @property
     def num_skipped_steps(self) -> int:
@@ -55,15 +59,21 @@ class LossScaling:
 
     def explains_overflow(self) -> bool:
         """Whether gradients of the backward pass under way may overflow, and note that they do."""
-        scalers = [
-            scaler for scaler in _scalers() if scaler.is_enabled() and scaler.get_scale() > 1
-        ]
-        if not scalers or not _is_loss_a_product():
+        task = private.backward_pass()
+        if task != self._answer[0]:
+            self._answer = task, self._explains()
+        return self._answer[1]
+
+    def _explains(self) -> bool:
+        if not _is_loss_a_product():
             return False
+        if not self._scalers:
+            self._scalers.update(_scalers())
+        scalers = [one for one in self._scalers if one.is_enabled() and one.get_scale() > 1]
         self.settle()
         for scaler in scalers:
             self._overflows.setdefault(id(scaler), (weakref.ref(scaler), scaler.get_scale()))
-        return True
+        return bool(scalers)
 
 
 def _scalers() -> Iterator[GradScaler]:

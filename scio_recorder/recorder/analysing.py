@@ -102,6 +102,7 @@ class Analysing(Reading):
         gradients: bool = True,
         action: Action = "raise",
         kinds: Collection[str] = ("nan", "inf"),
+        keep_inputs: bool = False,
     ) -> Iterator[Guard]:
         """Find the layer that makes the first NaN or infinity in a block.
 
@@ -118,6 +119,10 @@ class Analysing(Reading):
             what `origin` says.
         kinds : collection of str, default ("nan", "inf")
             What is looked for. With "nan" alone, infinities are nobody's fault.
+        keep_inputs : bool, default False
+            Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
+            write those of the one that failed. This takes time, and as much memory as the inputs
+            of the modules that lie in each other.
 
         Yields
         ------
@@ -156,5 +161,5 @@ class Analysing(Reading):
         from scio_recorder.analysis.guarded_calls import guarded
 
         watching = Guard(self.architecture, action, kinds)
-        with guarded(self.architecture, watching, gradients=gradients):
+        with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):
             yield watching

@@ -338,9 +338,11 @@ def _ids_up_to(recording: Recording, rows: range, before: int) -> Ids:
 
 def _settings(recording: Recording) -> dict[str, Any]:
     # Those of weights, and of what was made by hand, are unknown: resuming finds that they differ.
+    # Of a layer that returns a structure, there may be nothing but its calls.
+    layers = dict.fromkeys((*recording, *recording.calls.labels))
     return {
         **recording.settings,
-        "layers": [text_of(label) for label in recording],
+        "layers": [text_of(label) for label in layers],
         "reductions": {
             text_of(label): recipes_of(given) for label, given in recording.reductions.items()
         },

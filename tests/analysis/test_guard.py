@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import FlowError, NonFiniteError, Recorder, RecorderError, UnsupportedNetError
+from scio_recorder import (
+    FlowError,
+    NonFiniteError,
+    Recorder,
+    RecorderError,
+    UnsupportedNetError,
+    open_recording,
+)
 from scio_recorder.tensors import private
 from tests.analysis.nonfinite import (
     INF,
@@ -579,3 +587,87 @@ def test_infinities_of_a_mask_are_the_callers() -> None:
         net(X, mask=torch.full((4,), -INF))
     assert not caught.value.origin.inputs_finite
     assert caught.value.origin.weights_finite
+
+
+# -- keeping the call ------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, counts its calls, works in place and takes the logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        self.calls += 1
+        x = x.mul_(scale) if scale.dim() else x
+        return (nn.functional.dropout(self.linear(x)) + self.calls).log()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.noisy = Noisy()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.noisy(self.first(x), scale=torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_saved_call_runs_again_bit_for_bit(mode: Any, tmp_path: Path) -> None:
+    net = Outer()
+    rnet = recorder(net)
+    seen: list[Tensor] = []
+    net.noisy.register_forward_hook(lambda m, a, output: seen.append(output.clone()))
+    with rnet.guard(action="record", keep_inputs=True) as guard, mode():
+        net(X.abs())
+        net(X * 3)
+        net(X.abs())
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "noisy"
+    seen, x = [seen[guard.origin.pass_number]], (X.abs(), X * 3)[guard.origin.pass_number]
+    guard.origin.save(tmp_path / "fault")
+    recording = open_recording(tmp_path / "fault", verify=True)
+    again = recording.recompute(rnet, "noisy")["noisy"]
+    assert again.isnan().any()
+    assert same(again, seen[0])
+    assert same(recording["noisy"][:], seen[0])
+    assert torch.equal(recording.inputs["noisy"][0].args[0], net.first(x))
+    # Inside it, and in another precision, by hand.
+    inner = recording.recompute(rnet, "noisy.linear")["noisy.linear"]
+    assert torch.equal(inner, net.noisy.linear(net.first(x) * 2))
+
+
+def test_a_structure_is_kept_by_its_call(tmp_path: Path) -> None:
+    net, _ = forward_faults()["in a structure"]
+    rnet = recorder(net)
+    with rnet.guard(action="record", keep_inputs=True) as guard:
+        net(X)
+    assert guard.origin is not None
+    guard.origin.save(tmp_path / "fault")
+    recording = open_recording(tmp_path / "fault")
+    (found,) = recording.recompute_batches(rnet, "1")
+    assert same(found["1"]["pair"][1][0], net(X)["pair"][1][0])
+
+
+def test_what_was_not_kept_is_not_saved(tmp_path: Path) -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    rnet = recorder(net)
+    with rnet.guard(action="record", keep_inputs=True) as guard:
+        loss_of(net(X)).backward()
+    assert guard.origin is not None
+    with pytest.raises(RecorderError, match="backward pass"):
+        guard.origin.save(tmp_path / "fault")
+    with rnet.guard(action="record") as guard:
+        net[1][1](-X.abs() - 1)
+    assert guard.origin is not None
+    with pytest.raises(RecorderError, match="keep_inputs=True"):
+        guard.origin.save(tmp_path / "fault")
+    assert not (tmp_path / "fault").exists()
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
