@@ -1,12 +1,14 @@
-"""Make the pictures of the README: ``python docs/images/make.py`` in a clone of the repository.
+"""Make the pictures of the pages: ``python docs/images/make.py`` in a clone of the repository.
 
 Needs scikit-learn and Debian's packages ``chromium`` and ``fonts-dejavu-core``. A small net is
 trained on handwritten digits, its layers are recorded over the test images, and what a user sees of
-it is drawn: the table that ``rich.print`` prints, and the report page.
+it is drawn: the table that ``rich.print`` prints, and the report page. Then the net is compared
+with one of which some weights were changed by a thousandth, and with one that was trained again.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import tempfile
@@ -15,14 +17,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, compare, similarity
 from scio_recorder.command_line.demo import KNOWN, digit_net, load_digits, train
 
 HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Write ``architecture.png`` and ``report.png`` beside this file."""
+    """Write the pictures beside this file."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     digits = load_digits()
@@ -37,6 +39,21 @@ def main() -> None:
         recording = rnet.collect(digits.test.images.split(64))
         page = recording.report(f"{folder}/page.html", title="Digits: what the test images do")
         photograph(page, HERE / "report.png", width=1320, height=1068)
+        other = copy.deepcopy(net)
+        other.body[0].weight.data[3, 1] *= 1.001
+        recorders = [Recorder(one, input_size=(1, 1, 8, 8)) for one in (net, other)]
+        difference = compare(*recorders, digits.test.images.split(64))
+        difference.plot().savefig(HERE / "difference.png", dpi=110)
+        page = difference.report(f"{folder}/difference.html", title="Digits: a weight was changed")
+        photograph(page, HERE / "difference-page.png", width=1120, height=1010)
+    again = digit_net(KNOWN)
+    train(again, digits.train, epochs=5)
+    recordings = []
+    for one in (net, again):
+        recorder = Recorder(one, input_size=(1, 1, 8, 8))
+        recorder.record("*")
+        recordings.append(recorder.collect(digits.test.images.split(64)))
+    similarity(*recordings).plot().savefig(HERE / "similarity.png", dpi=90)
 
 
 def drawn(rnet: Recorder) -> str:

@@ -20,6 +20,10 @@ class UsageError(Exception):
     """An argument that can't be followed; its text is all that the user sees."""
 
 
+class FailureError(Exception):
+    """A command was understood and failed; its text is all that the user sees."""
+
+
 def load(target: str) -> Any:
     """Import what ``MODULE:NAME`` says."""
     module_name, colon, name = target.partition(":")

@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from torch import nn
 
 from scio_recorder.command_line.arguments import (
+    FailureError,
     UsageError,
     current_folder_on_path,
     dtype_of,
@@ -30,6 +31,7 @@ from scio_recorder.command_line.arguments import (
     size,
     whole_from,
 )
+from scio_recorder.command_line.comparing import add_compare, compare
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.outline import visible
 from scio_recorder.display.progress import lines_every, progress_bar
@@ -37,10 +39,6 @@ from scio_recorder.errors import RecorderError, RecordingError
 
 # Between lines about long work, where there is no terminal.
 SECONDS = 10.0
-
-
-class FailureError(Exception):
-    """A command was understood and failed; its text is all that the user sees."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with lines_every(SECONDS), current_folder_on_path():
-            parsed.run(parsed, Console())
+            status = parsed.run(parsed, Console())
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"scio-recorder: interrupted{_way_on(parsed)}", file=sys.stderr)
@@ -62,8 +60,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print(f"scio-recorder: error: {error}", file=sys.stderr)
         _drop_output()
         is_failure = isinstance(error, FailureError | OSError)
-        return FAILED if is_failure else WRONG_USE
-    return 0
+        return parsed.failed if is_failure else WRONG_USE
+    return status or 0
 
 
 def _way_on(parsed: argparse.Namespace) -> str:
@@ -99,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("path", metavar="PATH", help="the folder of the recording")
     command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
     command.add_argument("--title", help="its heading; by default the type of the net")
+    add_compare(_command(commands, compare))
     command = _command(commands, demo)
     command.add_argument(
         "--seed", type=whole_from(0), default=0, help="decides everything random (0)"
@@ -109,14 +108,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, run: Callable[..., None]) -> argparse.ArgumentParser:
+def _command(commands: Any, run: Callable[..., int | None]) -> argparse.ArgumentParser:
     """Add a command of a function's name, which its docstring describes."""
     text = getdoc(run) or ""
     short = text.partition("\n")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(
         run.__name__, help=f"{short[0].lower()}{short[1:]}", description=text
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, failed=FAILED)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser
 

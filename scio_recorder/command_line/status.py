@@ -1,6 +1,8 @@
 """Exit statuses."""
 
 FAILED = 1
+# Of a comparison, as diff and cmp say it.
+DIFFERENT = 1
 # The status with which argparse itself exits.
 WRONG_USE = 2
 # The status that shells report of a process that Ctrl-C ended.

@@ -1,0 +1,175 @@
+"""The command ``compare``: what its arguments are, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import nn
+
+from scio_recorder.command_line.arguments import (
+    FailureError,
+    UsageError,
+    kind_of,
+    made,
+    rows_of,
+    said,
+    whole_from,
+)
+from scio_recorder.command_line.status import DIFFERENT, WRONG_USE
+from scio_recorder.errors import RecorderError
+
+if TYPE_CHECKING:
+    from scio_recorder.nets.records import Inputs
+
+_NOTHING = object()
+
+
+def add_compare(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    # Whoever asks whether runs differ must not take trouble for an answer.
+    command.set_defaults(failed=WRONG_USE)
+    add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
+    add("reference", metavar="REFERENCE", help=what)
+    add("candidate", metavar="CANDIDATE", help=what)
+    add("--floor", metavar="RUN", help="a third run, whose own differences are noise")
+    add(
+        "--data",
+        metavar="MODULE:NAME",
+        help="the batches, where nets run: an iterable, or a function that makes one",
+    )
+    add(
+        "--layers",
+        nargs="+",
+        metavar="LAYER",
+        help="layers of a reference that is a net, as for collect; by default all",
+    )
+    add(
+        "--match",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=NAME",
+        help="names or globs of the reference and what they are in the candidate",
+    )
+    add("--rtol", type=_tolerance, default=0.0, help="relative tolerance (0: bit for bit)")
+    add("--atol", type=_tolerance, default=0.0, help="absolute tolerance (0: bit for bit)")
+    add("--rows", metavar="ROWS", help="what a row is, where nets run, as for collect")
+    add("--max-batches", type=whole_from(1), help="stop after so many batches")
+    add("--report", metavar="FILE", help="write a page that shows the differences")
+    add("--train", action="store_true", help="leave nets in training mode")
+    add(
+        "--allow-dynamic-flow",
+        action="store_true",
+        help="label nets although their control flow depends on the data",
+    )
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write it like 1e-5")
+    return value
+
+
+def compare(parsed: argparse.Namespace, console: Console) -> int:
+    """Find the layers in which two runs differ, and the one that makes the difference.
+
+    Runs are recordings, or nets that run over --data. Exit status 0: nothing differs; 1: something
+    does; 2: any trouble.
+    """
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder.recorder.comparing import compare as compare_runs
+
+    given = [parsed.reference, parsed.candidate, *filter(None, [parsed.floor])]
+    match = dict(_pair(text) for text in parsed.match)
+    rows = None if parsed.rows is None else rows_of(parsed.rows)
+    _refuse_mixtures(parsed, given)
+    try:
+        inputs, batches = _first_inputs(None if parsed.data is None else made(parsed.data))
+        runs = [_run(target, parsed, inputs) for target in given]
+        if parsed.layers is not None:
+            runs[0].record(*parsed.layers)
+        difference = compare_runs(
+            runs[0],
+            runs[1],
+            batches,
+            match or None,
+            parsed.rtol,
+            parsed.atol,
+            floor=runs[2] if parsed.floor is not None else None,
+            max_batches=parsed.max_batches,
+            rows=rows,
+        )
+        page = None if parsed.report is None else difference.report(parsed.report)
+    except (RecorderError, UsageError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise FailureError(said(error)) from error
+    if console.is_terminal:
+        console.print(difference)
+    else:
+        console.print(str(difference), markup=False, highlight=False, soft_wrap=True)
+    if page is not None:
+        console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if difference.first is None else DIFFERENT
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, other = text.partition("=")
+    if not (name and equals and other):
+        raise UsageError(f"--match {text!r}: write it like 'layers.*=h.*'")
+    return name, other
+
+
+def _is_net(target: str) -> bool:
+    return ":" in target and not os.path.exists(target)
+
+
+def _refuse_mixtures(parsed: argparse.Namespace, given: Sequence[str]) -> None:
+    nets = [target for target in given if _is_net(target)]
+    if nets and parsed.data is None:
+        raise UsageError(f"{nets[0]} has to run on something: name batches with --data MODULE:NAME")
+    if not nets and parsed.data is not None:
+        raise UsageError("--data is for nets, and these are recordings: leave it out")
+    if parsed.layers is not None and not _is_net(parsed.reference):
+        raise UsageError("--layers is for a reference that is a net: leave it out")
+
+
+def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
+    """Return what nets are given for the first batch, and all batches again."""
+    if batches is None:
+        return None, None
+    from scio_recorder.recording.collect.feed import Feed
+
+    feed = Feed(batches, 1, None, None, None)
+    iterator = iter(batches)
+    first = next(iterator, _NOTHING)
+    if first is _NOTHING:
+        raise UsageError("--data gives no batches")
+    return feed.inputs(first), chain([first], iterator) if iterator is batches else batches
+
+
+def _run(target: str, parsed: argparse.Namespace, inputs: Inputs | None) -> Any:
+    """Return a recorder of a net, or a recording."""
+    from scio_recorder.recorder.recorder import Recorder
+    from scio_recorder.recording import open_recording
+
+    if inputs is None or not _is_net(target):
+        if not os.path.exists(target):
+            raise UsageError(f"{target!r}: there is no such folder; a net is MODULE:NAME")
+        return open_recording(target)
+    net = made(target)
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{target} gives {kind_of(net)}, not a torch.nn.Module")
+    if not parsed.train:
+        net.eval()
+    flow = not parsed.allow_dynamic_flow
+    return Recorder(net, input_data=inputs.kwargs or inputs.args, force_static_flow=flow)
