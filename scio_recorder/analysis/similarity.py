@@ -110,7 +110,7 @@ def similarity(
 
 @dataclass(frozen=True, eq=False)
 class Similarity(Listed):
-    """How alike the layers of two recordings are; made by :func:`similarity`.
+    """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
 
     ``print`` shows for each layer of the first recording which layer of the second is most alike,
     or which other one if there is one recording. A notebook shows a heat map.
