@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _MOST_HISTOGRAMS = 400
 FRAME_COLUMNS = (
     *("label", "name", "type", "samples", "rows", "shape", "dtype", "bytes"),
-    *("mean", "std", "min", "max", "zeros", "nan", "inf"),
+    *("mean", "std", "min", "max", "max_abs", "zeros", "nan", "inf", "units", "dead", "saturated"),
 )
+_WHOLE_NUMBERS = ("bytes", "nan", "inf", "units", "dead", "saturated")
 
 
 class Showing(Outlined, Readable):
@@ -142,9 +143,12 @@ class Showing(Outlined, Readable):
         -------
         pandas.DataFrame
             Indexed by label, ``"1-3"``. Columns: name, type, samples, rows where these are not
-            samples, shape and dtype of a row, bytes; mean, std, min and max in float64, without
-            NaNs; zeros, the share of values that are 0; nan and inf, how many are that. Layers that
-            were reduced have no more than the numbers of samples and rows.
+            samples, shape and dtype of a row, bytes; mean, std, min, max and the largest absolute
+            value in float64, without NaNs; zeros, the share of values that are 0; nan and inf, how
+            many are that; units, how many channels or features there are, how many of them are dead
+            (all their values are the same) and saturated (95 % of their values are at a bound of an
+            activation function that has some). Layers that were reduced have no more than the
+            numbers of samples and rows, and of units after ``Alive``.
 
         Examples
         --------
@@ -160,7 +164,7 @@ class Showing(Outlined, Readable):
         columns = [name for name in FRAME_COLUMNS if name != "rows" or self.has_rows]
         frame = pd.DataFrame(self.layer_rows(), columns=columns).set_index("label")
         # Whole numbers stay such where others are missing.
-        return frame.astype(dict.fromkeys(("bytes", "nan", "inf"), "Int64"))
+        return frame.astype(dict.fromkeys(_WHOLE_NUMBERS, "Int64"))
 
     def layer_rows(self) -> list[dict[str, Any]]:
         """Return the rows of `to_frame` without pandas; what is not known is absent or None.
@@ -205,6 +209,11 @@ def _row(recording: Readable, summary: LayerSummary) -> dict[str, Any]:
         row |= {"shape": summary.shape, "dtype": summary.dtype, "bytes": summary.num_bytes}
         row |= {"mean": values.mean, "std": values.std, "min": values.low, "max": values.high}
         row |= {"zeros": values.zeros, "nan": values.nans, "inf": values.infinities}
+        if values.low is not None and values.high is not None:
+            row["max_abs"] = max(abs(values.low), abs(values.high))
+    if summary.units is not None:
+        units = summary.units
+        row |= {"units": units.count, "dead": units.dead, "saturated": units.saturated}
     return row
 
 

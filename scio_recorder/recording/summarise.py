@@ -7,13 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.display.figure import (
     SATURATION_BOUNDS,
-    SATURATION_SHARE,
-    SATURATION_WIDTH,
     Bars,
     LayerSummary,
     Units,
@@ -24,6 +21,8 @@ from scio_recorder.errors import RecorderError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import (
+    Alive,
+    AliveResult,
     CovarianceResult,
     Histogram,
     HistogramResult,
@@ -56,7 +55,7 @@ def summarise(
     labels : sequence of (int, int)
         Layers of it.
     bins : int or None
-        Number of bins of a histogram; None leaves histograms and units out.
+        Number of bins of a histogram; None leaves histograms out.
     """
     found = []
     with one_thread(), progress_bar("reading layers", len(labels)) as advance:
@@ -74,7 +73,7 @@ def _of_samples(
 ) -> LayerSummary:
     layer = recording.architecture[label]
     samples: Tensor = recording[label]
-    dimension = None if bins is None else _unit_dimension(layer, samples.ndim)
+    dimension = _unit_dimension(layer, samples.ndim)
     survey = Survey(dimension, SATURATION_BOUNDS.get(layer.type_name))
     parts: Iterable[Tensor] = _read(recording, label, advance)
     is_kept = bins is not None and samples.nbytes <= _KEPT_BYTES
@@ -135,6 +134,7 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
     found: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []
+    units = None
     for reduction in reductions:
         kind = type(reduction).__name__
         try:
@@ -145,8 +145,10 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         shown: dict[str, Any] = dict(reduction.overall(result))
         if isinstance(result, HistogramResult):
             shown["bars"] = _bars(result)
+        if isinstance(result, AliveResult):
+            units = _units(result, 0)
         warnings += _troubles(kind, result)
-        if not shown:
+        if not shown and units is None:
             notes.append(f"{kind} is not drawn")
         found = {**shown, **found}
     bars = found.pop("bars", None)
@@ -154,6 +156,7 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         layer=recording.architecture[label],
         kept=", ".join(type(reduction).__name__ for reduction in reductions),
         values=Values(**found),
+        units=units,
         bars=bars,
         notes=notes,
         warnings=warnings,
@@ -190,13 +193,11 @@ class Survey:
         bounds: tuple[float | None, float | None] | None = None,
     ) -> None:
         self._dimension = dimension
-        self._bounds = bounds
+        self._alive = None if dimension is None else Alive(dimension or 1, bounds)
         self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
         self._samples = 0
         self._mean = self._squares = 0.0
         self._low, self._high = math.inf, -math.inf
-        # The smallest and the largest value of each unit, and how many lie at a bound.
-        self._units: tuple[Tensor, Tensor, Tensor] | None = None
 
     def update(self, part: Tensor) -> None:
         """Take in samples [some, ...]."""
@@ -204,8 +205,9 @@ class Survey:
         for block in _blocks(part):
             if block.numel():
                 self._take(block.flatten())
-                if self._dimension is not None:
-                    self._take_units(block, self._dimension)
+                if self._alive is not None:
+                    # Where there is one value a sample, all are of one unit.
+                    self._alive.update(block if self._dimension else block.reshape(-1, 1))
 
     def _take(self, values: Tensor) -> None:
         self._total += values.numel()
@@ -226,15 +228,6 @@ class Survey:
         self._mean, apart = join_means(self._count, self._mean, values.numel(), mean)
         self._squares += float((values - mean).square_().sum()) + apart * apart
         self._count += values.numel()
-
-    def _take_units(self, block: Tensor, dimension: int) -> None:
-        others = tuple(dim for dim in range(block.ndim) if dim != dimension or not dimension)
-        low, high = block.amin(others), block.amax(others)
-        at_bound = _at_bound(block, self._bounds).sum(others) if self._bounds else low
-        if self._units is not None:
-            low, high = torch.minimum(self._units[0], low), torch.maximum(self._units[1], high)
-            at_bound = self._units[2] + at_bound
-        self._units = low, high, at_bound
 
     @property
     def values(self) -> Values:
@@ -264,15 +257,9 @@ class Survey:
     @property
     def units(self) -> Units | None:
         """Facts about units; None where fewer than two samples were seen."""
-        if self._units is None or self._dimension is None or self._samples < 2:
+        if self._alive is None or self._samples < 2 or not self._total:
             return None
-        low, high, at_bound = self._units
-        # A comparison with NaN is false: a unit with one is not dead.
-        same = (low == high) & low.isfinite()
-        zero = int((same & (low == 0)).sum())
-        needed = SATURATION_SHARE * self._total / same.numel()
-        saturated = int((at_bound >= needed).sum()) if self._bounds else None
-        return Units(same.numel(), self._dimension, zero, int(same.sum()) - zero, saturated)
+        return _units(self._alive.compute(), self._dimension or 0)
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -298,15 +285,16 @@ def _unit_dimension(layer: Layer, ndim: int) -> int:
     return 2 if ndim == 3 else min(1, ndim - 1)
 
 
-def _at_bound(block: Tensor, bounds: tuple[float | None, float | None]) -> Tensor:
-    low, high = bounds
-    width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))
-    found = torch.zeros_like(block, dtype=torch.bool)
-    if low is not None:
-        found |= block <= low + width
-    if high is not None:
-        found |= block >= high - width
-    return found
+def _units(result: AliveResult, dimension: int) -> Units:
+    dead, saturated = result.dead, result.saturated
+    zero = int((dead & (result.max_abs == 0)).sum())
+    return Units(
+        dead.numel(),
+        dimension,
+        zero,
+        int(dead.sum()) - zero,
+        None if saturated is None else int(saturated.sum()),
+    )
 
 
 def _blocks(part: Tensor) -> Iterator[Tensor]:

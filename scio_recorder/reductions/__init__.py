@@ -7,6 +7,7 @@ data anywhere, reduce the parts and merge them in any order: the result is the s
 
 from __future__ import annotations
 
+from scio_recorder.reductions.alive import Alive, AliveResult
 from scio_recorder.reductions.base import Reduction
 from scio_recorder.reductions.covariance import Covariance, CovarianceResult, PrincipalSpace
 from scio_recorder.reductions.digest import Digest
@@ -16,6 +17,8 @@ from scio_recorder.reductions.positions import Max, Mean, Min, Moments, MomentsR
 from scio_recorder.reductions.quantiles import Quantiles
 
 __all__ = [
+    "Alive",
+    "AliveResult",
     "Covariance",
     "CovarianceResult",
     "Digest",

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.reductions import (
+    Alive,
     Covariance,
     Digest,
     Fold,
@@ -51,6 +52,8 @@ def by(batch: Any) -> Any:
 
 Make = Callable[..., Any]
 MAKES: dict[str, Make] = {
+    "Alive": Alive,
+    "Alive of channels": lambda **options: Alive(1, (9999.0, 10001.0), **options),
     "Min": Min,
     "Max": Max,
     "Mean": Mean,
@@ -307,14 +310,14 @@ def test_samples_of_another_shape(make: Make) -> None:
     assert_same(reduction.compute(), before)
 
 
-@pytest.mark.parametrize("make", [Covariance, lambda dim: Quantiles([0.5], dim)])
+@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
 @pytest.mark.parametrize("dim", [0, 3, -3, -4])
 def test_impossible_feature_dim(make: Make, dim: int) -> None:
     with pytest.raises(CollectError, match=rf"feature_dim={dim}.*\(12, 3, 2\)"):
         make(dim).update(DATA)
 
 
-@pytest.mark.parametrize("make", [Covariance, lambda dim: Quantiles([0.5], dim)])
+@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
 def test_another_number_of_features(make: Make) -> None:
     reduction = make(1)
     reduction.update(DATA)

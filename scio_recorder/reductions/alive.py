@@ -1,0 +1,166 @@
+"""Which units of a layer are active, dead or saturated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from scio_recorder.display.figure import SATURATION_SHARE, SATURATION_WIDTH
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions.base import By
+from scio_recorder.reductions.samples import RowReduction
+
+Bounds = tuple[float | None, float | None]
+
+
+class AliveResult(NamedTuple):
+    """What each unit did over all that was seen.
+
+    Attributes
+    ----------
+    count : int
+        How many values there are of each unit.
+    active : Tensor
+        The share of values above zero, [units], float64.
+    dead : Tensor
+        Whether all values were the same, zero as a rule, [units], bool. Nobody knows after one.
+    at_bound : Tensor or None
+        The share of values at a bound, [units], float64. None without ``bounds``.
+    max_abs : Tensor
+        The largest absolute value, [units].
+    """
+
+    count: int  # type: ignore[assignment]  # this name is worth more than tuple.count
+    active: Tensor
+    dead: Tensor
+    at_bound: Tensor | None
+    max_abs: Tensor
+
+    @property
+    def saturated(self) -> Tensor | None:
+        """Whether at least 95 % of the values were at a bound, [units]; None without ``bounds``."""
+        return None if self.at_bound is None else self.at_bound >= SATURATION_SHARE
+
+
+class Alive(RowReduction):
+    """How often each unit is active, and whether it is dead or saturated.
+
+    A ReLU that is zero for every sample of a dataset learns nothing more, and a sigmoid at its
+    bounds hardly anything: its slope vanishes there.
+
+    Parameters
+    ----------
+    feature_dim : int, optional
+        The dimension that holds the units; every other position is a value of theirs: 1 for the
+        channels of images, -1 for the features of tokens. None: all but dimension 0 are units.
+    bounds : (float or None, float or None), optional
+        The bounds of the activation function, such as (-1, 1) for tanh, or (None, 6) for ReLU6. A
+        value is at a bound if it is no further away than 1 % of the range between them.
+    by : callable, optional
+        ``batch -> labels [batch]``; the result is then a dict from label to result.
+
+    Notes
+    -----
+    NaNs are neither active nor at a bound. A unit with one is not dead, and its largest absolute
+    value is NaN.
+
+    Examples
+    --------
+    >>> import torch
+    >>> alive = Alive()
+    >>> alive.update(torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0]]))
+    >>> count, active, dead, _, max_abs = alive.compute()
+    >>> count, active.tolist(), dead.tolist(), max_abs.tolist()
+    (3, [0.0, 0.666...], [True, False], [0.0, 3.0])
+    """
+
+    _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
+    _rows: int
+    _active: Tensor
+    _at_bound: Tensor
+    _low: Tensor
+    _high: Tensor
+
+    def __init__(
+        self, feature_dim: int | None = None, bounds: Bounds | None = None, *, by: By | None = None
+    ) -> None:
+        self._bounds = None if bounds is None else _checked(bounds)
+        given = None if self._bounds is None else list(self._bounds)
+        super().__init__(feature_dim, by=by, bounds=given)
+
+    def _add(self, samples: Tensor) -> None:
+        values = self._rows_of(samples)
+        if not len(values):
+            return
+        low, high = values.amin(0), values.amax(0)
+        # Of booleans there is a smallest one, and no absolute value.
+        low, high = low.to(self._dtype), high.to(self._dtype)
+        active, at_bound = (values > 0).sum(0), torch.zeros_like(low, dtype=torch.int64)
+        if self._bounds is not None:
+            at_bound = is_at_bound(values, self._bounds).sum(0)
+        self._take(len(values), active, at_bound, low, high)
+
+    def _take(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:
+        if self._rows is None:
+            self._rows, self._active, self._at_bound = rows, active, at_bound
+            self._low, self._high = low, high
+            return
+        self._rows += rows
+        self._active = self._active + active
+        self._at_bound = self._at_bound + at_bound
+        self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
+
+    def _join(self, other: Alive) -> None:
+        if other._rows is not None:
+            self._take(other._rows, other._active, other._at_bound, other._low, other._high)
+
+    def _result(self) -> AliveResult:
+        if self._rows is None:
+            raise CollectError(f"{self!r} has seen samples without a position, so no values.")
+        # A comparison with NaN is false.
+        is_same = (self._low == self._high) & self._low.isfinite()
+        return AliveResult(
+            self._rows,
+            self._active.double() / self._rows,
+            is_same & (self._rows > 1),
+            None if self._bounds is None else self._at_bound.double() / self._rows,
+            torch.maximum(self._low.abs(), self._high.abs()),
+        )
+
+
+def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
+    """Return which values are as good as at a bound, [...], bool.
+
+    A bound that is missing counts as zero where the range is measured.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+        Real values.
+    bounds : (float or None, float or None)
+        Where the function ends; None for a side on which it does not.
+    """
+    low, high = bounds
+    width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))
+    found = torch.zeros_like(values, dtype=torch.bool)
+    if low is not None:
+        found |= values <= low + width
+    if high is not None:
+        found |= values >= high - width
+    return found
+
+
+def _checked(bounds: Bounds) -> Bounds:
+    try:
+        low, high = (None if bound is None else float(bound) for bound in bounds)
+    except (TypeError, ValueError):
+        low = high = None
+    is_range = low is not None and high is not None and low < high
+    if not is_range and (low is None) == (high is None):
+        raise CollectError(
+            f"Alive(bounds={bounds!r}): give two numbers (low, high), low < high, one of which may "
+            "be None, such as (-1, 1) for tanh."
+        )
+    return low, high

@@ -1,0 +1,110 @@
+"""Active, dead and saturated units, beside counts by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from scio_recorder import Recorder
+from scio_recorder.errors import CollectError
+from scio_recorder.reductions import Alive
+from tests.reductions.parts import Plan, plans, reduce_in_parts
+
+torch.manual_seed(0)
+DATA = torch.randn(24, 6, 3).tanh()
+DATA[:, 0] = 0
+DATA[:, 1] = -0.25
+DATA[:23, 2] = 0.995
+DATA[:, 3] = -torch.rand(24, 3) - 0.001
+
+
+@settings(max_examples=25, deadline=None)
+@given(plans(len(DATA)))
+def test_channels_are_counted_however_the_data_is_split(plan: Plan) -> None:
+    result = reduce_in_parts(lambda: Alive(1, (-1, 1)), DATA, plan).compute()
+    for unit in range(6):
+        values = DATA[:, unit].flatten().tolist()
+        assert result.count == len(values) == 72
+        assert result.active[unit] == sum(value > 0 for value in values) / 72
+        assert bool(result.dead[unit]) == (len(set(values)) == 1)
+        at_bound = sum(value >= 0.98 or value <= -0.98 for value in values)
+        assert result.at_bound[unit] == at_bound / 72
+        assert bool(result.saturated[unit]) == (at_bound / 72 >= 0.95)
+        assert result.max_abs[unit] == max(map(abs, values))
+    assert result.dead.tolist() == [True, True, False, False, False, False]
+    assert result.saturated.tolist() == [False, False, True, False, False, False]
+
+
+def test_all_positions_are_units_by_default() -> None:
+    alive = Alive()
+    alive.update(DATA)
+    result = alive.compute()
+    assert result.active.shape == (18,)
+    assert torch.equal(result.active, (DATA > 0).double().mean(0).flatten())
+    assert result.at_bound is None
+    assert result.saturated is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [((None, 6), [False, True]), ((0, None), [True, False])]
+)
+def test_one_bound_is_enough(bounds: Any, expected: list[bool]) -> None:
+    alive = Alive(bounds=bounds)
+    alive.update(torch.tensor([[0.0, 6.0], [0.0, 5.99]]))
+    result = alive.compute()
+    assert result.saturated is not None
+    assert result.saturated.tolist() == expected
+
+
+def test_of_one_value_nobody_knows_whether_it_is_dead() -> None:
+    alive = Alive()
+    alive.update(torch.zeros(1, 2))
+    assert not alive.compute().dead.any()
+    alive.update(torch.zeros(1, 2))
+    assert alive.compute().dead.all()
+
+
+def test_nan_is_not_dead() -> None:
+    alive = Alive()
+    alive.update(torch.tensor([[torch.nan, torch.inf], [torch.nan, torch.inf]]))
+    result = alive.compute()
+    assert not result.dead.any()
+    assert result.max_abs.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 1], [0, 0], [0, 1]]).to(dtype)
+    alive = Alive()
+    alive.update(values)
+    result = alive.compute()
+    assert result.dead.tolist() == [True, False]
+    assert result.max_abs.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("bounds", [(1, -1), (None, None), (0, 0), "ab", (1,), ("low", "high")])
+def test_bounds_that_are_none_are_refused(bounds: Any) -> None:
+    with pytest.raises(CollectError, match="give two numbers"):
+        Alive(bounds=bounds)
+
+
+def test_the_table_of_a_recording_knows_them() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh())
+    with torch.no_grad():
+        net[0].bias[:] = torch.tensor([-100.0, 1.0, 1.0, -100.0])
+        net[2].bias[:] = torch.tensor([90.0, 0.0, 0.0, 0.0, 0.0])
+    rnet = Recorder(net, input_size=(1, 3), verbose=0)
+    rnet.record("1", "2", "3")
+    batches = [torch.randn(8, 3) for _ in range(3)]
+    frame = rnet.collect(batches, reduce={"2": Alive()}, progress=False).to_frame()
+    relu, linear, tanh = (frame.loc[label] for label in ("1-2", "1-3", "1-4"))
+    assert (relu["units"], relu["dead"]) == (4, 2)
+    assert (tanh["units"], tanh["dead"], tanh["saturated"]) == (5, 1, 1)
+    assert (linear["units"], linear["dead"]) == (5, 0)
+    with torch.no_grad():
+        outputs = net[:2](torch.cat(batches))
+    assert relu["max_abs"] == pytest.approx(float(outputs.abs().max()))
