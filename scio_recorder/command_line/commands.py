@@ -236,10 +236,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.recording import open_recording
 
     recording = open_recording(_there(parsed.path))
-    numbers = (
-        *("bytes", "mean", "std", "min", "max", "zeros"),
-        *("nan", "inf", "units", "dead", "saturated"),
-    )
+    numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
     table = Table(
         *(Column(name, no_wrap=True) for name in ("label", "name", "type", "shape", "dtype")),
         *(Column(name, no_wrap=True, justify="right") for name in numbers),

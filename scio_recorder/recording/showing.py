@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MOST_HISTOGRAMS = 400
 FRAME_COLUMNS = (
     *("label", "name", "type", "samples", "rows", "shape", "dtype", "bytes"),
-    *("mean", "std", "min", "max", "max_abs", "zeros", "nan", "inf", "units", "dead", "saturated"),
+    *("mean", "std", "min", "max", "zeros", "nan", "inf", "max_abs", "units", "dead", "saturated"),
 )
 _WHOLE_NUMBERS = ("bytes", "nan", "inf", "units", "dead", "saturated")
 
