@@ -89,6 +89,8 @@ class Sweep:
             found = dict(self._capture.activations)
             corrupted = bench.run(self._corrupted, noted, self._number)
             check_alike(self._architecture, found, self._capture.activations)
+            if replay.is_incomplete:
+                bench.run(self._corrupted, noted, self._number)
             # Its records take memory.
             self._capture.remove()
             chosen = resolved(self._architecture, found, positions)

@@ -7,8 +7,9 @@ In a later run on the same inputs, everything until the replaced layer returns i
 a call that lies ahead of that, and that does not contain the layer, need not run: a copy of what it
 returned is handed out. It must be a call that left nothing else behind (NOTE [How it is seen that a
 call left nothing behind]), and whose output is in memory of its own: others may write to it later.
-Calls that do not qualify run, and those inside them are looked at one by one. What the code between
-the calls does is done again. The replaced layer is one of the calls that need not run.
+Calls that do not qualify run, and those inside them are looked at one by one, for which the noted
+run is run again: most need no look inside. What the code between the calls does is done again. The
+replaced layer is one of the calls that need not run.
 """
 
 from __future__ import annotations
@@ -24,33 +25,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scio_recorder.capture.hooks import Around, take_out
+from scio_recorder.capture.kept import Kept
 from scio_recorder.errors import FlowError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.state.traces import Look, Surroundings
+from scio_recorder.nets.state.traces import Surroundings
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import is_plain, twin
-from scio_recorder.tensors.structures import flatten
 
 T = TypeVar("T")
-
-# Kernels may take another way where memory is not aligned to this many bytes, as copies are.
-_ALIGNMENT = 64
-
-
-class _Kept:
-    """What a call returned, to be handed out any number of times."""
-
-    def __init__(self, output: Any) -> None:
-        leaves, self._rebuild = flatten(output)
-        self._leaves = [twin(leaf) for leaf in leaves]
-
-    def copy(self) -> Any:
-        """Return it anew."""
-        return self._rebuild([twin(leaf) for leaf in self._leaves])
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +45,7 @@ class _Call:
     module: nn.Module
     end: int = 0
     # None where it has to run.
-    kept: _Kept | None = None
+    kept: Kept | None = None
 
 
 class _Noted(Around):
@@ -124,11 +109,22 @@ class Replay:
         ]
         self._architecture = architecture
         self._surroundings = surroundings
-        self._calls: list[_Call] = []
         self._layers = set(layers)
+        self._chosen = {architecture[label].module for label in layers}
+        self._closed = {
+            module
+            for module in self._modules
+            if any(True for _ in module.children())
+            and not self._chosen & ({*module.modules()} - {module})
+        }
+        self._calls: list[_Call] = []
         # Layer -> the number of its call.
         self._starts: dict[DepthIdx, int] = {}
         self._returns: Counter[nn.Module] = Counter()
+        # Whether what runs is inside a call that contains no layer.
+        self._is_inside = False
+        # Whether calls inside such calls are noted, and whether that has turned out to be needed.
+        self._is_thorough = self.is_incomplete = False
         # In the run under way: the number of the next call and of the replaced one.
         self._next = self._target = 0
         self._replace: Callable[[Any], Any] = lambda output: output
@@ -145,17 +141,20 @@ class Replay:
                 take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
 
     def noted(self, run: Callable[[], T]) -> T:
-        """Run the network, and note its calls."""
+        """Run the network, and note its calls; once more where it `is_incomplete` afterwards."""
+        self._is_thorough = self.is_incomplete or self._surroundings is None
+        self.is_incomplete = False
+        for noted in (self._calls, self._starts, self._returns):
+            noted.clear()
         before = _drawn_elsewhere()
         self.step = self._note
         try:
             result = run()
         finally:
             self.step = None
-        if _drawn_elsewhere() != before:
+        if _drawn_elsewhere() != before and self._surroundings is not None:
             # Which call it was that drew numbers outside of torch, nothing tells.
-            for call in self._calls:
-                call.kept = None
+            self._surroundings, self.is_incomplete = None, True
         return result
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
@@ -186,18 +185,29 @@ class Replay:
         return result
 
     def _note(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        is_layer = module in self._chosen
+        if self._is_inside and not is_layer:
+            return run(*args, **kwargs)
         number, call = len(self._calls), _Call(module)
         self._calls.append(call)
         look = self._surroundings and self._surroundings.look(module, (args, kwargs))
-        output = run(*args, **kwargs)
+        is_closed = not self._is_thorough and module in self._closed
+        outer = self._is_inside
+        self._is_inside = outer or is_closed
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self._is_inside = outer
         call.end = len(self._calls)
         is_needed = len(self._starts) < len(self._layers)
         self._find(module, number)
-        if is_needed and look and look.is_unchanged() and _can_be_kept(output, look):
-            call.kept = _Kept(output)
-            if not any(number < start for start in self._starts.values()):
-                for inner in self._calls[number + 1 :]:
-                    inner.kept = None
+        call.kept = Kept.of(output, look) if is_needed and look else None
+        if is_closed or outer:
+            # What runs inside a call that has to run is not known then.
+            self.is_incomplete |= outer or (is_needed and call.kept is None)
+        if call.kept is not None and not any(number < start for start in self._starts.values()):
+            for inner in self._calls[number + 1 :]:
+                inner.kept = None
         if len(self._starts) == len(self._layers):
             # What comes behind the last layer is never left out.
             self.step = None
@@ -222,7 +232,7 @@ class Replay:
             output = run(*args, **kwargs)
         else:
             self._next = call.end
-            output = call.kept.copy()
+            output = call.kept.again((args, kwargs))
         if number != self._target:
             return output
         self.step = None
@@ -235,34 +245,6 @@ class Replay:
             "the run before, on the same inputs: its flow depends on something that is not put "
             "back between runs, such as a global variable"
         )
-
-
-def _can_be_kept(output: Any, look: Look) -> bool:
-    """Whether copies of what a call returned do the same as that itself."""
-    if not _is_simple(output):
-        return False
-    leaves, _ = flatten(output)
-    memories = {private.memory_of(leaf) for leaf in leaves}
-    return len(memories) == len(leaves) and not any(
-        leaf.requires_grad
-        or not is_plain(leaf)
-        or leaf.data_ptr() % _ALIGNMENT
-        or look.shares_memory(leaf)
-        for leaf in leaves
-    )
-
-
-def _is_simple(value: Any) -> bool:
-    """Whether a structure consists of tensors, numbers, texts and common containers."""
-    if value is None or isinstance(value, Tensor | bool | int | float | complex | str):
-        return True
-    if isinstance(value, dict):
-        return all(map(_is_simple, value.values()))
-    if isinstance(value, tuple | list):
-        return all(map(_is_simple, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(map(_is_simple, vars(value).values())) if hasattr(value, "__dict__") else False
-    return False
 
 
 def _drawn_elsewhere() -> bytes:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from operator import is_
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -63,8 +63,11 @@ class Reach:
 
     Attributes
     ----------
+    objects : dict
+        Containers and whatever else holds something, in the order in which they are found, which
+        is the same for structures that are alike.
     contents : dict
-        What containers and objects hold, as views that show what it is at any time.
+        What each of them holds, as a view that shows what it is at any time.
     tensors, generators : dict
         Those found.
     is_clear : bool
@@ -72,6 +75,7 @@ class Reach:
     """
 
     def __init__(self) -> None:
+        self.objects: dict[int, Any] = {}
         self.contents: dict[int, Collection[Any]] = {}
         self.tensors: dict[int, Tensor] = {}
         self.generators: dict[int, torch.Generator] = {}
@@ -102,6 +106,7 @@ class Reach:
             views.append(vars(value).values())
         is_fixed = isinstance(value, tuple | frozenset | functools.partial | types.MethodType)
         self.is_clear &= is_fixed or bool(views)
+        self.objects[id(value)] = value
         self.contents[id(value)] = views[0] if len(views) == 1 else _Joined(views)
         if isinstance(value, functools.partial):
             return value.func, value.args, value.keywords
@@ -115,6 +120,7 @@ class Reach:
 
     def join(self, other: Reach) -> None:
         """Add what another has found."""
+        self.objects |= other.objects
         self.contents |= other.contents
         self.tensors |= other.tensors
         self.generators |= other.generators
@@ -185,58 +191,88 @@ class Surroundings:
         """
         given = Reach()
         given.add((inputs,))
-        return Look((self._reach[module], given))
+        return Look(self._reach[module], given)
 
 
 class Look:
-    """What was there to be written to before a call."""
+    """What was there to be written to before a call.
 
-    def __init__(self, reaches: tuple[Reach, ...]) -> None:
-        self._reaches = reaches
-        self._states = [self._state(reach) for reach in reaches]
+    Parameters
+    ----------
+    own, given : Reach
+        What the module reaches, and what its inputs do.
+    """
+
+    def __init__(self, own: Reach, given: Reach) -> None:
+        self.own = own
+        self.given = given
+        self._own_state, self._given_state = _state(own), _state(given)
+        self._held = [[*view] for view in given.contents.values()]
         self._random = _random()
 
     def is_unchanged(self, *, random: bool = True) -> bool:
         """Whether all is as it was; without ``random``, maybe but for the global generators."""
-        return (
-            all(reach.is_clear for reach in self._reaches)
-            and all(map(_is_same, self._reaches, self._states))
-            and (not random or all(map(torch.equal, self._random, _random())))
-        )
+        return self._is_same(random) and _is_same(self.given, self._given_state)
+
+    def changed(self) -> list[Any] | None:
+        """Return which of the given objects hold something else now; None: more has changed."""
+        _, versions, generators = self._given_state
+        now = _state(self.given)
+        is_same = versions == now[1] and all(map(torch.equal, generators, now[2]))
+        if not (is_same and self.given.is_clear and self._is_same(random=True)):
+            return None
+        views = zip(self.given.objects.values(), self.given.contents.values(), strict=True)
+        return [
+            value
+            for (value, view), before in zip(views, self._held, strict=True)
+            if not _hold_same([*view], before)
+        ]
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that was there before."""
         memory = private.memory_of(tensor)
         return any(
             memory == private.memory_of(other)
-            for reach in self._reaches
+            for reach in (self.own, self.given)
             for other in reach.tensors.values()
         )
 
     def restore_generators(self) -> None:
-        """Give generators that the network holds the states that they had."""
-        for reach, (_, _, states) in zip(self._reaches, self._states, strict=True):
-            for generator, state in zip(reach.generators.values(), states, strict=True):
-                generator.set_state(state)
+        """Give generators that the module holds the states that they had."""
+        for generator, state in zip(self.own.generators.values(), self._own_state[2], strict=True):
+            generator.set_state(state)
 
-    @staticmethod
-    def _state(reach: Reach) -> tuple[list[Any], list[int], list[Tensor]]:
-        is_clear = reach.is_clear
-        return (
-            [*chain.from_iterable(reach.contents.values())],
-            [tensor._version for tensor in reach.tensors.values()] if is_clear else [],
-            [generator.get_state() for generator in reach.generators.values()],
-        )
+    def _is_same(self, random: bool) -> bool:
+        is_same = self.own.is_clear and _is_same(self.own, self._own_state)
+        return is_same and (not random or all(map(torch.equal, self._random, _random())))
 
 
-def _is_same(reach: Reach, before: tuple[list[Any], list[int], list[Tensor]]) -> bool:
-    contents, versions, generators = Look._state(reach)
+_State: TypeAlias = tuple[list[Any], list[int], list[Tensor]]
+
+
+def _state(reach: Reach) -> _State:
     return (
-        versions == before[1]
-        and len(contents) == len(before[0])
-        and (all(map(is_, contents, before[0])) or all(map(_is_equal, contents, before[0])))
+        [*chain.from_iterable(reach.contents.values())],
+        # Where not all is clear, it counts as changed whatever else is found.
+        [tensor._version for tensor in reach.tensors.values()] if reach.is_clear else [],
+        [generator.get_state() for generator in reach.generators.values()],
+    )
+
+
+def _is_same(reach: Reach, before: _State) -> bool:
+    contents, versions, generators = _state(reach)
+    return (
+        reach.is_clear
+        and versions == before[1]
+        and _hold_same(contents, before[0])
         and all(map(torch.equal, generators, before[2]))
     )
+
+
+def _hold_same(now: list[Any], before: list[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    return all(map(is_, now, before)) or all(map(_is_equal, now, before))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
