@@ -4,36 +4,38 @@ NOTE [What a call puts into what it was given]
 
 Layers of language models put keys and values into a cache that they are given. Such a call does
 more than return something, but what it does is known: some objects among its inputs hold other
-things afterwards. That is done again to the inputs of a later run, whose objects are found in the
-same order. What was put there must be new, as what is returned must.
+things afterwards. That is done again to the inputs of a later run, in which these objects are found
+by the same way. What was put there must be new, as what is returned must.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.nets.state.traces import Look, Reach
+from scio_recorder.nets.state.traces import Look, Reach, held_by, parts_of
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_plain, twin
-from scio_recorder.tensors.structures import flatten
+from scio_recorder.tensors.structures import flatten, tensors
 
 # Kernels may take another way where memory is not aligned to this many bytes, as copies are.
 _ALIGNMENT = 64
+# How an object is found among inputs: names of attributes, keys and indices, one after the other.
+_Path: TypeAlias = tuple[Any, ...]
 
 
-class _Place(int):
-    """Stands for an object or a tensor among the inputs, by its number."""
+class _Value:
+    """A value that is handed out anew each time."""
 
+    def __init__(self, value: Any) -> None:
+        leaves, self._rebuild = flatten(value)
+        self._leaves = [twin(leaf) for leaf in leaves]
 
-class _Filled(NamedTuple):
-    """What one of the objects among the inputs holds after the call."""
-
-    where: _Place
-    names: list[Any]
-    items: list[Any]
+    def copy(self) -> Any:
+        """Return it."""
+        return self._rebuild([twin(leaf) for leaf in self._leaves])
 
 
 class Kept:
@@ -43,16 +45,16 @@ class Kept:
     ----------
     output : Any
         What it returned.
-    filled : list of _Filled
-        What these objects hold.
+    filled : list
+        Ways to objects, each with a place in it and what was put there.
     """
 
-    def __init__(self, output: Any, filled: list[_Filled]) -> None:
-        leaves, self._rebuild = flatten((output, filled))
-        self._leaves = [twin(leaf) for leaf in leaves]
+    def __init__(self, output: Any, filled: list[tuple[_Path, Any, Any]]) -> None:
+        self._output = _Value(output)
+        self._filled = [(path, name, _Value(value)) for path, name, value in filled]
 
     @classmethod
-    def of(cls, output: Any, look: Look) -> Kept | None:
+    def of(cls, output: Any, look: Look, inputs: Any) -> Kept | None:
         """Keep a call that has returned; None where it did more than can be done again.
 
         Parameters
@@ -61,60 +63,63 @@ class Kept:
             What it returned.
         look : Look
             What was there before it.
+        inputs : Any
+            What it was given.
         """
         changed = look.changed()
         if changed is None or not _is_simple(output):
             return None
-        places = _places(look.given)
-        filled = [one for value in changed if (one := _filled(value, places)) is not None]
-        if len(filled) < len(changed):
-            return None
-        new = [item for one in filled for item in one.items if type(item) is not _Place]
-        return cls(output, filled) if _is_new((output, new), new, look) else None
+        filled: list[tuple[_Path, Any, Any]] = []
+        for value, before in changed:
+            path, changes = _path(inputs, value), _changes(value, before)
+            if path is None or changes is None:
+                return None
+            filled += [(path, name, item) for name, item in changes]
+        new = [item for _, _, item in filled]
+        return cls(output, filled) if _is_new(output, new, look) else None
 
     def again(self, inputs: Any) -> Any:
         """Do to inputs what the call did to its own, and return what it returned."""
-        output, filled = self._rebuild([twin(leaf) for leaf in self._leaves])
-        if filled:
-            given = Reach()
-            given.add((inputs,))
-            values = [*given.objects.values(), *given.tensors.values()]
-            for one in filled:
-                items = [values[at] if type(at) is _Place else at for at in one.items]
-                _fill(values[one.where], one.names, items)
-        return output
+        for path, name, value in self._filled:
+            holder = inputs
+            for step in path:
+                holder = held_by(holder)[step]
+            held = held_by(holder)
+            if isinstance(held, list) and name == len(held):
+                held.append(value.copy())
+            else:
+                held[name] = value.copy()
+        return self._output.copy()
 
 
-def _places(given: Reach) -> dict[int, _Place]:
-    return {at: _Place(number) for number, at in enumerate((*given.objects, *given.tensors))}
+def _path(inputs: Any, wanted: Any) -> _Path | None:
+    """Return the shortest way from inputs to an object in them."""
+    ways: list[tuple[Any, _Path]] = [(inputs, ())]
+    seen = set()
+    for value, path in ways:
+        if value is wanted:
+            return path
+        if id(value) not in seen and not isinstance(value, Tensor):
+            seen.add(id(value))
+            ways += [(part, (*path, name)) for name, part in parts_of(value)]
+    return None
 
 
-def _filled(value: Any, places: dict[int, _Place]) -> _Filled | None:
-    """Return what an object holds, None where it is of a kind that can't be filled."""
-    held = value if type(value) in (list, dict) else getattr(value, "__dict__", None)
-    if held is None or isinstance(value, list | dict) is not (held is value):
+def _changes(value: Any, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]] | None:
+    """Return what an object holds that it did not hold before, None where something has gone."""
+    old, now = dict(before), dict(parts_of(value))
+    if held_by(value) is None or not old.keys() <= now.keys():
         return None
-    names = list(held) if isinstance(held, dict) else []
-    items = held.values() if isinstance(held, dict) else held
-    return _Filled(places[id(value)], names, [places.get(id(item), item) for item in items])
+    return [(name, item) for name, item in now.items() if old.get(name, now) is not item]
 
 
-def _fill(value: Any, names: list[Any], items: list[Any]) -> None:
-    if type(value) is list:
-        value[:] = items
-        return
-    held = value if type(value) is dict else vars(value)
-    held.clear()
-    held.update(zip(names, items, strict=True))
-
-
-def _is_new(whole: Any, new: list[Any], look: Look) -> bool:
+def _is_new(output: Any, new: list[Any], look: Look) -> bool:
     """Whether tensors of a call lie in memory of their own, and its objects were not there."""
     reach = Reach()
     reach.add(new)
     if not reach.is_clear or reach.objects.keys() & (look.own.objects | look.given.objects).keys():
         return False
-    leaves, _ = flatten(whole)
+    leaves = [leaf for value in (output, *new) for leaf in tensors(value)]
     memories = {private.memory_of(leaf) for leaf in leaves}
     return len(memories) == len(leaves) and not any(
         leaf.requires_grad

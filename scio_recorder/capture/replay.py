@@ -20,7 +20,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,12 +111,10 @@ class Replay:
         self._surroundings = surroundings
         self._layers = set(layers)
         self._chosen = {architecture[label].module for label in layers}
-        self._closed = {
-            module
-            for module in self._modules
-            if any(True for _ in module.children())
-            and not self._chosen & ({*module.modules()} - {module})
-        }
+        within = {module: {*module.modules()} - {module} for module in self._modules}
+        # Those that contain no layer, and what is inside them.
+        self._closed = {one for one, inner in within.items() if inner and not self._chosen & inner}
+        self._hidden = set[nn.Module]().union(*map(within.__getitem__, self._closed)) - self._chosen
         self._calls: list[_Call] = []
         # Layer -> the number of its call.
         self._starts: dict[DepthIdx, int] = {}
@@ -137,8 +135,11 @@ class Replay:
                 private.set_compiled_call(module, _Noted(module, self))
             yield
         finally:
-            for module in self._modules:
-                take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
+            self._leave(self._modules)
+
+    def _leave(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
 
     def noted(self, run: Callable[[], T]) -> T:
         """Run the network, and note its calls; once more where it `is_incomplete` afterwards."""
@@ -155,6 +156,9 @@ class Replay:
         if _drawn_elsewhere() != before and self._surroundings is not None:
             # Which call it was that drew numbers outside of torch, nothing tells.
             self._surroundings, self.is_incomplete = None, True
+        if not (self._is_thorough or self.is_incomplete):
+            # They run behind the replaced layer only.
+            self._leave(self._hidden)
         return result
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
@@ -201,7 +205,7 @@ class Replay:
         call.end = len(self._calls)
         is_needed = len(self._starts) < len(self._layers)
         self._find(module, number)
-        call.kept = Kept.of(output, look) if is_needed and look else None
+        call.kept = Kept.of(output, look, (args, kwargs)) if is_needed and look else None
         if is_closed or outer:
             # What runs inside a call that has to run is not known then.
             self.is_incomplete |= outer or (is_needed and call.kept is None)

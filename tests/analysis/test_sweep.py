@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers.pytorch_utils import Conv1D
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
 from tests.analysis.sweeping import ByHand, weighed
@@ -142,6 +143,59 @@ def test_caches_and_other_outputs_are_as_in_whole_runs() -> None:
     whole = rnet.sweep(*IDS, metric, whole_runs=True)
     assert torch.equal(effects.values, whole.values)
     assert len(set(effects.values.tolist())) == 3
+    # Blocks fill the cache that they are given, and are left out all the same.
+    for name in ("transformer.h.0", "transformer.h.1", "transformer.h.2"):
+        net.get_submodule(name).mlp.c_fc.__class__ = CountedConv
+    CountedConv.runs = 0
+    assert torch.equal(rnet.sweep(*IDS, metric).values, whole.values)
+    assert CountedConv.runs == 2 * 3 + 2 + 1
+
+
+class CountedConv(Conv1D):
+    """Counts its runs outside of everything that a sweep can see."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def test_whatever_a_call_puts_into_its_inputs_is_put_there_again() -> None:
+    class Context:
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Tensor]] = []
+            self.by_name: dict[Any, Any] = {"first": 0}
+            self.last: int | None = None
+
+    def note(own: Any, x: Tensor, context: Any) -> Tensor:
+        result = own.linear(x)
+        context.seen.append({"x": x + 1})
+        context.by_name[len(context.seen)] = result * 2
+        context.last = context.by_name["first"] = len(context.seen)
+        return result
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [Net(note, linear=Counted(3, 3)) for _ in range(3)]
+
+        def forward(net: Any, x: Tensor) -> Tensor:
+            context = Context()
+            for block in (net.one, net.two, net.three):
+                x = block(x, context)
+            found = [*context.by_name.values(), *(item["x"] for item in context.seen)]
+            return x + sum(found) * context.last
+
+        return Net(forward, one=blocks[0], two=blocks[1], three=blocks[2])
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "one", "two", "three", input_size=(2, 3))
+    Counted.runs = 0
+    effects = rnet.sweep(X, Y, weighed)
+    assert Counted.runs == 2 * 3 + 2 + 1
+    for name in ("one", "two", "three"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
 class Noting(nn.Module):

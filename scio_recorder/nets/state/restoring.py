@@ -128,7 +128,13 @@ def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], N
     """
     modules = list(net.modules())
     attributes = [dict(vars(module)) for module in modules]
-    contents = [_contents(value) for saved in attributes for value in saved.values()]
+    contents = [
+        (value, value.copy())
+        for saved in attributes
+        for value in saved.values()
+        # Other classes of containers may refuse or do more.
+        if type(value) in (dict, OrderedDict, list)
+    ]
     parameters = () if keep_parameters or are_large(net) else net.parameters()
     tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
 
@@ -136,8 +142,8 @@ def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], N
         for module, saved in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(saved)
-        for put_back in contents:
-            put_back()
+        for value, before in contents:
+            _fill(value, before)
         for state in tensors:
             state.restore()
 
@@ -241,16 +247,13 @@ class _TensorState:
             self._tensor.requires_grad_(self._requires_grad)
 
 
-def _contents(value: Any) -> Callable[[], None]:
-    """Return what puts the items of a container back into it."""
-    # Other classes of dictionaries may refuse or do more.
-    if type(value) in (dict, OrderedDict):
-        items = dict(value)
-        return lambda: (value.clear(), value.update(items))[1]
+def _fill(value: Any, items: Any) -> None:
+    """Put the items that a container had back into it."""
+    value.clear()
     if type(value) is list:
-        elements = list(value)
-        return lambda: value.__setitem__(slice(None), elements)
-    return lambda: None
+        value.extend(items)
+    else:
+        value.update(items)
 
 
 class _CopyTensors(TorchFunctionMode):

@@ -54,8 +54,14 @@ _INERT = (
     PurePath,
     weakref.ReferenceType,
 )
-# What others attach to a module is not the module's own, nor is what stands in place of its call.
-_NOT_OWN = {*private.HOOK_DICTIONARIES, "_compiled_call_impl"}
+# Asked first, as it is quick.
+_COMMON = {types.NoneType, bool, int, float, str}
+# What every module has, and what stands in place of its call.
+_NOT_OWN = {*vars(nn.Module()), "_compiled_call_impl"}
+
+
+def _is_inert(value: Any) -> bool:
+    return type(value) in _COMMON or isinstance(value, _INERT)
 
 
 class Reach:
@@ -83,7 +89,7 @@ class Reach:
 
     def add(self, values: Iterable[Any]) -> None:
         """Add what is reached from values."""
-        waiting = [value for value in values if not isinstance(value, _INERT)]
+        waiting = [value for value in values if not _is_inert(value)]
         while waiting:
             value = waiting.pop()
             if isinstance(value, Tensor):
@@ -93,10 +99,12 @@ class Reach:
             elif isinstance(value, torch.Generator):
                 self.generators[id(value)] = value
             elif id(value) not in self.contents:
-                waiting += [one for one in self.open(value) if not isinstance(one, _INERT)]
+                waiting += [one for one in self.open(value) if not _is_inert(one)]
 
     def open(self, value: Any) -> Iterable[Any]:
         """Note what a container or an object holds, and return it."""
+        if isinstance(value, nn.Module):
+            return [*self.open_module(value), *value.children()]
         views: list[Collection[Any]] = []
         if isinstance(value, dict | types.MappingProxyType):
             views.append(value.values())
@@ -112,11 +120,20 @@ class Reach:
             return value.func, value.args, value.keywords
         if isinstance(value, types.MethodType):
             return (value.__self__,)
-        if isinstance(value, nn.Module):
-            # Batch norm writes its buffers behind the version counters.
-            self.is_clear &= not value.training or not any(True for _ in value.buffers(False))
-            return [item for name, item in vars(value).items() if name not in _NOT_OWN]
         return value if isinstance(value, tuple | frozenset) else chain.from_iterable(views)
+
+    def open_module(self, module: nn.Module) -> Iterable[Any]:
+        """Note what a module holds, and return it but for its children."""
+        own = vars(module)
+        self.objects[id(module)] = module
+        self.contents[id(module)] = own.values()
+        for name in ("_parameters", "_buffers", "_modules"):
+            self.objects[id(own[name])] = own[name]
+            self.contents[id(own[name])] = own[name].values()
+        # Batch norm writes its buffers behind the version counters.
+        self.is_clear &= not (module.training and own["_buffers"])
+        found = [item for name, item in own.items() if name not in _NOT_OWN]
+        return [*found, *own["_parameters"].values(), *own["_buffers"].values()]
 
     def join(self, other: Reach) -> None:
         """Add what another has found."""
@@ -172,9 +189,7 @@ class Surroundings:
         reach = self._reach.get(module)
         if reach is None:
             reach = self._reach[module] = Reach()
-            children = vars(module)["_modules"]
-            reach.add(item for item in reach.open(module) if item is not children)
-            reach.contents[id(children)] = children.values()
+            reach.add(reach.open_module(module))
             for child in module.children():
                 reach.join(self._find(child))
         return reach
@@ -207,26 +222,27 @@ class Look:
         self.own = own
         self.given = given
         self._own_state, self._given_state = _state(own), _state(given)
-        self._held = [[*view] for view in given.contents.values()]
+        self._parts = [list(parts_of(value)) for value in given.objects.values()]
         self._random = _random()
 
     def is_unchanged(self, *, random: bool = True) -> bool:
         """Whether all is as it was; without ``random``, maybe but for the global generators."""
         return self._is_same(random) and _is_same(self.given, self._given_state)
 
-    def changed(self) -> list[Any] | None:
-        """Return which of the given objects hold something else now; None: more has changed."""
-        _, versions, generators = self._given_state
-        now = _state(self.given)
-        is_same = versions == now[1] and all(map(torch.equal, generators, now[2]))
-        if not (is_same and self.given.is_clear and self._is_same(random=True)):
+    def changed(self) -> list[tuple[Any, list[tuple[Any, Any]]]] | None:
+        """Return which of the given objects hold something else now, and what they held.
+
+        None: something else has changed.
+        """
+        _, versions, generators = _state(self.given)
+        is_same = versions == self._given_state[1] and self.given.is_clear
+        is_same = is_same and all(map(torch.equal, generators, self._given_state[2]))
+        if not (is_same and self._is_same(random=True)):
             return None
-        views = zip(self.given.objects.values(), self.given.contents.values(), strict=True)
-        return [
-            value
-            for (value, view), before in zip(views, self._held, strict=True)
-            if not _hold_same([*view], before)
-        ]
+        if _is_same(self.given, self._given_state):
+            return []
+        given = zip(self.given.objects.values(), self._parts, strict=True)
+        return [(value, parts) for value, parts in given if not _same_parts(value, parts)]
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that was there before."""
@@ -273,6 +289,29 @@ def _hold_same(now: list[Any], before: list[Any]) -> bool:
     if len(now) != len(before):
         return False
     return all(map(is_, now, before)) or all(map(_is_equal, now, before))
+
+
+def held_by(value: Any) -> Any:
+    """Return what can be asked for the parts of a value by name or number; None for nothing."""
+    if type(value) in (list, tuple, dict):
+        return value
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict and not isinstance(value, list | dict) else None
+
+
+def parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of a value with their names or numbers."""
+    held = held_by(value)
+    return held.items() if isinstance(held, dict) else enumerate(held or ())
+
+
+def _same_parts(value: Any, before: list[tuple[Any, Any]]) -> bool:
+    now = list(parts_of(value))
+    return (
+        held_by(value) is not None
+        and [name for name, _ in now] == [name for name, _ in before]
+        and _hold_same([part for _, part in now], [part for _, part in before])
+    )
 
 
 def _is_equal(one: Any, other: Any) -> bool:
