@@ -16,6 +16,7 @@ from scio_recorder.analysis.showing import (
     frame_rows,
     listing,
     profile,
+    sentence,
 )
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import Outline, Outlined
@@ -159,6 +160,9 @@ class Difference(Listed, Outlined, Findings):
         if not isinstance(title, str | None):
             raise ComparisonError(f"report(title={title!r}): a heading is a text")
         return write_page(path, difference_page(self, title))
+
+    def __repr__(self) -> str:
+        return f"<{sentence(self)}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table."""

@@ -184,6 +184,11 @@ def test_what_is_not_compared_is_said() -> None:
     assert "Candidate" in str(compared(net, other, match={"head": "foot"}))
 
 
+def test_the_last_line_of_a_cell_is_short(difference: Difference, equal: Difference) -> None:
+    assert repr(difference) == f"<{str(difference).splitlines()[0]}>"
+    assert repr(equal) == "<No difference in 11 layers, 9 samples.>"
+
+
 def test_tolerances_and_noise_are_said() -> None:
     net = make_net()
     text = str(compared(net, spoilt(net, 1e-6), atol=1e-2))
@@ -231,8 +236,11 @@ def test_noise_infinities_and_digests_are_drawn() -> None:
     broken = copy.deepcopy(net)
     with torch.no_grad():
         broken.head.bias[0] = math.inf
-    axis = compared(net, broken).plot().axes[0]
+    difference = compared(net, broken)
+    axis = difference.plot().axes[0]
     assert "no finite number" in [text.get_text() for text in axis.texts]
+    heights = dict(zip((one.name for one in difference.values()), axis.lines[2].get_ydata()))  # noqa: B905
+    assert heights["head"] > 10 * heights["h.2"]
     rnet = recorder(net)
     rnet.record("*")
     digests = rnet.collect(SAMPLES, reduce=Digest())

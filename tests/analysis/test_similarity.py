@@ -133,6 +133,13 @@ def test_a_layer_may_have_a_large_mean_beside_its_spread() -> None:
     assert similarity(nets[0], nets[1]).values.item() == pytest.approx(1.0, abs=1e-12)
 
 
+def test_rounding_makes_nothing_of_a_feature_that_is_constant(second: Recording) -> None:
+    samples = torch.randn(90, 5, dtype=torch.float64, generator=SAMPLES) * 1e-9
+    wanted = expected({"0-1": samples[:, 1:]}, second)
+    samples[:, 0] = 1e8 / 3
+    assert_exact(similarity(recorded(nn.Identity(), samples), second), wanted)
+
+
 @pytest.mark.parametrize("factor", [1e-120, 1e120], ids=str)
 def test_the_scale_of_a_layer_does_not_count(factor: float) -> None:
     samples = torch.randn(30, 5, dtype=torch.float64, generator=SAMPLES)
