@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.measures import Tolerance
 from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.copies import same_bits
+from scio_recorder.tensors.structures import flatten, tensors
 
 _PLAIN = bool | int | float | complex | str
 # Tensors, and plain values of any kind.
@@ -80,6 +81,48 @@ def paired_inputs(
     if any(path[1] in shared for path in own.keys() ^ others.keys()):
         return None
     return list(zip(_tensors_of(own), _tensors_of(others), strict=False)) or None
+
+
+def samples_of_inputs(
+    inputs: Sequence[Inputs], lengths: Sequence[int], wanted: Sequence[tuple[int, int]]
+) -> Inputs | None:
+    """Return what a layer would have received for samples of several batches; None if unclear.
+
+    Parameters
+    ----------
+    inputs : sequence of Inputs
+        What it received, by batch.
+    lengths : sequence of int
+        How many samples the batches have: what is as long in dimension 0 is taken to count them.
+    wanted : sequence of (int, int)
+        Batch, and place in it, of each sample.
+    """
+    each = {number: inputs[number] for number, _ in wanted}
+    flat = {number: flatten(one) for number, one in each.items()}
+    first = wanted[0][0]
+    leaves, rebuild = flat[first]
+    if not all(_are_alike(each[first], other) for other in each.values()):
+        return None
+    found = []
+    for place, leaf in enumerate(leaves):
+        parts = {number: own[place] for number, (own, _) in flat.items()}
+        if all(part.ndim and len(part) == lengths[number] for number, part in parts.items()):
+            found.append(torch.stack([parts[number][at] for number, at in wanted]))
+        elif all(same_bits(leaf, part) for part in parts.values()):
+            found.append(leaf)
+        else:
+            return None
+    gathered: Inputs = rebuild(found)
+    return gathered
+
+
+def _are_alike(one: Inputs, other: Inputs) -> bool:
+    """Whether two inputs hold tensors in the same places, and else the same."""
+    pairs = _by_path(dict(_leaves(tuple(one))), dict(_leaves(tuple(other))))
+    exact = Tolerance()
+    return pairs is not None and all(
+        isinstance(a, Tensor) or are_equal_values(a, b, exact) for a, b in pairs
+    )
 
 
 def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> bool:

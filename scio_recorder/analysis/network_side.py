@@ -66,6 +66,11 @@ class NetworkSide:
         """Whether its recorder counts calls, as ``record`` was told."""
         return self._own.program.options.calls
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """No layers: what a network returns can be compared."""
+        return ()
+
     def knows_inputs(self, label: DepthIdx) -> bool:
         """Whether it is known what a layer received: not where compiled code runs."""
         return self._compiled is None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from scio_recorder.analysis.findings import SampleId
+from scio_recorder.analysis.leaves import samples_of_inputs
 from scio_recorder.analysis.sides import Block, Values
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
@@ -48,6 +49,12 @@ class RecordingSide:
                 f"the {what} holds {', '.join(kinds) or 'no layers'}, from which samples can't be "
                 "compared: collect samples, or reduce=scio_recorder.reductions.Digest()"
             )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of layers of which there are summaries only."""
+        reduced = (label for label in self.recording if label not in self.labels)
+        return tuple(self.architecture[label].name for label in reduced)
 
     def knows_inputs(self, label: DepthIdx) -> bool:
         """Whether it is known what a layer received: after ``record(..., inputs=True)``."""
@@ -155,14 +162,19 @@ class RecordingSide:
         return list(accumulate(self.recording.calls.rows, initial=0))
 
     def inputs_at(self, where: slice | list[int], label: DepthIdx) -> Inputs | None:
-        """Return what a layer received for samples that were a batch; None for others."""
-        starts = self._batch_starts
-        if not self.knows_inputs(label) or not isinstance(where, slice):
+        """Return what a layer received for some samples; None where that can't be told."""
+        if not self.knows_inputs(label):
             return None
-        number = bisect_right(starts, where.start) - 1
-        if starts[number : number + 2] != [where.start, where.stop]:
-            return None
-        return self.recording.inputs[label][number]
+        starts, inputs = self._batch_starts, self.recording.inputs[label]
+        places = range(where.start, where.stop) if isinstance(where, slice) else where
+        numbers = [bisect_right(starts, place) - 1 for place in places]
+        if len(set(numbers)) == 1 and list(places) == list(
+            range(starts[numbers[0]], starts[numbers[0] + 1])
+        ):
+            return inputs[numbers[0]]
+        each = zip(numbers, places, strict=True)
+        wanted = [(number, place - starts[number]) for number, place in each]
+        return samples_of_inputs(inputs, self.recording.calls.rows, wanted)
 
 
 class _Rows:

@@ -11,7 +11,7 @@ import torch
 
 from scio_recorder.analysis.comparing import Comparison
 from scio_recorder.analysis.difference import Difference
-from scio_recorder.analysis.findings import SampleId
+from scio_recorder.analysis.findings import SampleId, Unmatched
 from scio_recorder.analysis.matching import Match, Pair, match_layers, refuse_strangers
 from scio_recorder.analysis.measures import Tolerance
 from scio_recorder.analysis.network_side import NetworkSide
@@ -144,6 +144,8 @@ def compare_sides(
         reference.architecture, chosen, candidate.architecture, candidate.labels, match
     )
     refuse_strangers(reference.architecture, pairs, unmatched, match)
+    mine, theirs = unmatched
+    unmatched = Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
     floors = None if floor is None else _floors(reference, floor, pairs, match)
     digested = frozenset(
         pair.reference.label

@@ -91,6 +91,10 @@ class Side(Protocol):
     def digests(self) -> frozenset[DepthIdx]:
         """Those of which there are digests only."""
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of layers that are there and can't be compared."""
+
     def knows_inputs(self, label: DepthIdx) -> bool:
         """Whether it is known what a layer received."""
 

@@ -106,7 +106,7 @@ def compare(
     sides = {
         what: _side(one, what, feed)
         for (what, one), feed in zip(given.items(), feeds, strict=True)
-        if one is not None
+        if what != "floor" or one is not None
     }
     together = Sides(**sides)
     feed = feeds[0] if together.networks else None
