@@ -138,6 +138,12 @@ class RecordingSide:
         values = self.recording[label]
         if label in self._digests and isinstance(values, list):
             values = values[self._digests[label]]
+        if len(values) != self.recording.num_rows:
+            layer = self.architecture[label]
+            raise ComparisonError(
+                f"the {self.what} has {len(values)} digests of layer {layer} for "
+                f"{self.recording.num_rows} samples: a part is missing, and nobody knows which"
+            )
         return values[rows]
 
     def _follow(self, ids: Sequence[SampleId]) -> bool:

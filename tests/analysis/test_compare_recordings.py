@@ -16,6 +16,7 @@ from scio_recorder.analysis import running
 from scio_recorder.analysis.difference import Difference
 from scio_recorder.errors import ComparisonError
 from scio_recorder.reductions import Digest, Mean
+from scio_recorder.stores import Disk
 from tests.analysis.faults import planted
 from tests.analysis.test_compare import make_net, recorder
 
@@ -314,3 +315,37 @@ def test_faults_are_named_by_digests() -> None:
     first = compare(recording, candidate, loader, progress=False).first
     assert first is not None
     assert first.layer.name == "blocks.2.up"
+
+
+def test_digests_of_several_processes_and_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
+    rnet, whole = rowwise(), collected(rowwise(), FORWARD, 4)
+    for rank in (1, 0):
+        store = Disk(tmp_path / "ranks", rank=rank, world_size=2)
+        collected(rnet, FORWARD[rank::2], 2, store=store, reduce=Digest())
+    ranks = scio_recorder.open_recording(tmp_path / "ranks")
+    assert list(ranks.sample_ids)[:2] == ["id0", "id2"]
+    assert compare(whole, ranks).first is None
+    store = f"disk:{tmp_path / 'run'}"
+
+    def broken() -> Any:
+        yield from batches(FORWARD[:7], 4)
+        raise KeyboardInterrupt
+
+    options: Any = {"store": store, "reduce": Digest(), "sample_ids": ids_of, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        rnet.collect(broken(), **options)
+    part = scio_recorder.open_recording(tmp_path / "run")
+    assert compare(part, collected(rnet, FORWARD[: part.num_samples], 4)).first is None
+    rnet.collect(batches(FORWARD, 4), **options, resume=True)
+    again = scio_recorder.open_recording(tmp_path / "run")
+    assert compare(again, whole).first is None
+    first = compare(again, collected(rowwise(3.0), MIXED, 5)).first
+    assert first is not None
+    assert first.layer.name == "scale"
+
+
+def test_a_recording_of_digests_can_be_saved(tmp_path: Path) -> None:
+    digests(rowwise(), MIXED, 5, tmp_path).save(tmp_path / "saved")
+    saved = scio_recorder.open_recording(tmp_path / "saved")
+    assert compare(saved, rowwise(), batches(FORWARD, 4), sample_ids=ids_of).first is None
+    assert saved["scale"].shape == (12,)
