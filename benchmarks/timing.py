@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable
 
 
-def timed(arm: Callable[[], object]) -> float:
+def timed(arm: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one call."""
-    start = time.perf_counter()
+    start = clock()
     arm()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def interleaved(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    arms: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Return the seconds of each arm in each round."""
     for arm in arms.values():
         arm()
@@ -23,5 +27,5 @@ def interleaved(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str,
     for _ in range(rounds):
         random.shuffle(names)
         for name in names:
-            spent[name].append(timed(arms[name]))
+            spent[name].append(timed(arms[name], clock))
     return spent

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.analysis.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarded_gradients import GuardedGradients, Passing
 from scio_recorder.analysis.kept_call import CallBefore
+from scio_recorder.analysis.vouching import Link, can_wait, followed, is_harmless, tells
 from scio_recorder.capture.engine import refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
@@ -55,7 +56,13 @@ def guarded(
     shared = _Shared(architecture, guard, watched)
     compiled: dict[str, bool] = {}
     keeps = _Keeper(architecture) if keep_inputs else None
-    brackets = {module: _GuardedCall(name, compiled, shared, keeps) for module, name in names}
+    brackets = {
+        module: _GuardedCall(module, name, compiled, shared, keeps) for module, name in names
+    }
+    # What is kept of calls is kept as they return.
+    for module, parent in {} if keep_inputs else followed(module for module, _ in names).items():
+        if module in brackets and parent in brackets:
+            brackets[module].chained_in = brackets[parent].name
     try:
         with bracketed(brackets):
             yield guard
@@ -75,9 +82,11 @@ def guarded(
 
 
 # A call that has not returned yet: its name, its arguments, what of them is not finite, what it is
-# in the backward pass, and what is kept of it. A bare tuple, as one is made in each call.
-_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None, CallBefore | None]
+# in the backward pass, what is kept of it, and what it vouches for. A bare tuple, as one is made in
+# each call.
+_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None, CallBefore | None, list[Link]]
 _NOTHING: list[Found] = []
+_NO_LINKS: list[Link] = []
 
 
 class _State:
@@ -89,6 +98,8 @@ class _State:
         self.counts: dict[str, int] = {}
         self.pass_number = 0
         self.cases = Cases()
+        # What has been returned and nobody has looked at, the first first.
+        self.links = _NO_LINKS
 
 
 class _Local(threading.local):
@@ -115,6 +126,7 @@ class _Shared:
         state.cases.reset()
         # A pass that was broken off by what is no Exception has left its frames.
         state.frames.clear()
+        state.links = _NO_LINKS
         if not self._has_warned:
             self._has_warned = warn_of_other_kernels(
                 self._architecture, {row.module for row in self._architecture.values()}, "guarded"
@@ -133,6 +145,16 @@ class _Shared:
             state.cases.add(self.guard, case._replace(given=(), is_handed_on=True))
         if case.call.is_outermost or case.kept is not None:
             state.cases.read(self.guard)
+
+    def settle(self, state: _State, links: list[Link]) -> list[Found]:
+        """Judge calls that were not looked at when they returned; return what the last one made."""
+        state.links = _NO_LINKS
+        found = links[0].given
+        for link in links:
+            given, found = found, link.look(state.known)
+            call = Call(link.name, link.number, state.pass_number, is_outermost=False)
+            self.judge(state, Case(call, "forward", given, found))
+        return found
 
 
 class _Keeper:
@@ -154,6 +176,7 @@ class _GuardedCall(Bracket):
 
     def __init__(
         self,
+        module: nn.Module,
         name: str,
         unseen: dict[str, bool],
         shared: _Shared,
@@ -162,6 +185,10 @@ class _GuardedCall(Bracket):
         super().__init__(name, unseen)
         self._shared = shared
         self._keeper = keeper
+        self._is_harmless = is_harmless(module)
+        self._tells = tells(module)
+        # The Sequential in which the next module tells of this one's output, if there is one.
+        self.chained_in: str | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Look at what the module is about to receive, since it may work in place."""
@@ -170,16 +197,23 @@ class _GuardedCall(Bracket):
         frames = state.frames
         if not frames or not self.name:
             shared.begin_pass(state)
-        passing, kept, given = None, None, _NOTHING
+        passing, kept, given, links = None, None, _NOTHING, state.links
+        if links:
+            state.links, last = _NO_LINKS, links[-1]
+            is_next = self._tells and len(args) == 1 and args[0] is last.tensor and not kwargs
+            if not is_next or last.tensor._version != last.version:
+                shared.settle(state, links)
+                links = _NO_LINKS
         if not shared.guard.is_settled:
-            given = _look(state.known, args)
+            if not links:
+                given = _look(state.known, args)
             if kwargs:
                 given = given + _look(state.known, kwargs.values())
             if shared.gradients is not None and torch.is_grad_enabled():
                 passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
             if self._keeper is not None:
                 kept = self._keeper.keep(self.name, Inputs(args, kwargs))
-        frames.append((self.name, args, given, passing, kept))
+        frames.append((self.name, args, given, passing, kept, links))
 
     def end(self, args: Any, output: Any) -> None:
         """Judge what the module has returned."""
@@ -188,12 +222,22 @@ class _GuardedCall(Bracket):
         frame = _popped(state.frames, name, args)
         if frame is None:
             return
-        _, _, given, passing, kept = frame
+        _, _, given, passing, kept, links = frame
         number = state.counts.get(name, 0)
         state.counts[name] = number + 1
         is_outermost = not state.frames
+        if state.links:
+            shared.settle(state, state.links)
         if not shared.guard.is_settled:
-            made = _look(state.known, (output,))
+            made = _NOTHING
+            if self._is_harmless and not given and can_wait(output, links):
+                state.known.note_finite(output)
+            elif self.chained_in is not None and self._waits(state, output, links):
+                state.links = [*links, Link(output, output._version, name, number, given)]
+            else:
+                made = _look(state.known, (output,))
+                if links and (made or output is None):
+                    given = shared.settle(state, links)
             if made or is_outermost or passing is not None:
                 call = Call(name, number, state.pass_number, is_outermost)
                 if made or is_outermost:
@@ -204,6 +248,13 @@ class _GuardedCall(Bracket):
                     shared.gradients.listen(passing, call, output)
         if is_outermost:
             state.known.forget()
+
+    def _waits(self, state: _State, output: Any, links: list[Link]) -> bool:
+        return (
+            bool(state.frames)
+            and state.frames[-1][0] == self.chained_in
+            and can_wait(output, links)
+        )
 
 
 def _look(known: Known, values: Iterable[Any]) -> list[Found]:

@@ -189,6 +189,16 @@ class Known:
         self._found[id(tensor)] = weakref.ref(tensor), version, found
         return found
 
+    def note_finite(self, tensor: Tensor) -> None:
+        """Take for granted that a tensor is finite as it is now.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            With a version.
+        """
+        self._found[id(tensor)] = weakref.ref(tensor), tensor._version, None
+
     def forget(self) -> None:
         """Forget all tensors."""
         self._found.clear()

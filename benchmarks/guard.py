@@ -1,0 +1,102 @@
+"""What a guard costs beside the bare pass and the bare training step.
+
+Run ``python benchmarks/guard.py [--rounds 40]``. All arms run in turn, in random order and in one
+thread, whose own time counts: others on the machine make it wait. "whole block" times the block as
+well, which gives hooks to all modules and takes them away; "inside" times what runs in it, as in a
+block around a training run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from recompute import BLOCKS, block
+from rich.console import Console
+from rich.table import Table
+from timing import interleaved
+from torch import Tensor, nn
+
+from scio_recorder import Recorder
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *convolution(channels, channels), *convolution(channels, channels)[:2]
+        )
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        y += x
+        return self.relu(y)  # type: ignore[no-any-return]  # a module's call
+
+
+def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    transformer = nn.Sequential(*(block() for _ in range(BLOCKS)))
+    stages = ([*convolution(a, b, 2), Residual(b), Residual(b)] for a, b in ((32, 64), (64, 128)))
+    convolutional = nn.Sequential(
+        *convolution(3, 32), Residual(32), *(layer for stage in stages for layer in stage)
+    )
+    table = Table(title=f"guard / bare, one thread, {rounds} rounds, torch {torch.__version__}")
+    for heading in ("what", "minima, whole block", "minima, inside", "median, inside", "bar"):
+        table.add_column(heading)
+    nets = {
+        f"transformer, {BLOCKS} blocks": (transformer, torch.randn(8, 64, 128)),
+        "convolutional, 7 blocks": (convolutional, torch.randn(8, 3, 32, 32)),
+    }
+    for name, (net, x) in nets.items():
+        for what, training in (("pass", False), ("training step", True)):
+            table.add_row(f"{name}: {what}", *measured(net.train(training), x, training, rounds))
+    Console(width=120).print(table)
+
+
+def measured(net: nn.Module, x: Tensor, training: bool, rounds: int) -> tuple[str, ...]:
+    rnet = Recorder(net, input_data=x[:2], verbose=0)
+    inside: list[float] = []
+
+    def bare() -> None:
+        with torch.set_grad_enabled(training):
+            output = net(x)
+        if training:
+            net.zero_grad()
+            output.square().mean().backward()
+
+    def guarded() -> None:
+        with rnet.guard():
+            start = time.thread_time()
+            bare()
+            inside.append(time.thread_time() - start)
+
+    arms: dict[str, Callable[[], object]] = {"bare": bare, "guarded": guarded}
+    spent = interleaved(arms, rounds, clock=time.thread_time)
+    pairs = zip(inside[1:], spent["bare"], strict=True)
+    least = min(spent["bare"])
+    return (
+        f"{min(spent['guarded']) / least:.3f}",
+        f"{min(inside) / least:.3f}",
+        f"{statistics.median(a / b for a, b in pairs):.3f}",
+        "1.05",
+    )
+
+
+if __name__ == "__main__":
+    main()
