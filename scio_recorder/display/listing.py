@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -75,11 +74,8 @@ class Listed:
         yield self._listing()
 
     def __str__(self) -> str:
-        """Return the table, as wide as its figures are."""
-        shown = self._listing()
+        """Return the table, as wide as it is."""
         console = Console(file=io.StringIO(), width=10_000, color_system=None)
-        width = Measurement.get(console, console.options, shown.__rich__()).maximum
-        console.width = max(80, min(width, 10_000))
         with console.capture() as capture:
-            console.print(shown)
+            console.print(self._listing())
         return "\n".join(line.rstrip() for line in capture.get().splitlines())

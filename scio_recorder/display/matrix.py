@@ -80,10 +80,9 @@ def draw_matrix(matrix: Matrix) -> Figure:
     last = len(matrix.columns) - 1, len(matrix.rows) - 1
     axis.plot((0, last[0]), (0, last[1]), color=VERMILION, linestyle=":", linewidth=1)
     marked = [(column, row) for row, column in enumerate(matrix.peaks) if column is not None]
-    size = 72 * min(width / len(matrix.columns), height / len(matrix.rows))
-    axis.plot(
-        *zip(*marked, strict=True), "o", color=VERMILION, markersize=0.25 * size, clip_on=False
-    )
+    size = 18 * min(width / len(matrix.columns), height / len(matrix.rows))
+    for column, row in marked:
+        axis.plot(column, row, "o", color=VERMILION, markersize=min(7.0, size), clip_on=False)
     for side, names, extent in (("x", matrix.columns, width), ("y", matrix.rows, height)):
         _name_ticks(axis, side, names, extent)
     axis.set_ylabel(matrix.axes[0])

@@ -277,6 +277,14 @@ def test_where_it_is_undefined_it_is_nan_and_says_why(second: Recording) -> None
     found.plot().savefig("/dev/null", format="png")
 
 
+def test_nothing_is_marked_where_nothing_is_alike() -> None:
+    found = similarity(*[recorded(nn.Identity(), torch.ones(9, 3))] * 2)
+    axis = found.plot().axes[0]
+    assert not [line for line in axis.lines if line.get_marker() == "o"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["0-1"]
+    assert str(found).splitlines()[2].split() == ["0-1", "0-1", "Identity"]
+
+
 def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
     ids = torch.arange(90) + 1000
     with pytest.raises(ComparisonError, match=r"none of the 90 samples.*: 0, 1, 2, 3, 4, ..."):
