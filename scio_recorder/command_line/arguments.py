@@ -64,6 +64,14 @@ def made(target: str) -> Any:
         raise UsageError(f"{target}, called without arguments, failed: {said(error)}") from error
 
 
+def net_of(target: str, *, is_eval: bool) -> nn.Module:
+    """Return the net that ``MODULE:NAME`` says or makes."""
+    net = made(target)
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{target} gives {kind_of(net)}, not a torch.nn.Module")
+    return net.eval() if is_eval else net
+
+
 def said(error: BaseException) -> str:
     """Return an error in one line."""
     if isinstance(error, SystemExit):

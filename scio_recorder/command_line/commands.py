@@ -17,15 +17,14 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Column, Table
-from torch import nn
 
 from scio_recorder.command_line.arguments import (
     FailureError,
     UsageError,
     current_folder_on_path,
     dtype_of,
-    kind_of,
     made,
+    net_of,
     rows_of,
     said,
     size,
@@ -192,11 +191,7 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
 
     if parsed.input_data is not None and parsed.dtype:
         raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
-    net = made(parsed.net)
-    if not isinstance(net, nn.Module):
-        raise UsageError(f"{parsed.net} gives {kind_of(net)}, not a torch.nn.Module")
-    if is_eval:
-        net.eval()
+    net = net_of(parsed.net, is_eval=is_eval)
     return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,15 @@ from torch import nn
 from scio_recorder.command_line.arguments import (
     FailureError,
     UsageError,
-    kind_of,
     made,
+    net_of,
     rows_of,
     said,
     whole_from,
 )
 from scio_recorder.command_line.status import DIFFERENT, WRONG_USE
 from scio_recorder.errors import RecorderError
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
     from scio_recorder.nets.records import Inputs
@@ -106,6 +108,7 @@ def compare(parsed: argparse.Namespace, console: Console) -> int:
             parsed.atol,
             floor=runs[2] if parsed.floor is not None else None,
             max_batches=parsed.max_batches,
+            to_inputs=_to_inputs_of(runs, inputs),
             rows=rows,
         )
         page = None if parsed.report is None else difference.report(parsed.report)
@@ -166,10 +169,33 @@ def _run(target: str, parsed: argparse.Namespace, inputs: Inputs | None) -> Any:
         if not os.path.exists(target):
             raise UsageError(f"{target!r}: there is no such folder; a net is MODULE:NAME")
         return open_recording(target)
-    net = made(target)
-    if not isinstance(net, nn.Module):
-        raise UsageError(f"{target} gives {kind_of(net)}, not a torch.nn.Module")
-    if not parsed.train:
-        net.eval()
-    flow = not parsed.allow_dynamic_flow
-    return Recorder(net, input_data=inputs.kwargs or inputs.args, force_static_flow=flow)
+    net = net_of(target, is_eval=not parsed.train)
+    args, kwargs = _in_dtype_of(net, inputs)
+    return Recorder(net, input_data=kwargs or args, force_static_flow=not parsed.allow_dynamic_flow)
+
+
+def _in_dtype_of(net: nn.Module, inputs: Inputs) -> Inputs:
+    """Return inputs whose floating numbers are of the type of the net's parameters."""
+    found = (one.dtype for one in net.parameters() if one.is_floating_point())
+    dtype = next(found, None)
+    others = {one.dtype for one in tensors(inputs) if one.is_floating_point()} - {dtype}
+    if dtype is None or not others:
+        return inputs
+    fitted: Inputs = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+    return fitted
+
+
+def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[Any], Any]] | None:
+    """Return what makes inputs of a batch for each run, where types of numbers differ."""
+    from scio_recorder.recording.collect.feed import Feed
+
+    nets = [getattr(run, "net", None) for run in runs]
+    if inputs is None or all(net is None or _in_dtype_of(net, inputs) is inputs for net in nets):
+        return None
+    feed = Feed([], 1, None, None, None)
+
+    def given_to(net: nn.Module | None, batch: Any) -> Any:
+        found = feed.inputs(batch)
+        return tuple(found if net is None else _in_dtype_of(net, found))
+
+    return [partial(given_to, net) for net in nets]

@@ -28,6 +28,13 @@ def renamed():
     for name, module in zip(names, reference()):
         net.add_module(name, module)
     return net
+def half():
+    return reference().bfloat16()
+def half_changed():
+    net = half()
+    with torch.no_grad():
+        net[0].bias[2] += 1
+    return net
 class Broken(nn.Module):
     def forward(self, x):
         raise KeyError("no way")
@@ -97,6 +104,18 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     renamed = ["compare", NETS[1], "compare_nets:renamed", *DATA]
     assert main([*renamed, "--layers", "0", "3", "--match", "0=first", "3=last"]) == 0
     assert "2 layers" in capsys.readouterr().out
+
+
+def test_a_net_is_given_its_own_type_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    half = ["compare", NETS[1], "compare_nets:half", *DATA]
+    assert main(half) == 1
+    assert main([*half, "--floor", "compare_nets:half"]) == 0
+    capsys.readouterr()
+    changed = ["compare", NETS[1], "compare_nets:half_changed", *DATA]
+    assert main([*changed, "--floor", "compare_nets:half"]) == 1
+    assert "First difference: 1-1 (0)" in capsys.readouterr().out
+    one = recorded("reference", "one")
+    assert main(["compare", one, "compare_nets:half", *DATA, "--floor", "compare_nets:half"]) == 0
 
 
 def test_training_mode_is_asked_for() -> None:
