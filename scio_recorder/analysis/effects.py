@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from scio_recorder.display.effects import EffectMap, draw_effects
 from scio_recorder.display.outline import visible
+from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 class Effects:
@@ -112,6 +115,42 @@ class Effects:
         if self.positions is None:
             del columns["position"]
         return pd.DataFrame(columns).set_index("label")
+
+    def plot(self, position_names: Sequence[str] | None = None) -> Figure:
+        """Draw a bar for each layer, or a map of layers and positions; needs matplotlib.
+
+        Bars begin at the metric of the corrupted run, which is white in a map.
+
+        Parameters
+        ----------
+        position_names : sequence of str, optional
+            What stands at the positions of a map instead of their numbers, such as tokens.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            The figure, which a notebook shows and ``savefig`` writes.
+
+        Raises
+        ------
+        ArgumentError
+            There are not as many names as positions.
+        """
+        positions = [] if self.positions is None else [str(at) for at in self.positions]
+        if position_names is not None and len(position_names) != len(positions):
+            raise ArgumentError(
+                f"there are {len(position_names)} position_names for {len(positions)} positions"
+            )
+        return draw_effects(
+            EffectMap(
+                self._headline(),
+                self.values.numpy(),
+                [_title(layer) for layer in self.layers],
+                positions if position_names is None else [*map(str, position_names)],
+                self.clean,
+                self.corrupted,
+            )
+        )
 
     def __str__(self) -> str:
         titles = [_title(layer) for layer in self.layers]

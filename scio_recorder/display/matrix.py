@@ -65,7 +65,7 @@ class Matrix:
 
 def draw_matrix(matrix: Matrix) -> Figure:
     """Draw a heat map, the first row at the bottom, with the largest number of each row marked."""
-    height, width = (_extent(len(names)) for names in (matrix.rows, matrix.columns))
+    height, width = (extent_of(len(names)) for names in (matrix.rows, matrix.columns))
     longest = max(map(len, map(_short, (*matrix.rows, *matrix.columns))), default=0)
     margin = 0.5 + 0.075 * longest
     figure = blank((width + margin + 1.0, height + margin + 0.7))
@@ -84,18 +84,20 @@ def draw_matrix(matrix: Matrix) -> Figure:
     for column, row in marked:
         axis.plot(column, row, "o", color=VERMILION, markersize=min(7.0, size), clip_on=False)
     for side, names, extent in (("x", matrix.columns, width), ("y", matrix.rows, height)):
-        _name_ticks(axis, side, names, extent)
+        name_ticks(axis, side, names, extent)
     axis.set_ylabel(matrix.axes[0])
     axis.set_xlabel(matrix.axes[1])
     axis.set_title(matrix.title, fontsize=10, parse_math=False)
     return figure
 
 
-def _extent(count: int) -> float:
+def extent_of(count: int) -> float:
+    """Return how many inches so many rows or columns take."""
     return min(_LARGEST, max(_SMALLEST, _CELL * count))
 
 
-def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> None:
+def name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> None:
+    """Write names at the places of an axis, as large and as many as there is room for."""
     places = range(0, len(names), math.ceil(len(names) / _MOST_TICKS))
     # As large as two neighbours leave room for.
     size = min(8.0, 0.8 * 72 * extent / len(names) * places.step)

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 from transformers.pytorch_utils import Conv1D
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
+from scio_recorder.errors import ArgumentError
 from tests.analysis.sweeping import ByHand, weighed
 from tests.harness import trace
 from tests.oracle import differences, seed_everything
@@ -468,3 +469,35 @@ def test_results_show_themselves() -> None:
     assert whole.values.shape == (2,)
     same = rnet.sweep(X, X, weighed)
     assert "-" in str(same).splitlines()[2]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("positions", [None, [2, -1]])
+def test_results_are_drawn(positions: list[int] | None, sign: int) -> None:
+    net = chain(2)
+    rnet = recorder(net, "0", "1", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, lambda out: sign * weighed(out), positions)
+    figure = effects.plot(None if positions is None else ["$a_1", "last"])
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    axis = figure.axes[0]
+    names = axis.get_xticklabels() if positions is None else axis.get_yticklabels()
+    assert [name.get_text() for name in names] == ["1-1 0", "1-2 1"]
+    if positions is None:
+        tops = [bar.get_y() + bar.get_height() for bar in axis.patches]
+        assert tops == pytest.approx(effects.values.tolist())
+        assert {bar.get_y() for bar in axis.patches} == {effects.corrupted}
+    else:
+        assert [name.get_text() for name in axis.get_xticklabels()] == ["$a_1", "last"]
+        (image,) = axis.get_images()
+        drawn = image.to_rgba([effects.corrupted, effects.clean])
+        assert drawn[0, :3].min() > 0.95
+        assert drawn[1, 2] > drawn[1, 0]
+        with pytest.raises(ArgumentError, match="1 position_names for 2 positions"):
+            effects.plot(["a"])
+
+
+def test_nothing_finite_is_drawn_all_the_same() -> None:
+    rnet = recorder(chain(2), "0", "1", input_size=(2, 3))
+    for positions in (None, "all"):
+        effects = rnet.sweep(X, Y, lambda out: out.sum() * float("nan"), positions)
+        assert effects.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
