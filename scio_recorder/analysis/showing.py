@@ -9,7 +9,7 @@ import numpy as np
 
 from scio_recorder.analysis.findings import Findings, FirstDifference, LayerDifference, Number
 from scio_recorder.display.listing import Listing
-from scio_recorder.display.outline import call_text, visible
+from scio_recorder.display.outline import call_text, full_name, visible
 from scio_recorder.display.page import number_text
 from scio_recorder.display.profile import Profile
 from scio_recorder.errors import ComparisonError
@@ -147,12 +147,11 @@ def listing(found: Findings) -> Listing:
     other_names, noise = has_other_names(found), has_noise(found)
     rows = []
     for one in found.values():
-        layer = found.architecture[one.label]
         numbers = [one.max_abs, one.relative_error, *([one.noise] * noise)]
         rows.append(
             [
                 str(one.label),
-                f"{one.name or '(root)'} {call_text(layer)}".strip(),
+                full_name(found.architecture[one.label]),
                 *([one.candidate_name] * other_names),
                 differs_text(found, one),
                 inputs_text(one),
@@ -206,7 +205,7 @@ def profile(found: Findings, measure: str) -> Profile:
     return Profile(
         sentence(found),
         measure.replace("_", " "),
-        [one.name or str(one.label) for one in layers],
+        [full_name(found.architecture[one.label]) for one in layers],
         values,
         np.array([one.differs for one in layers], dtype=bool),
         noise if measure == "relative_error" and has_noise(found) else None,

@@ -13,7 +13,7 @@ from scio_recorder.analysis.cka import Features, linear_cka
 from scio_recorder.analysis.pairing import paired_rows
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.matrix import Matrix, draw_matrix, matrix_html
-from scio_recorder.display.outline import call_text
+from scio_recorder.display.outline import full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError
 from scio_recorder.layer import DepthIdx, Layer, label_of
@@ -144,7 +144,7 @@ class Similarity(Listed):
         -------
         pandas.DataFrame
             [layers of a, layers of b], indexed by qualified names on both sides. The net itself
-            goes by its label, and later calls of a module have their number behind the name.
+            is "(root)", and later calls of a module have their number behind the name.
 
         Examples
         --------
@@ -158,7 +158,7 @@ class Similarity(Listed):
         """
         import pandas as pd
 
-        names = ([_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
+        names = ([full_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
         rows, columns = (pd.Index(own, name=name) for own, name in zip(names, _NAMES, strict=True))
         return pd.DataFrame(self.values.numpy(), rows, columns)
 
@@ -209,8 +209,8 @@ class Similarity(Listed):
         return Matrix(
             self._title(),
             self.values.numpy()[rows][:, columns],
-            [_name(self.layers_a[place]) for place in rows],
-            [_name(self.layers_b[place]) for place in columns],
+            [full_name(self.layers_a[place]) for place in rows],
+            [full_name(self.layers_b[place]) for place in columns],
             _NAMES,
             self.notes,
             self.is_of_one,
@@ -224,8 +224,8 @@ class Similarity(Listed):
             if peak is not None:
                 other = self.layers_b[columns[peak]]
                 value = float(self.values[place, columns[peak]])
-                alike = [str(other.label), _name(other), f"{value:.4f}"]
-            lines.append([str(layer.label), _name(layer), layer.type_name, *alike])
+                alike = [str(other.label), full_name(other), f"{value:.4f}"]
+            lines.append([str(layer.label), full_name(layer), layer.type_name, *alike])
         texts = ("Label", "Name", "Type", "Label", "Most alike")
         return Listing(self._title(), texts, ("CKA",), lines, notes=self.notes)
 
@@ -269,8 +269,3 @@ def _values(first: Sequence[Features], second: Sequence[Features] | None = None)
         rows, columns = (torch.tensor(own, device=found.device) for own in (usable[0], usable[-1]))
         found[rows[:, None], columns] = linear_cka(chosen[0], *chosen[1:])
     return found
-
-
-def _name(layer: Layer) -> str:
-    name = layer.name or str(layer.label)
-    return f"{name} {call_text(layer)}" if layer.call else name

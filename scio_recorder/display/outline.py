@@ -150,6 +150,11 @@ def call_text(layer: Layer) -> str:
     return f"call {layer.call + 1}" if layer.call else ""
 
 
+def full_name(layer: Layer) -> str:
+    """Return the qualified name of a layer, and which call of its module it is."""
+    return f"{layer.name or '(root)'} {call_text(layer)}".rstrip()
+
+
 def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> RenderResult:
     """Yield a line for each row, none of them wider than the console.
 

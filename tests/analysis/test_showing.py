@@ -215,7 +215,7 @@ def test_the_frame_is_what_was_found(difference: Difference) -> None:
 def test_the_figure_has_every_layer(difference: Difference, equal: Difference) -> None:
     axis = difference.plot().axes[0]
     names = [tick.get_text() for tick in axis.get_xticklabels()]
-    assert names == [found.name or "0-1" for found in difference.values()]
+    assert names == [found.name or "(root)" for found in difference.values()]
     errors = np.array([found.relative_error for found in difference.values()])
     drawn = axis.lines[1].get_ydata()
     assert np.allclose(drawn[errors > 0], errors[errors > 0])

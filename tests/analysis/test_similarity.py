@@ -281,8 +281,8 @@ def test_nothing_is_marked_where_nothing_is_alike() -> None:
     found = similarity(*[recorded(nn.Identity(), torch.ones(9, 3))] * 2)
     axis = found.plot().axes[0]
     assert not [line for line in axis.lines if line.get_marker() == "o"]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["0-1"]
-    assert str(found).splitlines()[2].split() == ["0-1", "0-1", "Identity"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["(root)"]
+    assert str(found).splitlines()[2].split() == ["0-1", "(root)", "Identity"]
 
 
 def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
@@ -325,12 +325,12 @@ def test_layers_are_chosen_as_in_record(first: Recording, second: Recording) -> 
 def test_frame_and_figure_have_names(first: Recording, second: Recording) -> None:
     found = similarity(first, second)
     frame = found.to_frame()
-    assert list(frame.index) == ["0-1", "0", "1", "2", "3", "4"]
+    assert list(frame.index) == ["(root)", "0", "1", "2", "3", "4"]
     assert frame.loc["3", "2"] == found.values[4, 3]
     axis = found.plot().axes[0]
     # Containers return last.
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1", "2", "0-1"]
-    assert [label.get_text() for label in axis.get_yticklabels()] == [*"01234", "0-1"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1", "2", "(root)"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [*"01234", "(root)"]
     drawn = axis.images[0].get_array()
     assert drawn[3, 1] == found.values[4, 2]
     assert str(found).splitlines()[0] == "Linear CKA of 6 x 4 layers over 90 rows"
@@ -350,7 +350,7 @@ def test_calls_of_one_module_have_names_of_their_own() -> None:
             return self.act(self.act(x))
 
     found = similarity(*[recorded(Twice(), torch.randn(9, 3))] * 2)
-    assert list(found.to_frame().columns) == ["0-1", "act", "act call 2"]
+    assert list(found.to_frame().columns) == ["(root)", "act", "act call 2"]
 
 
 def test_names_do_nothing_to_a_page() -> None:
