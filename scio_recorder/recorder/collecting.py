@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,10 @@ from scio_recorder.recorder.reading import Reading
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
+    from scio_recorder.display.progress import Advance
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
+    from scio_recorder.recording.collect.collection import Collection
     from scio_recorder.recording.collect.options import Reduce, Transforms
     from scio_recorder.recording.collect.rows import Rows
     from scio_recorder.stores import Plan, Store
@@ -117,20 +121,139 @@ class Collecting(Reading):
         >>> rnet.collect(loader)["1"].shape
         torch.Size([4, 4])
         """
+        from scio_recorder.display.progress import progress_bar
         from scio_recorder.recording.collect.collection import Collection
         from scio_recorder.recording.collect.feed import Feed
-        from scio_recorder.recording.collect.loop import go_through
         from scio_recorder.recording.collect.options import Options
 
+        feed = Feed(batches, every, max_batches, to_inputs, sample_ids)
         collection = Collection(
             self._capture,
             self._net,
-            Feed(batches, every, max_batches, to_inputs, sample_ids),
+            feed,
             Options(self._capture, reduce, transform, dtype, rows),
             store,
             activation_postproc,
             resume,
         )
+        bar = progress_bar("collecting", feed.num_batches, is_wanted=progress)
+        return self._go_through(collection, bar, stop_early=stop_early)
+
+    def collect_parts(
+        self,
+        make_batches: Callable[[int], Iterable[Any]],
+        num_parts: int,
+        *,
+        store: str | Store,
+        wait: bool = True,
+        reduce: Reduce | None = None,
+        transform: Transforms | None = None,
+        every: int = 1,
+        max_batches: int | None = None,
+        to_inputs: Callable[[Any], Any] | None = None,
+        sample_ids: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        rows: Rows | None = None,
+        activation_postproc: Postprocessors | None = None,
+        stop_early: bool = False,
+        progress: bool = True,
+    ) -> Recording:
+        """Collect a dataset together with other processes, which come and go as they like.
+
+        Every process makes this same call, at any time, on any machine that sees the store. Each
+        takes a part that nobody has, until none is left. A part whose process has died is taken by
+        another, which goes on behind what is durable. What comes out does not depend on who did
+        what: samples are in the order of the parts.
+
+        Parameters
+        ----------
+        make_batches : callable
+            ``part -> batches``, for parts from 0 to ``num_parts - 1``: the same batches in the same
+            order, whoever asks. A part may be empty.
+        num_parts : int
+            How many parts there are, at most 100,000. A part that takes minutes is a good one:
+            whoever dies loses no more than what is not durable, and the last ones are soon done.
+        store : str or Store
+            "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see.
+        wait : bool, default True
+            Whether to wait until all parts are complete, and to take over those of processes that
+            die meanwhile; else this returns as soon as there is no part that it can take.
+        reduce, transform, to_inputs, dtype, rows, activation_postproc, stop_early : optional
+            As ``collect`` takes them. Reductions of the parts are merged.
+        every : int, default 1
+            Take every n-th batch of each part.
+        max_batches : int, optional
+            Stop after so many batches of each part that were taken.
+        sample_ids : callable, optional
+            ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
+            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``, whoever counts.
+        progress : bool, default True
+            Show a progress bar, on a terminal.
+
+        Returns
+        -------
+        Recording
+            All parts; without ``wait``, what is durable of them.
+
+        Raises
+        ------
+        CollectError
+            As ``collect`` raises it; or a reduction can't be merged, or two samples have the same
+            id.
+        RecordingError
+            Other processes fill the recording with another net, other settings or another number
+            of parts. Or the disk fails; or the lease of a part has expired, since this process was
+            stopped or did not reach the disk for a minute. What is durable stays, and any process
+            that makes the call goes on.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
+        >>> rnet.record("1")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> recording = rnet.collect_parts(
+        ...     lambda part: [torch.full((3, 2, 2), 1.0 * part)], 4, store=f"disk:{folder.name}/run"
+        ... )
+        >>> recording["1"][:, 0], recording.sample_ids[3]
+        (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
+        >>> folder.cleanup()
+        """
+        from scio_recorder.recording.collect.collection import Collection
+        from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.options import Options
+        from scio_recorder.recording.collect.parts import Parts
+
+        def collection(
+            batches: Iterable[Any], part: int, store: Store, weights: str | None
+        ) -> Collection:
+            return Collection(
+                self._capture,
+                self._net,
+                Feed(batches, every, max_batches, to_inputs, sample_ids, part),
+                Options(self._capture, reduce, transform, dtype, rows),
+                store,
+                activation_postproc,
+                resume=True,
+                weights=weights,
+            )
+
+        run = partial(self._go_through, stop_early=stop_early)
+        parts = Parts(make_batches, num_parts, store, collection, run)
+        return parts.collect(wait=wait, progress=progress)
+
+    def _go_through(
+        self,
+        collection: Collection,
+        progress: AbstractContextManager[Advance],
+        *,
+        stop_early: bool,
+    ) -> Recording:
+        """Run the network over the batches of a collection."""
+        from scio_recorder.recording.collect.loop import go_through
+
         # torch.compile(rnet) is another module, and can't be told from here.
         module: Any = self
         compiled = module if private.calls_compiled(module) else None

@@ -33,7 +33,7 @@ from scio_recorder.recording.columns import (
     to_array,
 )
 from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.disk_format.folder import accessing
+from scio_recorder.stores.disk_format.medium import accessing
 
 if TYPE_CHECKING:
     import datasets

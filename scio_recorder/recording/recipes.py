@@ -37,17 +37,30 @@ def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
     }
 
 
-def from_recipes(recipes: Any, states: Sequence[Any], where: str) -> Reductions:
+def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]) -> None:
+    """Put reductions in the states that `states_of` returned."""
+    for label, given in reductions.items():
+        saved = states[text_of(label)]
+        pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
+        for reduction, one in pairs:
+            reduction.load_state_dict(one)
+
+
+def from_recipes(
+    recipes: Any, states: Sequence[Any], where: str, given: Reductions | None = None
+) -> Reductions:
     """Return the reductions that `recipes_of` was given, in the states that they had.
 
     Only classes of this library are constructed, by names from a fixed list. Where there are the
-    states of several processes, they are merged.
+    states of several processes, they are merged. ``given`` are the same reductions, where those
+    who ask have them: they may be of other classes.
     """
     try:
         if isinstance(recipes, list):
-            each = zip(recipes, *states, strict=True)
-            return [_merged(recipe, own, where) for recipe, *own in each]
-        return _merged(recipes, states, where)
+            patterns = given if isinstance(given, list) else [given] * len(recipes)
+            each = zip(recipes, patterns, *states, strict=True)
+            return [_merged(recipe, own, where, one) for recipe, one, *own in each]
+        return _merged(recipes, states, where, given)
     except RecordingError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -61,8 +74,10 @@ def _recipe(reduction: Reduction) -> dict[str, Any]:
     return {"kind": kind, "custom": True}
 
 
-def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str) -> Reduction:
-    first, *others = [_restored(recipe, state, where) for state in states]
+def _merged(
+    recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str, given: Any = None
+) -> Reduction:
+    first, *others = [_restored(recipe, state, where, given) for state in states]
     if isinstance(first, _Unreadable):
         return first
     for other in others:
@@ -76,10 +91,16 @@ def _merged(recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str
     return first
 
 
-def _restored(recipe: dict[str, Any], state: dict[str, Any], where: str) -> Reduction:
+def _restored(
+    recipe: dict[str, Any], state: dict[str, Any], where: str, given: Reduction | None
+) -> Reduction:
     options = dict(recipe)
     kind = options.pop("kind")
     ours = _ours(kind)
+    if given is not None:
+        restored = given.fresh()
+        restored.load_state_dict(state)
+        return restored
     if options.pop("custom", False) or ours is None:
         return _Unreadable(
             f"layer {where} was reduced by {kind}, which is no reduction of this library and can't "

@@ -21,7 +21,7 @@ from scio_recorder.recording.loader import (
     arguments,
     rows_of,
 )
-from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
+from scio_recorder.recording.recipes import Reductions, from_recipes, recipes_of, states_of
 from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.showing import Showing
 from scio_recorder.stores import Disk, Job
@@ -234,7 +234,11 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     ...     recording.complete, recording["0-1"].shape
     (True, torch.Size([3, 2]))
     """
-    reader = RunReader(path, verify=verify)
+    return opened(RunReader(path, verify=verify), {})
+
+
+def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording:
+    """Return the recording of a reader; ``given`` are its reductions, where they are at hand."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
     found = [reader.read_state(rank) for rank in range(reader.world_size)]
@@ -246,7 +250,10 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
         reduced = [_mapping(state, "reductions") for state in states]
         reductions = {
             architecture.resolve(name): from_recipes(
-                recipes[name], [state[name] for state in reduced], name
+                recipes[name],
+                [state[name] for state in reduced],
+                name,
+                given.get(architecture.resolve(name)),
             )
             for name in recipes
             if reduced and all(name in state for state in reduced)

@@ -125,6 +125,11 @@ class Reduction(abc.ABC):
         """
         return {}
 
+    @property
+    def why_not_merged(self) -> str | None:
+        """Why those that saw different data can't be merged, None where they can."""
+        return None
+
     def fresh(self) -> Self:
         """Return a reduction of the same construction that has seen nothing."""
         twin = copy.deepcopy(self)

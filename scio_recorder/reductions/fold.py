@@ -108,12 +108,19 @@ class Fold(SampleReduction):
     def _add(self, samples: Tensor) -> None:
         self._accumulator = self._fn(self._accumulator, samples.clone())
 
+    @property
+    def why_not_merged(self) -> str | None:
+        """Why folds of different data can't be merged, None where they can."""
+        if self._merge is not None:
+            return None
+        return (
+            f"{self!r} can't be merged: construct it as Fold(fn, merge=function), where "
+            "function(accumulator, other_accumulator) returns the joined accumulator."
+        )
+
     def _join(self, other: Fold) -> None:
         if self._merge is None:
-            raise CollectError(
-                f"{self!r} can't be merged: construct it as Fold(fn, merge=function), where "
-                "function(accumulator, other_accumulator) returns the joined accumulator."
-            )
+            raise CollectError(self.why_not_merged)
         self._accumulator = self._merge(self._accumulator, other._accumulator)
 
     def _result(self) -> Any:

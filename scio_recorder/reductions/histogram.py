@@ -123,6 +123,13 @@ class Histogram(SampleReduction):
         places = torch.bucketize(values, edges, right=True) - (values == edges[-1]).long()
         return torch.bincount(places, minlength=self._bins + 2)
 
+    @property
+    def why_not_merged(self) -> str | None:
+        """Why histograms of different data can't be merged, None where they can."""
+        if self._range is not None:
+            return None
+        return f"{self!r} takes its range from the first batch that it sees; give range=(low, high)"
+
     def _check_mergeable(self, other: Histogram) -> None:
         super()._check_mergeable(other)
         ours, theirs = (self._low, self._high), (other._low, other._high)

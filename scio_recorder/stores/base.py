@@ -9,11 +9,14 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
+from scio_recorder.stores.disk_format.lease import Lease
+from scio_recorder.stores.disk_format.medium import Medium
 
 State: TypeAlias = dict[str, Any]
 
@@ -174,6 +177,45 @@ class Store(abc.ABC):
     can_resume = False
     # Whether other processes fill it too, with samples of their own.
     is_shared = False
+
+    def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
+        """Begin, or join, a recording that several processes fill part by part.
+
+        Parameters
+        ----------
+        num_parts : int
+            How many parts there are.
+        header : dict
+            Settings, in which all processes must agree.
+
+        Returns
+        -------
+        Medium
+            Where it is.
+
+        Raises
+        ------
+        CollectError
+            Other processes don't see what is kept here.
+        RecordingError
+            It was begun otherwise.
+        """
+        raise CollectError(
+            f"collect_parts needs a store that other processes see, and {type(self).__name__} is "
+            'none: write store="disk:PATH"'
+        )
+
+    def part(self, lease: Lease, num_parts: int) -> Store:
+        """Return the store of one part of such a recording.
+
+        Parameters
+        ----------
+        lease : Lease
+            The right to write it.
+        num_parts : int
+            How many parts there are.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def open(self, job: Job) -> StoreWriter:

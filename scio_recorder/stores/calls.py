@@ -14,8 +14,8 @@ from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.stores.disk_format.folder import parsing
 from scio_recorder.stores.disk_format.jsons import UnkeepableError, decode, encode, expect
+from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, RunReader
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
@@ -163,8 +163,6 @@ class Calls:
         The layers whose calls are kept.
     rows : sequence of int
         How many samples each batch has.
-    num_bytes : int
-        What all calls take together.
     """
 
     def __init__(
@@ -178,13 +176,17 @@ class Calls:
 
         kept = self._kept
         self.rows: Sequence[int] = kept.rows
-        self.num_bytes = kept.num_bytes
         self.labels = tuple(self._names) if kept.rows else ()
 
     @property
     def _kept(self) -> KeptCalls | KeptReader:
         # A reader of a recording can be pickled, and a reader of its calls can't.
         return self._source if isinstance(self._source, KeptCalls) else self._source.kept
+
+    @property
+    def num_bytes(self) -> int:
+        """What all calls take together."""
+        return self._kept.num_bytes
 
     def call(self, number: int, label: DepthIdx) -> KeptCall:
         """Return the call of a layer in a batch, in memory of its own on the CPU.

@@ -31,10 +31,14 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
+from scio_recorder.stores.disk_format.beginning import agree, check_settings
+from scio_recorder.stores.disk_format.description import row_column
+from scio_recorder.stores.disk_format.folder import Folder, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.jsons import differences, dump, pack, parse, unpack
+from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
+from scio_recorder.stores.disk_format.lease import Lease
+from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.run import row_column
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
@@ -101,6 +105,27 @@ class Disk(Store):
                 f"{world_size - 1}"
             )
         self.is_shared = world_size > 1
+        # The right to write what is written, where processes take parts of a recording.
+        self.lease: Lease | None = None
+
+    def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
+        """Begin, or join, a recording that several processes fill part by part."""
+        if self.is_shared:
+            raise CollectError(
+                "collect_parts says itself which process writes what: leave rank= and world_size= "
+                "out of Disk(...)"
+            )
+        with accessing(self.path):
+            make_folder(self.path)
+            medium = Folder(self.path)
+        agree(medium, num_parts, header)
+        return medium
+
+    def part(self, lease: Lease, num_parts: int) -> Disk:
+        """Return the store of one part."""
+        made = Disk(self.path, self.chunk_bytes, rank=lease.part, world_size=num_parts)
+        made.lease, made.is_shared = lease, True
+        return made
 
     def open(self, job: Job) -> DiskWriter:
         """Begin a job, or go on with it.
@@ -123,6 +148,10 @@ class Disk(Store):
         return DiskWriter(job, self)
 
 
+class EmptyPartError(CollectError):
+    """A part has no samples, and there is no recording yet that could have it."""
+
+
 class DiskWriter(StoreWriter):
     """Buffers whole batches until there is a chunk, and has that appended; see the NOTE."""
 
@@ -132,10 +161,7 @@ class DiskWriter(StoreWriter):
         self._store = store
         self._path = store.path
         # Of the net as it is now: passes in training mode change its buffers.
-        self._header = header_of(job.architecture, job.settings())
-        if store.is_shared and str(self._header.get("weights")).startswith("local-"):
-            # Each process holds other shards of the weights.
-            self._header["weights"] = "local"
+        self._header = header_of(job.architecture, job.settings(), is_shared=store.is_shared)
         self._columns: dict[DepthIdx | str, Column] = {}
         # The memory of each column that is written, while the other is filled.
         self._resting: dict[DepthIdx | str, Buffer] = {}
@@ -190,7 +216,9 @@ class DiskWriter(StoreWriter):
         """Make the rest durable, and declare the recording complete if it is."""
         try:
             if not self.is_complete:
-                if self._staged or self._writer is None:
+                if self._writer is None and not self._staged and self._store.lease is not None:
+                    self._writer = self._begun_without_samples()
+                elif self._staged or self._writer is None:
                     self._flush(state)
                 self._wait()
                 if is_complete and self._writer is not None:
@@ -262,7 +290,16 @@ class DiskWriter(StoreWriter):
             rows=rows if self.counts_rows else None,
             rank=self._store.rank,
             world_size=self._store.world_size,
+            lease=self._store.lease,
         )
+
+    def _begun_without_samples(self) -> RunWriter:
+        if self._found is None and not holds_recording(self._path):
+            raise EmptyPartError("no part has given a batch so far, which would tell what is kept")
+        return self._resumed()
+
+    def _resumed(self) -> RunWriter:
+        return RunWriter.resume(self._path, rank=self._store.rank, lease=self._store.lease)
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
@@ -276,7 +313,9 @@ class DiskWriter(StoreWriter):
                     f"{self._path} already holds a recording: go on with it by resume=True, read "
                     "it with open_recording, or choose another folder"
                 )
-            self._check_same(reader)
+            stored = {**reader.header, "world_size": reader.world_size}
+            given = {**parse(dump(self._header)), "world_size": self._store.world_size}
+            check_settings(self._path, stored, given)
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete
             self.num_found_rows = 0 if reader.rows is None else reader.num_rows
@@ -287,23 +326,7 @@ class DiskWriter(StoreWriter):
             self.state = None if found is None else unpack(found)
             if not reader.complete:
                 # At once, so that another writer at work is noticed before any pass.
-                self._writer = RunWriter.resume(self._path, rank=rank)
-
-    def _check_same(self, reader: RunReader) -> None:
-        stored = _comparable(reader.header, reader.world_size)
-        found = differences(stored, _comparable(parse(dump(self._header)), self._store.world_size))
-        if found:
-            raise RecordingError(
-                f"{self._path} was recorded with other settings: {'; '.join(found[:4])}. Resume "
-                "with all as it was then, or choose another folder"
-            )
-
-
-def _comparable(header: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Return what must agree; the fingerprint stands for the network, which would fill pages."""
-    architecture = header.get("architecture")
-    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-    return {**header, "architecture": fingerprint, "world_size": world_size}
+                self._writer = self._resumed()
 
 
 def _name_of(key: DepthIdx | str) -> str:
@@ -311,9 +334,15 @@ def _name_of(key: DepthIdx | str) -> str:
     return row_column(key) if isinstance(key, str) else text_of(key)
 
 
-def header_of(architecture: Architecture, settings: dict[str, Any]) -> dict[str, Any]:
+def header_of(
+    architecture: Architecture, settings: dict[str, Any], *, is_shared: bool = False
+) -> dict[str, Any]:
     """Return what a recording on disk says about itself."""
-    return {"architecture": architecture.to_dict(), **settings}
+    header = {"architecture": architecture.to_dict(), **settings}
+    if is_shared and str(header.get("weights")).startswith("local-"):
+        # Each process holds other shards of the weights.
+        header["weights"] = "local"
+    return header
 
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:

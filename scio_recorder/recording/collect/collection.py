@@ -27,7 +27,7 @@ from scio_recorder.recording.collect.intake import (
 from scio_recorder.recording.collect.options import Options
 from scio_recorder.recording.collect.probing import Doubts
 from scio_recorder.recording.collect.rows import Source
-from scio_recorder.recording.recipes import states_of
+from scio_recorder.recording.recipes import restore, states_of
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall
@@ -61,6 +61,8 @@ class Collection:
     is_of_others : bool, default False
         Whether others run the passes: one may go on with the samples of another, and there may be
         more after one that fails. Reductions take in a pass when it has ended, from copies.
+    weights : str, optional
+        The digest of the network's weights, where it is known.
     """
 
     capture: Capture
@@ -71,11 +73,20 @@ class Collection:
     activation_postproc: Postprocessors | None
     resume: bool
     is_of_others: bool = False
+    weights: str | None = None
 
     def open(self) -> None:
         """Open the store, and say what takes in each layer."""
-        store, given, program = as_store(self.store), self.activation_postproc, self.capture.program
+        store = as_store(self.store)
         self._check(store)
+        self._writer = store.open(self.job())
+        self._num_durable = len(self._writer.sample_ids)
+        self._num_durable_rows = self._writer.num_found_rows
+        self._prepare()
+
+    def job(self) -> Job:
+        """Return what a store is told."""
+        given, program = self.activation_postproc, self.capture.program
         # Post-processors by layer.
         self.posts = None if given is None else assign(program.architecture, program.order, given)
         # Of the net as it is now: passes in training mode change its buffers.
@@ -87,19 +98,15 @@ class Collection:
             sample_ids=self.feed.sample_ids is not None,
         )
         # Without the collection, which holds the writer: neither waits for the garbage collector.
-        net = self.net
-        job = Job(
+        net, weights = self.net, self.weights
+        return Job(
             self.options.architecture,
             self.options.stored,
             self.feed.num_batches,
             # Reading all weights is for stores that are resumed.
-            lambda: {**settings, "weights": weights_digest(net)},
+            lambda: {**settings, "weights": weights or weights_digest(net)},
             self.resume,
         )
-        self._writer = store.open(job)
-        self._num_durable = len(self._writer.sample_ids)
-        self._num_durable_rows = self._writer.num_found_rows
-        self._prepare()
 
     @property
     def is_complete(self) -> bool:
@@ -114,7 +121,7 @@ class Collection:
                 f"store=None keeps reductions only, and there is none for {layers}: give "
                 'reduce=, or a store such as "host"'
             )
-        if store.is_shared and self.feed.sample_ids is None:
+        if store.is_shared and self.feed.sample_ids is None and self.feed.part is None:
             raise CollectError(
                 "each of several processes sees samples of its own, and a running index would give "
                 "different ones the same id: write sample_ids=lambda batch: ..."
@@ -378,11 +385,7 @@ class Collection:
     def _restore(self, state: State) -> None:
         # Recordings made before there were rows have none.
         self._row_columns.names = state.get("columns", [])
-        for label, given in self.options.reductions.items():
-            saved = state["reductions"][text_of(label)]
-            pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
-            for reduction, one in pairs:
-                reduction.load_state_dict(one)
+        restore(self.options.reductions, state["reductions"])
         for label, intake in self._storing.items():
             sums = state["rounding"].get(text_of(label))
             if sums is not None:

@@ -25,6 +25,10 @@ _WRITE = (
     "write to_inputs=lambda batch: ... to say what the net is given"
 )
 
+# By default sample 5 of part 17 has the id 17_000_000_000_005, whoever counts, and however many
+# samples other parts have.
+IDS_OF_A_PART = 10**12
+
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, those of other libraries too, by words in the names of their types.
 _DROPPING = ("Dropout", "DropPath", "StochasticDepth")
@@ -45,6 +49,8 @@ class Feed:
         Stop after so many taken ones.
     to_inputs, sample_ids : callable or None
         As given to ``collect``.
+    part : int, optional
+        Which part of a dataset these are. It may be empty.
     """
 
     batches: Iterable[Any]
@@ -52,6 +58,7 @@ class Feed:
     max_batches: int | None
     to_inputs: Callable[[Any], Any] | None
     sample_ids: Callable[[Any], Any] | None
+    part: int | None = None
 
     def __post_init__(self) -> None:
         batches = self.batches
@@ -127,6 +134,7 @@ class Feed:
             How many samples it has, where that is known.
         """
         if self.sample_ids is None:
+            first += (self.part or 0) * IDS_OF_A_PART
             return range(first, first + (_num_samples(inputs) if number is None else number))
         given = self.sample_ids(batch)
         values = given.tolist() if hasattr(given, "tolist") else given

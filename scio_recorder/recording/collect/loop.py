@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 
-from scio_recorder.display.progress import progress_bar
+from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.collection import Collection
@@ -25,7 +26,7 @@ def go_through(
     *,
     compiled: Callable[..., Any] | None,
     stop_early: bool,
-    progress: bool,
+    progress: AbstractContextManager[Advance],
 ) -> Recording:
     """Run the net on all batches, and return all samples, or their summaries, by layer.
 
@@ -37,8 +38,8 @@ def go_through(
         The recorder, where that is compiled and runs in place of the net.
     stop_early : bool
         Whether the net runs no further than the last recorded layer.
-    progress : bool
-        Whether to show a progress bar.
+    progress : context manager
+        Gives what is told of samples and bytes.
     """
     capture, net = collection.capture, collection.net
     if compiled is not None:
@@ -64,11 +65,15 @@ def go_through(
 
 
 @torch.no_grad()
-def _run_batches(collection: Collection, run: Callable[[Inputs], Any], progress: bool) -> None:
+def _run_batches(
+    collection: Collection,
+    run: Callable[[Inputs], Any],
+    progress: AbstractContextManager[Advance],
+) -> None:
     """Run the net on all batches, past the samples that are durable already, in order."""
     net, feed = collection.net, collection.feed
     is_empty, is_advised = True, feed.to_inputs is not None
-    with progress_bar("collecting", feed.num_batches, is_wanted=progress) as advance:
+    with progress as advance:
         for batch, is_taken in feed:
             is_empty = False
             if not is_taken and feed.sample_ids is not None:
@@ -85,7 +90,7 @@ def _run_batches(collection: Collection, run: Callable[[Inputs], Any], progress:
             added = collection.end()
             if is_taken:
                 advance(*added)
-    if is_empty:
+    if is_empty and feed.part is None:
         raise CollectError("batches is empty: it gave no batch to run the net on")
     collection.check_end()
 

@@ -75,6 +75,16 @@ class Options:
                 )
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
 
+    def check_mergeable(self) -> None:
+        """Refuse reductions whose states, of different parts of the data, can't be merged."""
+        for label, given in self.reductions.items():
+            for one in given if isinstance(given, list) else [given]:
+                if one.why_not_merged is not None:
+                    raise CollectError(
+                        f"layer {self.architecture[label]} can't be reduced in parts: "
+                        f"{one.why_not_merged}"
+                    )
+
     def settings(
         self, net: nn.Module, every: int, posts: Iterable[DepthIdx], **has: bool
     ) -> dict[str, Any]:

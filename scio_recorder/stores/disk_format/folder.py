@@ -9,7 +9,6 @@ That is all that the format asks of the medium, besides listing names, reading, 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -22,6 +21,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.medium import Medium, NewFile
 
 _T = TypeVar("_T")
 
@@ -30,34 +30,6 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-@contextmanager
-def accessing(path: str) -> Iterator[None]:
-    """Raise an `OSError` of the block as a `RecordingError` with the same ``errno``."""
-    try:
-        yield
-    except RecordingError:
-        raise
-    except OSError as cause:
-        linked = cause.errno == errno.ELOOP
-        reason = "is a link, and links are not followed" if linked else cause.strerror or cause
-        error = RecordingError(f"{path}: {reason}")
-        error.errno = cause.errno
-        raise error from cause
-
-
-@contextmanager
-def parsing(path: str) -> Iterator[None]:
-    """Raise what a damaged or hostile file provokes in the block as a `RecordingError`."""
-    try:
-        with accessing(path):
-            yield
-    # The contents of a file may have any type in any place, so that reading them can fail in any
-    # of these ways; nothing but the parsing of one file stands inside such a block.
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
-        reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
-        raise RecordingError(f"{path} is damaged: {reason:.200}") from cause
 
 
 class File:
@@ -96,11 +68,35 @@ class File:
             out, offset = out[done:], offset + done
 
 
-class Folder:
+class FileInPlace:
+    """A file that is written through a descriptor.
+
+    Parameters
+    ----------
+    descriptor : int
+        Whoever gives it closes it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write the whole of ``data`` at ``offset``; the system may take less at a time."""
+        view = memoryview(data)
+        while view:
+            done = system.write(self.descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def begin_writing(self, offset: int, count: int) -> None:
+        """Let the disk begin with what lies in memory."""
+        system.write_behind(self.descriptor, offset, count)
+
+
+class Folder(Medium):
     """An open folder. It is closed by `close`, or when nobody refers to it any more.
 
-    Names are those that the format itself makes up, never text out of a file, and are resolved
-    relative to the descriptor, so that nothing outside the folder can be reached.
+    Names are resolved relative to the descriptor, so that nothing outside the folder can be
+    reached.
     """
 
     def __init__(self, path: str) -> None:
@@ -108,16 +104,22 @@ class Folder:
             raise RecordingError("recordings on disk can only be used on little-endian machines")
         # This path alone may lead through links: the user has named it.
         self.path = path
-        # The folder, and the file that is locked.
-        self._descriptors = [system.open_file(path, _FOLDER)]
-        self.close = weakref.finalize(self, _close_all, self._descriptors)
+        # The folder, and by their names the files that are locked.
+        self._descriptors = {"": system.open_file(path, _FOLDER)}
+        self._closing = weakref.finalize(self, _close_all, self._descriptors)
+        self.close = self._closing.__call__
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this very process can use it: a forked one can't."""
+        return self._closing.alive
 
     @property
     def descriptor(self) -> int:
         """The descriptor to resolve names against."""
         if not self._descriptors:
             raise RecordingError(f"{self.path} has been closed; open it again")
-        return self._descriptors[0]
+        return self._descriptors[""]
 
     def lock(self, name: str) -> None:
         """Keep other writers out for as long as this process has the folder open.
@@ -128,20 +130,18 @@ class Folder:
             If another writer holds the lock.
         """
         _LOCKED.add(self)
-        self._descriptors.append(system.open_file(name, _LOCK, 0o666, dir_fd=self.descriptor))
+        descriptor = system.open_file(name, _LOCK, 0o666, dir_fd=self.descriptor)
+        self._descriptors[name] = descriptor
         try:
-            system.flock(self._descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             message = f"{self.path} is being written by another writer, which holds {name}"
             raise RecordingError(message) from cause
 
-    def path_of(self, name: str) -> str:
-        """Return the path of ``name``, for messages."""
-        return f"{self.path}/{name}"
-
-    def names(self) -> list[str]:
-        """Return the names in the folder, sorted."""
-        return sorted(system.list_names(self.descriptor))
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names in the folder that begin so, sorted."""
+        found = system.list_names(self.descriptor)
+        return sorted(name for name in found if name.startswith(prefix))
 
     @contextmanager
     def open(self, name: str) -> Iterator[File]:
@@ -152,52 +152,70 @@ class Folder:
         finally:
             close_quietly(descriptor)
 
-    def put(self, name: str, owner: str, write: Callable[[int], _T]) -> _T:
-        """Put a new file in place, whole or not at all, and make that durable; see the NOTE.
-
-        Parameters
-        ----------
-        name : str
-            Its name.
-        owner : str
-            Whose it is, which is in the name that it has until it is whole.
-        write : callable
-            Writes to a descriptor.
-
-        Returns
-        -------
-        Any
-            What ``write`` returned.
-
-        Raises
-        ------
-        FileExistsError
-            There is a file of this name.
-        """
-        temporary = f"{name}.{owner}-{uuid.uuid4().hex[:16]}.tmp"
-        try:
-            descriptor = system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
+    def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
+        """Put a new file in place, whole or not at all, and make that durable; see the NOTE."""
+        with self._put_in_place(name, owner) as descriptor:
             try:
-                written = write(descriptor)
+                written = write(FileInPlace(descriptor))
                 # Linux reports a failed sync once and then takes the lost pages for written, so
                 # that it is never tried again with this file.
                 system.fsync(descriptor)
             finally:
                 close_quietly(descriptor)
+        self.sync()
+        return written
+
+    def claim(self, name: str, content: bytes) -> None:
+        """Put a small file in place, and hold a lock on it, by which others see that we live."""
+        descriptor = -1
+        try:
+            with self._put_in_place(name, "claim") as descriptor:
+                # Where a file system has no locks, others wait for what they can see.
+                with suppress(OSError):
+                    system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                FileInPlace(descriptor).write(0, content)
+        except BaseException:
+            close_quietly(descriptor)
+            raise
+        _LOCKED.add(self)
+        self._descriptors[name] = descriptor
+
+    def is_abandoned(self, name: str) -> bool:
+        """Whether nobody on this machine holds the lock on a claim."""
+        try:
+            descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
+        except OSError:
+            return False
+        try:
+            system.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            close_quietly(descriptor)
+
+    @contextmanager
+    def _put_in_place(self, name: str, owner: str) -> Iterator[int]:
+        """Create a file for the block to write, and give it its name behind the block."""
+        temporary = f"{name}.{owner}-{uuid.uuid4().hex[:16]}.tmp"
+        try:
+            yield system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
             system.rename_new(temporary, name, self.descriptor)
         except BaseException as error:
             with suppress(OSError):
-                self.unlink(temporary)
+                system.unlink(temporary, dir_fd=self.descriptor)
             if isinstance(error, FileExistsError):
                 problem = "is there already: another writer has committed it; resume the recording"
                 raise FileExistsError(error.errno, f"{name} {problem}") from None
             raise
-        self.sync()
-        return written
 
     def unlink(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, and the lock on it."""
         system.unlink(name, dir_fd=self.descriptor)
+        descriptor = self._descriptors.pop(name, None)
+        if descriptor is not None:
+            close_quietly(descriptor)
 
     def sync(self) -> None:
         """Make the names in the folder durable."""
@@ -218,9 +236,9 @@ def _close_inherited() -> None:
 os.register_at_fork(after_in_child=_close_inherited)
 
 
-def _close_all(descriptors: list[int]) -> None:
+def _close_all(descriptors: dict[str, int]) -> None:
     while descriptors:
-        close_quietly(descriptors.pop())
+        close_quietly(descriptors.popitem()[1])
 
 
 def close_quietly(descriptor: int) -> None:
@@ -240,11 +258,3 @@ def make_folder(path: str) -> None:
     if parent != path:
         with closing(Folder(parent)) as folder:
             folder.sync()
-
-
-def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    """Write the whole of ``data`` at ``offset``; the system may take less at a time."""
-    view = memoryview(data)
-    while view:
-        done = system.write(descriptor, view, offset)
-        view, offset = view[done:], offset + done

@@ -5,9 +5,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from operator import index as as_integer
 from typing import Any, TypeAlias, overload
+
+import numpy
 
 from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, expect
 
@@ -77,6 +79,40 @@ class SampleIds(Sequence[int | str]):
     def __repr__(self) -> str:
         few = ", ".join(map(repr, self[:6]))
         return f"SampleIds([{few}{', ...' if len(self) > 6 else ''}], {len(self)} in all)"
+
+    def repeated(self) -> int | str | None:
+        """Return an id that is there twice, None where there is none.
+
+        Examples
+        --------
+        >>> ids = SampleIds()
+        >>> ids.add(range(10, 20))
+        >>> ids.add(to_ids([3, 7, 30]))
+        >>> ids.repeated()
+        >>> ids.add(range(7, 9))
+        >>> ids.repeated()
+        7
+        """
+        if self._parts and isinstance(self._parts[0], tuple):
+            seen: set[int | str] = set()
+            for one in self:
+                if one in seen:
+                    return one
+                seen.add(one)
+            return None
+        spans = sorted((part.start, part.stop) for part in self._parts if isinstance(part, range))
+        for (_, stop), (start, _) in pairwise(spans):
+            if start < stop:
+                return start
+        others = [numpy.array(part) for part in self._parts if not isinstance(part, range)]
+        single = numpy.sort(numpy.concatenate(others)) if others else numpy.empty(0, numpy.int64)
+        is_twice = numpy.concatenate([single[1:] == single[:-1], [False]])[: len(single)]
+        if spans:
+            starts, last = numpy.array([(start, stop - 1) for start, stop in spans]).T
+            span = numpy.searchsorted(starts, single, side="right") - 1
+            is_twice |= (span >= 0) & (single <= last[span])
+        found = single[is_twice]
+        return int(found[0]) if len(found) else None
 
     def tolist(self) -> list[int | str]:
         """Return the ids as a list."""

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
+from scio_recorder.stores.disk_format.chunk import Chunk
+from scio_recorder.stores.disk_format.description import SAMPLE, VALUES
+from scio_recorder.stores.disk_format.folder import Folder
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
+from scio_recorder.stores.disk_format.medium import accessing, parsing
 from scio_recorder.stores.disk_format.row_reader import RowReader
-from scio_recorder.stores.disk_format.run import SAMPLE, VALUES, Chunk, read_state, scan
+from scio_recorder.stores.disk_format.run import read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
 
 
@@ -60,10 +63,14 @@ class KeptReader:
         self._starts = list(accumulate((len(one.batches) for one in self._chunks), initial=0))
         if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
             raise ValueError("something is kept of some batches and not of others")
-        tables = [item for chunk in self._chunks for item in chunk.table.items()]
-        self.num_bytes = sum(spec.nbytes for name, spec in tables if name.startswith("#"))
         # Cache: batches are mostly read in order.
         self._last: tuple[Chunk, list[JSON]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the tensors take, which their files say."""
+        tables = [item for chunk in self._chunks for item in chunk.file.table.items()]
+        return sum(spec.nbytes for name, spec in tables if name.startswith("#"))
 
     def read(self, number: int) -> tuple[JSON, Callable[[int], Tensor]]:
         """Return the value of a batch, not to be changed, and what reads tensors it refers to.
@@ -81,13 +88,13 @@ class KeptReader:
 
         def tensor(position: int) -> Tensor:
             with parsing(chunk.path):
-                return chunk.read(f"#{expect(position, int)}")
+                return chunk.file.read(f"#{expect(position, int)}")
 
         # Other threads may replace it meanwhile.
         last = self._last
         with parsing(chunk.path):
             if last is None or last[0] is not chunk:
-                text = chunk.read(VALUES).numpy().tobytes()
+                text = chunk.file.read(VALUES).numpy().tobytes()
                 last = self._last = chunk, expect(parse(text), list)
             return last[1][number - self._starts[at]], tensor
 
@@ -200,7 +207,7 @@ class RunReader(RowReader):
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         chunk = self._chunks[number]
-        chunk.copy_into(out, name, start * self._spec(name).nbytes)
+        chunk.file.copy_into(out, name, start * self._spec(name).nbytes)
         if name == SAMPLE:
             self._count_on(out.view(numpy.int64), chunk)
 

@@ -1,187 +1,31 @@
-"""A recording's folder as it is found: its description, commits and manifests."""
+"""A recording as it is found: its description, and what each rank has committed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.folder import Folder, accessing, parsing
-from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json
-from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, Packed, differences, expect
-from scio_recorder.stores.disk_format.tensor_file import (
-    TensorFile,
-    table_from_json,
-    table_to_json,
+from scio_recorder.stores.disk_format.chunk import Chunk
+from scio_recorder.stores.disk_format.description import (
+    INDEX_NAME,
+    Description,
+    chunk_name,
+    manifest_name,
+    read_description,
+    state_name,
 )
+from scio_recorder.stores.disk_format.ids import SampleIds
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect, parse
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.tensor_file import TensorFile
 
-DESCRIPTION_NAME = "recording.safetensors"
-FORMAT = "scio-recording"
-# That of recordings whose rows are samples, and that of those which have rows of their own.
-VERSION, VERSION_WITH_ROWS = 2, 3
-MAX_RANKS = 100_000
-# What a chunk calls the values that are kept of its batches.
-VALUES = "#values"
-_TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
-
-
-def row_column(name: str) -> str:
-    """Return what a chunk calls a column that has one entry a row."""
-    return f"@{name}"
-
-
-# The column that says of which sample a row is.
-SAMPLE = row_column("sample")
-_FIRST_COLUMN = ("sample", TensorSpec((), torch.int64))
-
-
-def chunk_name(rank: int, number: int) -> str:
-    """Return the name of a commit of a rank."""
-    return f"chunk-{rank:05d}-{number:08d}.safetensors"
-
-
-def state_name(rank: int, token: str) -> str:
-    """Return the name of the tensors of a state."""
-    return f"state-{rank:05d}-{token}.safetensors"
-
-
-def manifest_name(rank: int) -> str:
-    """Return the name of the file that says that a rank is complete."""
-    return f"manifest-{rank:05d}.safetensors"
-
-
-def manifest(run: str, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
-    """Return what that file says."""
-    return {"run": run, "rank": rank, "samples": samples, "chunks": list(checksums)}
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a recording says about itself."""
-
-    run: str
-    world_size: int
-    layers: dict[str, TensorSpec]
-    header: dict[str, JSON]
-    # The columns that say what a row is; None where it is a sample.
-    rows: dict[str, TensorSpec] | None = None
-
-    @property
-    def table(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of one row of all that a chunk holds of rows, in its order."""
-        return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
-
-    def to_json(self) -> dict[str, JSON]:
-        """Return this as JSON."""
-        return {
-            "format": FORMAT,
-            "version": VERSION if self.rows is None else VERSION_WITH_ROWS,
-            "run": self.run,
-            "world_size": self.world_size,
-            "layers": table_to_json(self.layers),
-            "rows": None if self.rows is None else table_to_json(self.rows),
-            "header": self.header,
-        }
-
-    @classmethod
-    def from_json(cls, value: Any) -> Description:
-        """Return what `to_json` wrote."""
-        # Recordings made before there were rows don't mention them.
-        rows = None if value.get("rows") is None else table_from_json(value["rows"])
-        version = VERSION if rows is None else VERSION_WITH_ROWS
-        if value["format"] != FORMAT or expect(value["version"], int) != version:
-            raise ValueError(f"not a {FORMAT} of version {VERSION}, or {VERSION_WITH_ROWS} by rows")
-        world_size = expect(value["world_size"], int)
-        if not 0 < world_size <= MAX_RANKS:
-            raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
-        layers = table_from_json(value["layers"])
-        if any(name.startswith(("#", "@")) for name in layers):
-            raise ValueError("a layer's name begins with # or @, as those of other tensors do")
-        # Where all layers are reduced, rows may be counted alone.
-        first = next(iter(rows.items()), None) if rows is not None else None
-        if rows is not None and (rows or layers) and first != _FIRST_COLUMN:
-            raise ValueError("the first column of rows is not sample, a number of 64 bits")
-        return cls(
-            expect(value["run"], str), world_size, layers, expect(value["header"], dict), rows
-        )
-
-    def check_rank(self, path: str, rank: int) -> None:
-        """Refuse a rank that the recording was not created for."""
-        if not 0 <= rank < self.world_size:
-            raise RecordingError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
-
-    def place(self, rank: int, number: int, samples_before: int) -> dict[str, JSON]:
-        """Return what a chunk says of where it belongs."""
-        place = {"rank": rank, "number": number, "samples_before": samples_before}
-        return {"run": self.run, **place}
-
-    def state_place(self, rank: int, token: str) -> dict[str, JSON]:
-        """Return what the tensors of a state say of where they belong."""
-        return {"run": self.run, "rank": rank, "state": token}
-
-
-class Chunk(TensorFile):
-    """A commit.
-
-    Attributes
-    ----------
-    ids : range, array.array or tuple
-        The ids of its samples.
-    num_rows : int
-        How many rows each of its layers has: those of its samples, unless rows are counted apart.
-    rank, samples_before : int
-        Whose it is, and how many samples the earlier commits of that rank hold.
-    batches : list of int or None
-        How many samples each batch has of which something is kept; None where nothing is.
-    state : dict or None
-        The value that was committed along, and in which file its tensors are.
-    """
-
-    def __init__(self, folder: Folder, description: Description, place: dict[str, Any]) -> None:
-        super().__init__(folder, chunk_name(place["rank"], place["number"]))
-        with parsing(self.path):
-            content = self.content
-            if {key: content[key] for key in place} != place:
-                raise ValueError("it does not belong here, or samples before it are lost")
-            self.ids = ids_from_json(content.pop("ids"))
-            self.rank: int = place["rank"]
-            self.samples_before: int = place["samples_before"]
-            self.num_rows = self._counted(description)
-            own = [(name, spec.of(self.num_rows)) for name, spec in description.table.items()]
-            if list(self.table.items())[: len(own)] != own:
-                raise ValueError("its tensors are not those of the recording's layers")
-            self.batches = content["batches"]
-            self._check_kept(list(self.table)[len(own) :])
-            self.state = content["state"]
-            if self.state is not None:
-                token = expect(self.state, dict)["file"]
-                if token is not None and not _TOKEN.fullmatch(token):
-                    raise ValueError("its state is nowhere")
-
-    def _counted(self, description: Description) -> int:
-        rows = self.content.get("rows")
-        if (rows is None) != (description.rows is None):
-            raise ValueError("its rows are not counted as the recording's are")
-        if not 0 <= (number := len(self.ids) if rows is None else expect(rows, int)) <= MAX_SIZE:
-            raise ValueError(f"{number} rows")
-        return number
-
-    def _check_kept(self, names: list[str]) -> None:
-        wanted: list[str] = []
-        if self.batches is not None:
-            wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
-            counts = [expect(count, int) for count in expect(self.batches, list)]
-            if sum(counts) != len(self.ids) or min(counts, default=0) < 0:
-                raise ValueError(f"batches of {len(self.ids)} samples that do not add up")
-        if names != wanted or (names and self.table[VALUES].dtype != torch.uint8):
-            raise ValueError("what is kept of batches is not all there")
+# What an index calls the contents of all manifests.
+MANIFESTS = "manifests"
 
 
 @dataclass
@@ -210,6 +54,12 @@ class Run:
             ids.add(chunk.ids)
         return ids
 
+    def manifest(self, rank: int) -> dict[str, JSON]:
+        """Return what the manifest of a rank says of which commits there are."""
+        chunks = self.chunks[rank]
+        samples = sum(len(chunk.ids) for chunk in chunks)
+        return self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
+
     def first_samples(self) -> dict[int, int]:
         """Return for each rank how many samples come before its own."""
         counts = [sum(len(chunk.ids) for chunk in chunks) for chunks in self.chunks.values()]
@@ -225,65 +75,108 @@ class Run:
         return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
-def scan(folder: Folder, rank: int | None = None) -> Run:
+def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = True) -> Run:
     """Read all about a recording, or one rank's part, but the data itself.
+
+    Parameters
+    ----------
+    medium : Medium
+        Where it is.
+    rank : int, optional
+        Whose part.
+    looks_into_chunks : bool, default True
+        Whether to compare what manifests say with the chunks now, where there is no index, and not
+        when data is read.
 
     Raises
     ------
     RecordingError
         If anything does not fit, naming the file.
     """
-    description = read_description(folder)
-    with accessing(folder.path):
-        names = set(folder.names())
+    run = Run(read_description(medium))
+    has_index = rank is None and medium.has(INDEX_NAME)
+    if rank is not None:
+        # Without a list of names, of which there can be hundreds of thousands.
+        _read_rank(medium, run, rank, None)
+    elif has_index:
+        _read_index(medium, run)
+    else:
+        with accessing(medium.path):
+            names = set(medium.names())
+        counts = _counted(medium, run.description, names)
+        for owner in range(run.description.world_size):
+            _read_rank(medium, run, owner, names, counts.get(owner, 0))
+    if looks_into_chunks and not has_index:
+        for chunk in run.all_chunks():
+            chunk.look_into()
+    return run
+
+
+def _counted(medium: Medium, description: Description, names: Set[str]) -> dict[int, int]:
+    """Return how many commits each rank has, by the highest number among the names."""
     counts: dict[int, int] = {}
     for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
         owner, number = int(match[1]), int(match[2])
         if owner >= description.world_size:
-            raise RecordingError(f"{folder.path_of(match[0])} is out of place: no such rank")
+            raise RecordingError(f"{medium.path_of(match[0])} is out of place: no such rank")
         counts[owner] = max(number + 1, counts.get(owner, 0))
-    run = Run(description)
-    for owner in range(description.world_size) if rank is None else (rank,):
-        _read_rank(folder, run, owner, counts.get(owner, 0), manifest_name(owner) in names)
-    return run
+    return counts
 
 
-def read_description(folder: Folder) -> Description:
-    """Return what a recording says about itself."""
-    with accessing(folder.path):
-        if DESCRIPTION_NAME not in folder.names():
-            raise RecordingError(f"{folder.path} holds no recording: it has no {DESCRIPTION_NAME}")
-    with parsing(folder.path_of(DESCRIPTION_NAME)):
-        return Description.from_json(TensorFile(folder, DESCRIPTION_NAME).content)
-
-
-def _read_rank(folder: Folder, run: Run, rank: int, count: int, is_closed: bool) -> None:
-    name, said = manifest_name(rank), None
-    if is_closed:
-        run.closed.add(rank)
-        with parsing(folder.path_of(name)):
-            said = TensorFile(folder, name).content
-            # A writer may have gone on while names were listed, so that they need not be those of
-            # one instant: files are looked for by their numbers.
-            count = max(count, len(expect(said["chunks"], list)))
+def _read_rank(medium: Medium, run: Run, rank: int, names: Set[str] | None, count: int = 0) -> None:
+    """Read what a rank has committed: what its manifest says, or what there is."""
+    name = manifest_name(rank)
+    # A writer may go on while names are listed, so that they need not be those of one instant:
+    # commits are looked for by their numbers.
+    if medium.has(name) if names is None else name in names:
+        with parsing(medium.path_of(name)):
+            _read_manifest(medium, run, rank, TensorFile(medium, name).content)
+        return
     chunks = run.chunks[rank] = []
     before = 0
-    for number in range(count):
-        chunks.append(Chunk(folder, run.description, run.description.place(rank, number, before)))
+    while len(chunks) < count if names is not None else medium.has(chunk_name(rank, len(chunks))):
+        chunks.append(Chunk(medium, run.description, rank, len(chunks), before))
         before += len(chunks[-1].ids)
-    if is_closed:
-        found = manifest(run.description.run, rank, before, [one.checksum for one in chunks])
-        lines = differences(said, found, "manifest")
-        if lines:
-            raise RecordingError(f"{folder.path_of(name)} does not match the chunks: {lines[0]}")
 
 
-def read_state(folder: Folder, run: Run, rank: int) -> Packed | None:
+def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
+    """Read what a complete rank says, or its commits where it says too little of them.
+
+    Commits behind those that are listed never counted: somebody had lost the right to write.
+    """
+    checksums, commits = expect(said["chunks"], list), said.get("commits")
+    stated = [None] * len(checksums) if commits is None else zip(checksums, commits, strict=True)
+    chunks = run.chunks[rank] = []
+    run.closed.add(rank)
+    before = 0
+    for number, one in enumerate(stated):
+        chunks.append(Chunk(medium, run.description, rank, number, before, one))
+        before += len(chunks[-1].ids)
+    found = run.manifest(rank)
+    lines = differences({key: said[key] for key in found}, found, "manifest")
+    if lines:
+        raise ValueError(f"it does not match the chunks: {lines[0]}")
+
+
+def _read_index(medium: Medium, run: Run) -> None:
+    """Read of all ranks what their manifests say."""
+    with parsing(medium.path_of(INDEX_NAME)):
+        file = TensorFile(medium, INDEX_NAME)
+        manifests = expect(parse(file.read(MANIFESTS).numpy().tobytes()), list)
+        if file.content != {"run": run.description.run}:
+            raise ValueError("it does not belong here")
+        if len(manifests) != run.description.world_size:
+            raise ValueError(f"it lists {len(manifests)} of {run.description.world_size} ranks")
+        for rank, said in enumerate(manifests):
+            _read_manifest(medium, run, rank, said)
+
+
+def read_state(medium: Medium, run: Run, rank: int) -> Packed | None:
     """Return what a rank committed last besides samples, verified."""
     last, name = run.last_state(rank), run.state_file(rank)
     if last is None or name is None:
         return None if last is None else Packed(last["value"], [])
-    file = TensorFile(folder, name)
+    file = TensorFile(medium, name)
     with parsing(file.path):
         if file.content != run.description.state_place(rank, last["file"]):
             raise ValueError("it does not belong here")

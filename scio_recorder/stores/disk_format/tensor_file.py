@@ -25,8 +25,6 @@ from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.folder import File, Folder, accessing, parsing, write_at
 from scio_recorder.stores.disk_format.jsons import (
     DIGITS,
     JSON,
@@ -37,6 +35,7 @@ from scio_recorder.stores.disk_format.jsons import (
     expect,
     parse,
 )
+from scio_recorder.stores.disk_format.medium import Medium, NewFile, OpenFile, accessing, parsing
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
 Table: TypeAlias = Mapping[str, TensorSpec]
@@ -200,7 +199,9 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     return layout, blocks, content
 
 
-def prepared(tensors: Mapping[str, Tensor], content: Mapping[str, JSON]) -> Callable[[int], str]:
+def prepared(
+    tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
+) -> Callable[[NewFile], str]:
     """Return what writes a file and returns the checksum of its header.
 
     `ValueError` or `TypeError` for what no file can hold: before anything is written.
@@ -211,7 +212,7 @@ def prepared(tensors: Mapping[str, Tensor], content: Mapping[str, JSON]) -> Call
 
 
 def _write(
-    descriptor: int, tensors: Mapping[str, Tensor], layout: Layout, content: Mapping[str, JSON]
+    file: NewFile, tensors: Mapping[str, Tensor], layout: Layout, content: Mapping[str, JSON]
 ) -> str:
     """Write a file from the tensors' own memory.
 
@@ -225,13 +226,13 @@ def _write(
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             blocks.append(checksum(block))
-            write_at(descriptor, done, block)
+            file.write(done, block)
             done += len(block)
             if done - begun >= _BEHIND_BYTES:
-                system.write_behind(descriptor, begun, done - begun)
+                file.begin_writing(begun, done - begun)
                 begun = done
     header = layout.header(content, "".join(blocks))
-    write_at(descriptor, 0, header)
+    file.write(0, header)
     return _checksum_of(header)
 
 
@@ -277,11 +278,11 @@ class TensorFile:
         If the file is not of the length that its header states, or that is damaged.
     """
 
-    def __init__(self, folder: Folder, name: str) -> None:
+    def __init__(self, medium: Medium, name: str) -> None:
         self.name = name
-        self.path = folder.path_of(name)
-        self._folder = folder
-        with parsing(self.path), folder.open(name) as file:
+        self.path = medium.path_of(name)
+        self._medium = medium
+        with parsing(self.path), medium.open(name) as file:
             header = _read_header(file)
             self._layout, self._blocks, self.content = _parsed(header)
             self.num_bytes = len(header) + self._layout.num_bytes
@@ -327,14 +328,19 @@ class TensorFile:
         return self.num_bytes
 
     @contextmanager
-    def _opened(self) -> Iterator[File]:
-        with accessing(self.path), self._folder.open(self.name) as file:
+    def _opened(self) -> Iterator[OpenFile]:
+        with accessing(self.path), self._medium.open(self.name) as file:
             if file.stamp != self._stamp:
                 raise RecordingError(f"{self.path} has become another one since it was opened")
             yield file
 
     def _copy_blocks(
-        self, file: File, blocks: Iterator[int], out: NDArray[numpy.uint8], name: str, start: int
+        self,
+        file: OpenFile,
+        blocks: Iterator[int],
+        out: NDArray[numpy.uint8],
+        name: str,
+        start: int,
     ) -> None:
         stop, length = start + len(out), self.table[name].nbytes
         offset, first_block = self._layout.starts[name]
@@ -353,7 +359,7 @@ class TensorFile:
                 part[:] = whole[low - block : high - block]
 
     def _fill_verified(
-        self, file: File, out: NDArray[numpy.uint8], offset: int, number: int
+        self, file: OpenFile, out: NDArray[numpy.uint8], offset: int, number: int
     ) -> None:
         file.fill(out.data, offset)
         if checksum(out.data) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
@@ -364,7 +370,7 @@ class TensorFile:
         self._verified[number] = True
 
 
-def _read_header(file: File) -> bytes:
+def _read_header(file: OpenFile) -> bytes:
     first = file.read(0, _PAGE_BYTES)
     length = 8 + int.from_bytes(first[:8], "little")
     if not _PAGE_BYTES <= length <= MAX_FILE_BYTES:

@@ -5,35 +5,35 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.folder import Folder, accessing, make_folder
-from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, dump, parse
-from scio_recorder.stores.disk_format.reader import KeptBatches
-from scio_recorder.stores.disk_format.run import (
+from scio_recorder.stores.disk_format.beginning import begun
+from scio_recorder.stores.disk_format.chunk import said_of
+from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
     SAMPLE,
     VALUES,
     Description,
-    Run,
     chunk_name,
-    manifest,
     manifest_name,
     read_description,
-    scan,
     state_name,
 )
+from scio_recorder.stores.disk_format.folder import Folder, make_folder
+from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
+from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
+from scio_recorder.stores.disk_format.lease import Lease
+from scio_recorder.stores.disk_format.medium import NewFile, accessing
+from scio_recorder.stores.disk_format.reader import KeptBatches
+from scio_recorder.stores.disk_format.run import scan
 from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
 
-# What writers that were killed while creating a recording leave, before there is one.
-_REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
 # A file that is not whole yet, or the tensors of a state.
 _LEFTOVER = re.compile(
     r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
@@ -63,7 +63,10 @@ class RunWriter:
         The ids of this rank's durable samples, those of earlier writers included.
     """
 
-    def __init__(self, path: str, rank: int, new: Description | None) -> None:
+    def __init__(
+        self, path: str, rank: int, new: Description | None, lease: Lease | None = None
+    ) -> None:
+        self._lease = lease
         with accessing(path):
             if new is not None:
                 new.check_rank(path, rank)
@@ -80,19 +83,27 @@ class RunWriter:
         if new is None:
             # Before the lock, lest a file appears in a folder that holds something else.
             read_description(folder).check_rank(folder.path, rank)
-        folder.lock(f"lock-{rank:05d}")
-        run = scan(folder, rank) if new is None else _begun(folder, new, rank)
+        if self._lease is None:
+            folder.lock(f"lock-{rank:05d}")
+        if new is None:
+            run = scan(folder, rank)
+        else:
+            run = begun(folder, new, rank, is_in_parts=self._lease is not None)
         if new is None and run.is_complete:
             raise RecordingError(f"{folder.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self._description = run.description
-        self._checksums = [chunk.checksum for chunk in run.all_chunks()]
+        # The checksum of each commit, and what it says of its samples.
+        self._commits = [(chunk.checksum, chunk.said) for chunk in run.all_chunks()]
         self.sample_ids = run.sample_ids()
         self._is_finishing = False
         # The files with the tensors of the last states, of which the last one counts.
         self._states = list(filter(None, [run.state_file(rank)]))
+        # Those that others have left and that count no more, unless one of them still commits.
+        self._orphans: list[str] = []
         # What was found need not be durable: its writer may have been killed before that.
         folder.sync()
-        self._clear()
+        if self._lease is None or self._lease.is_inherited or self._commits:
+            self._clear()
 
     @classmethod
     def create(
@@ -104,6 +115,7 @@ class RunWriter:
         rows: Table | None = None,
         world_size: int = 1,
         rank: int = 0,
+        lease: Lease | None = None,
     ) -> Self:
         """Start a recording in a folder that is empty or not there yet, or join in one of several.
 
@@ -122,6 +134,8 @@ class RunWriter:
             creates the recording, the others join it.
         rank
             Whose part to write.
+        lease
+            The right to write it, in place of a lock.
 
         Raises
         ------
@@ -140,10 +154,12 @@ class RunWriter:
             prepared({}, description.to_json())
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
-        return cls(os.fspath(path), rank, description)
+        return cls(os.fspath(path), rank, description, lease)
 
     @classmethod
-    def resume(cls, path: str | os.PathLike[str], *, rank: int = 0) -> Self:
+    def resume(
+        cls, path: str | os.PathLike[str], *, rank: int = 0, lease: Lease | None = None
+    ) -> Self:
         """Go on with a recording; what is there is not touched.
 
         Parameters
@@ -152,6 +168,8 @@ class RunWriter:
             The folder.
         rank
             Whose part to write.
+        lease
+            The right to write it, in place of a lock.
 
         Raises
         ------
@@ -159,7 +177,7 @@ class RunWriter:
             If there is no recording, it is damaged, this rank of it is complete, or another writer
             is at work on it.
         """
-        return cls(os.fspath(path), rank, None)
+        return cls(os.fspath(path), rank, None, lease)
 
     @property
     def durable(self) -> int:
@@ -213,7 +231,7 @@ class RunWriter:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             content = self._content(ids, rows, state, token, kept)
-            files = [(chunk_name(self._rank, len(self._checksums)), prepared(held, content))]
+            files = [(chunk_name(self._rank, len(self._commits)), prepared(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
                 place = self._description.state_place(self._rank, token)
@@ -223,13 +241,14 @@ class RunWriter:
                 del self._states[:-1]
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
-        with accessing(self._folder.path):
-            for name, write in files:
-                checksum = self._folder.put(name, f"{self._rank:05d}", write)
-        self._checksums.append(checksum)
+        for name, write in files:
+            checksum = self._put(name, write)
+        said = said_of(content["ids"], content["rows"], content["batches"], content["state"])
+        self._commits.append((checksum, said))
         self.sample_ids.add(ids)
         if token is not None:
             self._states.append(state_name(self._rank, token))
+        self._remove_orphans()
 
     def finish(self) -> None:
         """Declare this rank's part complete; the recording is when all of them are.
@@ -238,11 +257,30 @@ class RunWriter:
         """
         self.check_usable()
         self._is_finishing = True
-        content = manifest(self._description.run, self._rank, self.durable, self._checksums)
         with accessing(self._folder.path):
-            self._clear()
-            self._folder.put(manifest_name(self._rank), f"{self._rank:05d}", prepared({}, content))
+            if self._lease is None:
+                self._clear()
+        checksums = [checksum for checksum, _ in self._commits]
+        content = self._description.manifest(self._rank, self.durable, checksums)
+        try:
+            write = prepared({}, {**content, "commits": [said for _, said in self._commits]})
+        except ValueError:
+            # That is too much for a header: readers look into the commits.
+            write = prepared({}, {**content, "commits": None})
+        self._put(manifest_name(self._rank), write)
+        self._remove(self._states[:-1])
+        self._remove_orphans()
         self.abort()
+
+    def _put(self, name: str, write: Callable[[NewFile], str]) -> str:
+        """Put a file in place, unless the right to do so is lost by then."""
+        with accessing(self._folder.path):
+            if self._lease is not None:
+                self._lease.check()
+            written = self._folder.put(name, f"{self._rank:05d}", write)
+            if self._lease is not None:
+                self._lease.check()
+            return written
 
     def abort(self) -> None:
         """Close the files; what is durable stays and can be resumed."""
@@ -257,7 +295,7 @@ class RunWriter:
     @property
     def is_open(self) -> bool:
         """Whether this very process can write with it: a forked one can't."""
-        return self._folder.close.alive
+        return self._folder.is_open
 
     def check_usable(self) -> None:
         """Raise `RecordingError` unless it `is_open`."""
@@ -302,7 +340,7 @@ class RunWriter:
         # Read at once as it will be read: what is nested too deeply is refused.
         parse(dump({"state": saved}))
         return {
-            **self._description.place(self._rank, len(self._checksums), self.durable),
+            **self._description.place(self._rank, len(self._commits), self.durable),
             "ids": ids_to_json(ids),
             "rows": rows,
             "batches": None if kept is None else list(kept.rows),
@@ -313,8 +351,17 @@ class RunWriter:
         """Remove this rank's files that never counted or no longer do."""
         kept = self._states[-1:]
         matches = filter(None, map(_LEFTOVER.fullmatch, self._folder.names()))
-        own = (match[0] for match in matches if int(match[1] or match[2]) == self._rank)
-        self._remove(name for name in own if name not in kept)
+        own = [match[0] for match in matches if int(match[1] or match[2]) == self._rank]
+        self._orphans = [name for name in own if not name.endswith(".tmp") and name not in kept]
+        self._remove(name for name in own if name.endswith(".tmp"))
+        # Without a lock, whoever has lost the lease may be about to commit, and to refer to a
+        # state; it can't any more behind a commit or the end of ours.
+        if self._lease is None:
+            self._remove_orphans()
+
+    def _remove_orphans(self) -> None:
+        self._remove(self._orphans)
+        self._orphans = []
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -332,42 +379,3 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     parse(text)
     tensors = {f"#{number}": tensor for number, tensor in enumerate(kept.tensors)}
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-
-
-def _begun(folder: Folder, description: Description, rank: int) -> Run:
-    """Return the recording of this description: created now, or by another rank.
-
-    Of several that create it at once the first one does, and the others join it.
-    """
-    others = [name for name in folder.names() if not _REMAINS.fullmatch(name)]
-    if not others:
-        with suppress(FileExistsError):
-            folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
-    elif DESCRIPTION_NAME not in others:
-        raise RecordingError(f"{folder.path} is not empty: it holds {others[0]!r}; take another")
-    run = scan(folder, rank)
-    if run.description.run != description.run:
-        _check_joining(folder.path, run, description, rank)
-    return run
-
-
-def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
-    """Refuse a rank to begin in what another has created."""
-    if given.world_size == run.description.world_size == 1:
-        raise RecordingError(f"{path} already holds a recording; resume it or take another")
-    found = differences(_comparable(run.description), _comparable(given))
-    if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise RecordingError(
-            f"{path} was made with other settings: {shown}; use the same ones or another folder"
-        )
-    if run.chunks[rank] or run.closed:
-        raise RecordingError(
-            f"{path} already holds samples of rank {rank}: resume it, or take another folder"
-        )
-
-
-def _comparable(description: Description) -> dict[str, Any]:
-    content = description.to_json()
-    # Their order may differ.
-    return {**content, "run": None, "layers": dict(content["layers"])}  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""Collecting a dataset in parts, of which any number of processes take one after the other.
+
+Each process does the same: it takes a part that nobody has, runs the network over it as `collect`
+does, resuming what another one has left, and gives the part back. Nothing is sent from process to
+process, and none waits for another before all that can be taken is done.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from scio_recorder.display.progress import Advance, progress_bar
+from scio_recorder.errors import CollectError
+from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.recording import Recording, opened
+from scio_recorder.stores import Store, as_store
+from scio_recorder.stores.disk import EmptyPartError, header_of
+from scio_recorder.stores.disk_format.claims import Claims
+from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
+from scio_recorder.stores.disk_format.index import put_together
+from scio_recorder.stores.disk_format.lease import Keeper, Lease, machine, seconds
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.tensors.arguments import whole
+
+# Between two looks for a part that can be taken: longer and longer while there is none.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+@dataclass
+class Parts:
+    """What one process does of a recording in parts.
+
+    Parameters
+    ----------
+    make_batches : callable
+        ``part -> batches``.
+    num_parts : int
+        How many there are.
+    store : str or Store
+        Where the recording is.
+    collection : callable
+        ``batches, part, store, weights -> Collection``.
+    run : callable
+        ``collection, progress -> Recording``: runs the net on all batches.
+    """
+
+    make_batches: Callable[[int], Iterable[Any]]
+    num_parts: int
+    store: str | Store
+    collection: Callable[[Iterable[Any], int, Store, str | None], Collection]
+    run: Callable[[Collection, AbstractContextManager[Advance]], Recording]
+
+    def __post_init__(self) -> None:
+        self.num_parts = whole("num_parts", self.num_parts, 1)
+        if self.num_parts > MAX_RANKS:
+            raise CollectError(f"num_parts={self.num_parts}: there can be {MAX_RANKS} at most")
+        if not callable(self.make_batches):
+            raise CollectError(
+                f"make_batches is a {type(self.make_batches).__name__}: give a function, which is "
+                "called with the number of a part and returns its batches"
+            )
+        self._store = as_store(self.store)
+
+    def collect(self, *, wait: bool, progress: bool) -> Recording:
+        """Take parts until there is none left that can be taken, and return the recording."""
+        pattern = self.collection((), 0, self._store, None)
+        options = pattern.options
+        options.check_mergeable()
+        header = header_of(options.architecture, pattern.job().settings(), is_shared=True)
+        self._weights = header["weights"]
+        self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
+        with (
+            closing(self._store.join(self.num_parts, header)) as self._medium,
+            Keeper() as self._keeper,
+            progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
+        ):
+            self._take_all(
+                Claims(self._medium, self.num_parts, self._said, clock=seconds), wait=wait
+            )
+            path = self._medium.path
+        return opened(RunReader(path), options.reductions)
+
+    def _take_all(self, claims: Claims, *, wait: bool) -> None:
+        shown, pause = 0, _FIRST_PAUSE
+        while not claims.is_finished:
+            lease = claims.take()
+            self._advance(0, 0, claims.num_done - shown)
+            shown = claims.num_done
+            if lease is not None:
+                with self._keeper.holding(lease):
+                    self._do(claims, lease)
+                pause = _FIRST_PAUSE
+                continue
+            if self._medium.has(DESCRIPTION_NAME):
+                if not wait and not claims.later:
+                    return
+                # By now there is a recording that empty parts can be parts of.
+                claims.later.clear()
+            elif len(claims.later) == self.num_parts:
+                raise CollectError(
+                    f"all {self.num_parts} parts are empty: make_batches(part) gave no batch to "
+                    "run the net on"
+                )
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _do(self, claims: Claims, lease: Lease) -> None:
+        if lease.part == self.num_parts:
+            put_together(self._medium, lease)
+            claims.clear_away()
+        else:
+            store = self._store.part(lease, self.num_parts)
+            batches = self.make_batches(lease.part)
+            collection = self.collection(batches, lease.part, store, self._weights)
+            try:
+                self.run(collection, nullcontext(self._count))
+            except EmptyPartError:
+                claims.put_off(lease.part)
+                return
+            self._num_parts += 1
+        claims.done(lease.part)
+
+    def _count(self, samples: int, num_bytes: int) -> None:
+        self._num_samples += samples
+        self._advance(samples, num_bytes, 0)
+
+    def _said(self, part: int) -> dict[str, Any]:
+        """Return what others are told about this process."""
+        return {
+            "machine": machine(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "parts": self._num_parts,
+            "samples": self._num_samples,
+            "seconds": time.monotonic() - self._begun_at,
+        }

@@ -1,0 +1,123 @@
+"""Beginning a recording, alone or together with others: who is first creates it."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.description import (
+    DESCRIPTION_NAME,
+    Description,
+    read_description,
+)
+from scio_recorder.stores.disk_format.jsons import JSON, differences, dump, expect, parse
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.run import Run, scan
+from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
+
+PARTS_NAME = "parts.safetensors"
+# What there can be before there is a recording, of writers that were killed too.
+_REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
+_REMAINS_OF_PARTS = re.compile(r"lease-.*|parts\.safetensors(\..*\.tmp)?", re.ASCII)
+
+
+def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
+    """Begin a recording in parts, before anything has run, or join those who have.
+
+    Raises
+    ------
+    RecordingError
+        Those have another number of parts, or other settings; or there is something else.
+    """
+    given = parse(dump({"parts": num_parts, "header": header}))
+    stored = _agreed(medium)
+    if stored is None:
+        _check_empty(medium, is_in_parts=True)
+        with accessing(medium.path), suppress(FileExistsError):
+            medium.put(PARTS_NAME, "parts", prepared({}, given))
+        stored = _agreed(medium)
+    if stored is None or stored["parts"] != num_parts:
+        found = None if stored is None else stored["parts"]
+        raise RecordingError(
+            f"{medium.path} is being filled in {found} parts, and num_parts is {num_parts} here: "
+            "give the same number, or choose another folder"
+        )
+    check_settings(medium.path, stored["header"], given["header"])
+
+
+def _agreed(medium: Medium) -> dict[str, Any] | None:
+    """Return what a recording in parts was begun with, also where only ranks have begun it."""
+    if medium.has(PARTS_NAME):
+        with parsing(medium.path_of(PARTS_NAME)):
+            said = TensorFile(medium, PARTS_NAME).content
+            return {"parts": expect(said["parts"], int), "header": expect(said["header"], dict)}
+    if medium.has(DESCRIPTION_NAME):
+        found = read_description(medium)
+        return {"parts": found.world_size, "header": found.header}
+    return None
+
+
+def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse to go on with what was recorded with other settings."""
+    found = differences(_briefly(stored), _briefly(given))
+    if found:
+        raise RecordingError(
+            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Resume with all as "
+            "it was then, or choose another folder"
+        )
+
+
+def _briefly(header: dict[str, Any]) -> dict[str, Any]:
+    """Return what must agree; the fingerprint stands for the network, which would fill pages."""
+    architecture = header.get("architecture")
+    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+    return {**header, "architecture": fingerprint}
+
+
+def _check_empty(medium: Medium, *, is_in_parts: bool) -> None:
+    """Refuse a place that holds something else than what a recording begins with."""
+    with accessing(medium.path):
+        others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
+    if is_in_parts:
+        others = [name for name in others if not _REMAINS_OF_PARTS.fullmatch(name)]
+    if others and DESCRIPTION_NAME not in others:
+        raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; take another")
+
+
+def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: bool = False) -> Run:
+    """Return the recording of this description: created now, or by another rank.
+
+    Of several that create it at once the first one does, and the others join it.
+    """
+    if not folder.has(DESCRIPTION_NAME):
+        _check_empty(folder, is_in_parts=is_in_parts)
+        with suppress(FileExistsError):
+            folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
+    run = scan(folder, rank)
+    if run.description.run != description.run:
+        _check_joining(folder.path, run, description, rank)
+    return run
+
+
+def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
+    """Refuse a rank to begin in what another has created."""
+    if given.world_size == run.description.world_size == 1:
+        raise RecordingError(f"{path} already holds a recording; resume it or take another")
+    found = differences(_comparable(run.description), _comparable(given))
+    if found:
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        raise RecordingError(
+            f"{path} was made with other settings: {shown}; use the same ones or another folder"
+        )
+    if run.chunks[rank] or run.closed:
+        raise RecordingError(
+            f"{path} already holds samples of rank {rank}: resume it, or take another folder"
+        )
+
+
+def _comparable(description: Description) -> dict[str, Any]:
+    content = description.to_json()
+    # Their order may differ.
+    return {**content, "run": None, "layers": dict(content["layers"])}  # type: ignore[arg-type]

@@ -1,0 +1,149 @@
+"""One commit of a recording: what it says of its samples, and its file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scio_recorder.stores.disk_format.description import VALUES, Description, chunk_name
+from scio_recorder.stores.disk_format.ids import ids_from_json, ids_to_json
+from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, expect
+from scio_recorder.stores.disk_format.medium import Medium, parsing
+from scio_recorder.stores.disk_format.tensor_file import TensorFile
+
+_TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
+
+
+class Chunk:
+    """A commit. What it says stands in its file, and once its rank is complete in the manifest too.
+
+    Parameters
+    ----------
+    medium : Medium
+        Where its file is.
+    description : Description
+        What the recording says about itself.
+    rank, number, samples_before : int
+        Whose it is, the how manyth, and how many samples the earlier ones hold.
+    stated : tuple, optional
+        The checksum of its file, and what the manifest says that it says. Then the file is opened
+        when data is read.
+
+    Attributes
+    ----------
+    ids : range, array.array or tuple
+        The ids of its samples.
+    num_rows : int
+        How many rows each of its layers has: those of its samples, unless rows are counted apart.
+    batches : list of int or None
+        How many samples each batch has of which something is kept; None where nothing is.
+    state : dict or None
+        The value that was committed along, and in which file its tensors are.
+    checksum : str
+        That of the header of its file, and so of all.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        description: Description,
+        rank: int,
+        number: int,
+        samples_before: int,
+        stated: tuple[str, Mapping[str, JSON]] | None = None,
+    ) -> None:
+        self.name = chunk_name(rank, number)
+        self.rank, self.samples_before = rank, samples_before
+        self._medium, self._description, self._number = medium, description, number
+        self._file: TensorFile | None = None
+        if stated is None:
+            self._file, said = self._opened()
+            stated = self._file.checksum, said
+        self.checksum = stated[0]
+        with parsing(self.path):
+            self._read(stated[1])
+            if self._file is not None:
+                self._check_table(self._file)
+
+    @property
+    def path(self) -> str:
+        """The path of its file, for messages."""
+        return self._medium.path_of(self.name)
+
+    @property
+    def said(self) -> dict[str, JSON]:
+        """What it says of its samples, as its file has it."""
+        rows = None if self._description.rows is None else self.num_rows
+        return said_of(ids_to_json(self.ids), rows, self.batches, self.state)
+
+    @property
+    def file(self) -> TensorFile:
+        """Its file, which is opened now if it has not been."""
+        return self.look_into()
+
+    def look_into(self) -> TensorFile:
+        """Open its file unless that has been done, compare it with what was stated, return it."""
+        if self._file is None:
+            file, said = self._opened()
+            with parsing(self.path):
+                if (file.checksum, said) != (self.checksum, self.said):
+                    raise ValueError("it is not the one that the manifest lists")
+                self._check_table(file)
+            self._file = file
+        return self._file
+
+    def distrust(self) -> None:
+        """Verify each block again when it is read next."""
+        if self._file is not None:
+            self._file.distrust()
+
+    def verify(self) -> int:
+        """Check every block, also those that were before; return how long the file is."""
+        return self.file.verify()
+
+    def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
+        file = TensorFile(self._medium, self.name)
+        with parsing(file.path):
+            place = self._description.place(self.rank, self._number, self.samples_before)
+            if {key: file.content[key] for key in place} != place:
+                raise ValueError("it does not belong here, or samples before it are lost")
+            # Recordings made before there were rows don't mention them.
+            said, file.content = {"rows": None, **file.content}, {}
+            return file, {key: said[key] for key in said_of(None, None, None, None)}
+
+    def _read(self, said: Mapping[str, Any]) -> None:
+        self.ids = ids_from_json(said["ids"])
+        rows = said["rows"]
+        if (rows is None) != (self._description.rows is None):
+            raise ValueError("its rows are not counted as the recording's are")
+        self.num_rows = len(self.ids) if rows is None else expect(rows, int)
+        if not 0 <= self.num_rows <= MAX_SIZE:
+            raise ValueError(f"{self.num_rows} rows")
+        self.batches = said["batches"]
+        if self.batches is not None:
+            counts = [expect(count, int) for count in expect(self.batches, list)]
+            if sum(counts) != len(self.ids) or min(counts, default=0) < 0:
+                raise ValueError(f"batches of {len(self.ids)} samples that do not add up")
+        self.state = said["state"]
+        if self.state is not None:
+            token = expect(self.state, dict)["file"]
+            if token is not None and not _TOKEN.fullmatch(token):
+                raise ValueError("its state is nowhere")
+
+    def _check_table(self, file: TensorFile) -> None:
+        own = [(name, spec.of(self.num_rows)) for name, spec in self._description.table.items()]
+        if list(file.table.items())[: len(own)] != own:
+            raise ValueError("its tensors are not those of the recording's layers")
+        names, wanted = list(file.table)[len(own) :], list[str]()
+        if self.batches is not None:
+            wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
+        if names != wanted or (names and file.table[VALUES].dtype != torch.uint8):
+            raise ValueError("what is kept of batches is not all there")
+
+
+def said_of(ids: JSON, rows: JSON, batches: JSON, state: JSON) -> dict[str, JSON]:
+    """Return what a commit says of its samples, as its file and the manifest have it."""
+    return {"ids": ids, "rows": rows, "batches": batches, "state": state}

@@ -1,0 +1,209 @@
+"""Which part a worker takes next: any number of workers, none of which knows the others."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from scio_recorder.stores.disk_format.description import INDEX_NAME, manifest_name
+from scio_recorder.stores.disk_format.lease import (
+    LEASE_NAME,
+    PREFIX,
+    STALE_AFTER,
+    TAKEN_WITHIN,
+    Lease,
+    holder_of,
+    lease_name,
+    machine,
+    seconds,
+)
+from scio_recorder.stores.disk_format.medium import Medium
+
+_MANIFEST_NAME = re.compile(r"manifest-(\d{5})\.safetensors", re.ASCII)
+# After so many parts that others were faster to take, and one more for each thousand names that
+# listing costs a request for, looking again is cheaper than trying.
+_FAILURES = 8
+
+
+class _Seen(NamedTuple):
+    """The newest lease of a part, and since when it has been seen to be that."""
+
+    number: int
+    since: float
+
+
+class Claims:
+    """Takes parts for one worker.
+
+    A worker goes from part to part, from a random one on, and to another random one where it finds
+    that somebody else is before it: so workers part, and a part costs the same few requests however
+    many there are. When all parts are complete, there is one thing more to take: the index of the
+    recording, which counts as the part behind the last.
+
+    Parameters
+    ----------
+    medium : Medium
+        Where the recording is.
+    num_parts : int
+        How many parts it has.
+    holder : callable
+        ``part ->`` what others are told about this worker.
+    clock : callable
+        Returns seconds.
+    dice : random.Random, optional
+        Decides where to begin.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        num_parts: int,
+        holder: Callable[[int], Mapping[str, Any]],
+        *,
+        clock: Callable[[], float] = seconds,
+        dice: random.Random | None = None,
+    ) -> None:
+        self._medium, self._holder, self._clock = medium, holder, clock
+        self._dice = dice or random.Random()
+        self.num_parts = num_parts
+        # Parts known to be complete, and those that are of no use to try: bytes, which are
+        # searched fast.
+        self._done = bytearray(num_parts + 1)
+        self._busy = bytearray(num_parts + 1)
+        self._leases: dict[int, _Seen] = {}
+        # Parts that this worker has reason not to try for now.
+        self.later: set[int] = set()
+        self._at = self._dice.randrange(num_parts)
+        self._failures = 0
+        self._look()
+
+    @property
+    def num_done(self) -> int:
+        """How many parts are known to be complete."""
+        return self._done.count(1, 0, self.num_parts)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do for anybody."""
+        return bool(self._done[self.num_parts])
+
+    def take(self) -> Lease | None:
+        """Return a lease of a part that is not complete, None where none can be taken now."""
+        lease = self._take_free()
+        if lease is None and not self.is_finished:
+            # Perhaps some were given back meanwhile, or their holders are gone.
+            self._look_at_leases()
+            lease = self._take_free() or self._take_over()
+        return lease
+
+    def done(self, part: int) -> None:
+        """Note that a part is complete."""
+        self._done[part] = self._busy[part] = 1
+
+    def put_off(self, part: int) -> None:
+        """Try a part no more until `later` is cleared."""
+        self.later.add(part)
+        self._busy[part] = 1
+
+    def clear_away(self) -> None:
+        """Remove the leases that those who were killed have left, where all parts are complete."""
+        for name in self._medium.names(PREFIX):
+            with suppress(OSError):
+                self._medium.unlink(name)
+
+    def _take_free(self) -> Lease | None:
+        while (part := self._next_free()) is not None:
+            lease = self._try(part, 0)
+            if lease is not None:
+                self._at = part + 1
+                return lease
+            self._at = self._dice.randrange(self.num_parts)
+            self._failures += 1
+            if self._failures > _FAILURES + self.num_parts // 1000:
+                self._look()
+        return None
+
+    def _next_free(self) -> int | None:
+        last = self.num_parts
+        at = self._busy.find(0, self._at, last)
+        if at < 0:
+            at = self._busy.find(0, 0, last)
+        if at < 0 and not self._busy[last] and self._done.find(0, 0, last) < 0:
+            at = last
+        return None if at < 0 else at
+
+    def _take_over(self) -> Lease | None:
+        """Take a part from somebody who is gone."""
+        for part, seen in self._left_behind():
+            if self._clock() - self._looked_at > TAKEN_WITHIN:
+                # What was seen may have changed too much; see the NOTE on leases.
+                return None
+            lease = self._try(part, seen.number + 1)
+            if lease is not None and self._clock() - self._looked_at <= TAKEN_WITHIN:
+                return lease
+            if lease is not None:
+                lease.give_back()
+        return None
+
+    def _left_behind(self) -> Iterator[tuple[int, _Seen]]:
+        here = machine()
+        found = [item for item in self._leases.items() if not self._done[item[0]]]
+        # Workers that wait for the same parts try them in different orders.
+        self._dice.shuffle(found)
+        for part, seen in found:
+            name = lease_name(part, seen.number)
+            if self._looked_at - seen.since >= STALE_AFTER or (
+                self._medium.is_abandoned(name)
+                and holder_of(self._medium, name).get("machine") == here
+            ):
+                yield part, seen
+
+    def _try(self, part: int, number: int) -> Lease | None:
+        """Take a part, unless it is complete or somebody else is faster."""
+        # Without a lease on it first: most that others were faster to take are complete by now.
+        if self._is_done(part):
+            return None
+        lease = Lease(self._medium, part, number, lambda: self._holder(part), self._clock)
+        if not lease.take():
+            self._busy[part] = 1
+            return None
+        if self._is_done(part):
+            lease.give_back()
+            return None
+        return lease
+
+    def _is_done(self, part: int) -> bool:
+        name = INDEX_NAME if part == self.num_parts else manifest_name(part)
+        if self._medium.has(name):
+            self.done(part)
+        return bool(self._done[part])
+
+    def _look(self) -> None:
+        """List what is complete and what is leased."""
+        self._failures = 0
+        for match in map(_MANIFEST_NAME.fullmatch, self._medium.names("manifest-")):
+            if match is not None and int(match[1]) < self.num_parts:
+                self._done[int(match[1])] = 1
+        self._look_at_leases()
+
+    def _look_at_leases(self) -> None:
+        self._looked_at = self._clock()
+        newest: dict[int, int] = {}
+        for match in map(LEASE_NAME.fullmatch, self._medium.names(PREFIX)):
+            if match is not None and int(match[1]) <= self.num_parts:
+                part = int(match[1])
+                newest[part] = max(int(match[2]), newest.get(part, 0))
+        # By then the names had been listed: it may have been the newest for as long.
+        now, before = self._clock(), self._leases
+        self._leases = {}
+        self._busy = bytearray(self._done)
+        for part, number in newest.items():
+            seen = before.get(part)
+            same = seen is not None and seen.number == number
+            self._leases[part] = seen if same and seen is not None else _Seen(number, now)
+            self._busy[part] = 1
+        for part in self.later:
+            self._busy[part] = 1

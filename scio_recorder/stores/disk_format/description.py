@@ -1,0 +1,136 @@
+"""What a recording says about itself, and how its files are named."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.jsons import JSON, expect
+from scio_recorder.stores.disk_format.medium import Medium, parsing
+from scio_recorder.stores.disk_format.tensor_file import (
+    TensorFile,
+    table_from_json,
+    table_to_json,
+)
+
+DESCRIPTION_NAME = "recording.safetensors"
+INDEX_NAME = "index.safetensors"
+FORMAT = "scio-recording"
+# That of recordings whose rows are samples, and that of those which have rows of their own.
+VERSION, VERSION_WITH_ROWS = 2, 3
+MAX_RANKS = 100_000
+# What a chunk calls the values that are kept of its batches.
+VALUES = "#values"
+
+
+def row_column(name: str) -> str:
+    """Return what a chunk calls a column that has one entry a row."""
+    return f"@{name}"
+
+
+# The column that says of which sample a row is.
+SAMPLE = row_column("sample")
+_FIRST_COLUMN = ("sample", TensorSpec((), torch.int64))
+
+
+def chunk_name(rank: int, number: int) -> str:
+    """Return the name of a commit of a rank."""
+    return f"chunk-{rank:05d}-{number:08d}.safetensors"
+
+
+def state_name(rank: int, token: str) -> str:
+    """Return the name of the tensors of a state."""
+    return f"state-{rank:05d}-{token}.safetensors"
+
+
+def manifest_name(rank: int) -> str:
+    """Return the name of the file that says that a rank is complete."""
+    return f"manifest-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a recording says about itself."""
+
+    run: str
+    world_size: int
+    layers: dict[str, TensorSpec]
+    header: dict[str, JSON]
+    # The columns that say what a row is; None where it is a sample.
+    rows: dict[str, TensorSpec] | None = None
+
+    @property
+    def table(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of one row of all that a chunk holds of rows, in its order."""
+        return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
+
+    def to_json(self) -> dict[str, JSON]:
+        """Return this as JSON."""
+        return {
+            "format": FORMAT,
+            "version": VERSION if self.rows is None else VERSION_WITH_ROWS,
+            "run": self.run,
+            "world_size": self.world_size,
+            "layers": table_to_json(self.layers),
+            "rows": None if self.rows is None else table_to_json(self.rows),
+            "header": self.header,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Description:
+        """Return what `to_json` wrote."""
+        # Recordings made before there were rows don't mention them.
+        rows = None if value.get("rows") is None else table_from_json(value["rows"])
+        version = VERSION if rows is None else VERSION_WITH_ROWS
+        if value["format"] != FORMAT or expect(value["version"], int) != version:
+            raise ValueError(f"not a {FORMAT} of version {VERSION}, or {VERSION_WITH_ROWS} by rows")
+        world_size = expect(value["world_size"], int)
+        if not 0 < world_size <= MAX_RANKS:
+            raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
+        layers = table_from_json(value["layers"])
+        if any(name.startswith(("#", "@")) for name in layers):
+            raise ValueError("a layer's name begins with # or @, as those of other tensors do")
+        # Where all layers are reduced, rows may be counted alone.
+        first = next(iter(rows.items()), None) if rows is not None else None
+        if rows is not None and (rows or layers) and first != _FIRST_COLUMN:
+            raise ValueError("the first column of rows is not sample, a number of 64 bits")
+        return cls(
+            expect(value["run"], str), world_size, layers, expect(value["header"], dict), rows
+        )
+
+    def check_rank(self, path: str, rank: int) -> None:
+        """Refuse a rank that the recording was not created for."""
+        if not 0 <= rank < self.world_size:
+            raise RecordingError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
+
+    def place(self, rank: int, number: int, samples_before: int) -> dict[str, JSON]:
+        """Return what a chunk says of where it belongs."""
+        place = {"rank": rank, "number": number, "samples_before": samples_before}
+        return {"run": self.run, **place}
+
+    def manifest(self, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
+        """Return what a manifest says of which commits there are."""
+        return {"run": self.run, "rank": rank, "samples": samples, "chunks": list(checksums)}
+
+    def state_place(self, rank: int, token: str) -> dict[str, JSON]:
+        """Return what the tensors of a state say of where they belong."""
+        return {"run": self.run, "rank": rank, "state": token}
+
+
+def read_description(medium: Medium) -> Description:
+    """Return what a recording says about itself."""
+    try:
+        file = TensorFile(medium, DESCRIPTION_NAME)
+    except RecordingError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        problem = f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
+        raise RecordingError(problem) from None
+    with parsing(file.path):
+        return Description.from_json(file.content)

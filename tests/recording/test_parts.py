@@ -1,0 +1,335 @@
+"""Any number of processes take parts of a dataset: every sample once, whoever did what."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scio_recorder import Tokens, open_recording
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.reductions import Fold, Histogram, Mean, Moments
+from scio_recorder.stores import Disk
+from scio_recorder.stores.disk_format import lease as leases
+from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.writer import RunWriter
+from tests.recording.nets import assert_same, batches, expected, recorder
+
+# Samples in each batch of each part; one part is empty.
+SIZES = ((3, 2), (4, 1, 2), (), (5,), (1, 1, 1), (2,))
+NUM_PARTS = len(SIZES)
+IDS = [f"{part}-{i}" for part in range(NUM_PARTS) for i in range(sum(SIZES[part]))]
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch) -> None:
+    # No power is lost here, and waiting for the disk would take minutes.
+    monkeypatch.setattr(system, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+
+
+def data_of(part: int) -> list[tuple[torch.Tensor, list[str]]]:
+    names = iter(f"{part}-{i}" for i in range(sum(SIZES[part])))
+    data = batches(*SIZES[part], seed=part)
+    return [(batch, [next(names) for _ in batch]) for batch in data]
+
+
+def seeded(*selectors: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return recorder(*selectors, **options)
+
+
+def fill(path: Path, make_batches: Any = data_of, rnet: Any = None, **keywords: Any) -> Any:
+    given = {"num_parts": NUM_PARTS, "store": Disk(path, chunk_bytes=1), "progress": False}
+    given |= {"sample_ids": lambda batch: batch[1]} | keywords
+    return (rnet or seeded("*")).collect_parts(make_batches, **given)
+
+
+def check(recording: Any, path: Path, **keywords: Any) -> None:
+    data = [batch for part in range(NUM_PARTS) for batch, _ in data_of(part)]
+    for one in (recording, open_recording(path, verify=True)):
+        assert one.complete
+        assert list(one.sample_ids) == IDS
+        assert_same(one, expected(seeded("*"), data))
+    # Nothing is left of those who came and went.
+    assert not [name for name in os.listdir(path) if name.startswith("lease") or "tmp" in name]
+
+
+def test_one_process(tmp_path):
+    recording = fill(tmp_path / "run")
+    check(recording, tmp_path / "run")
+    before = sorted(os.listdir(tmp_path / "run"))
+
+    def unused(part: int) -> Any:
+        raise AssertionError("all is complete")
+
+    check(fill(tmp_path / "run", unused), tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+def test_ids_by_default_do_not_depend_on_other_parts(tmp_path):
+    recording = fill(tmp_path, lambda part: batches(*SIZES[part]), sample_ids=None)
+    wanted = [part * 10**12 + i for part in range(NUM_PARTS) for i in range(sum(SIZES[part]))]
+    assert list(recording.sample_ids) == wanted
+
+
+def child(path: Path, dies_at: str | None, barrier: Any) -> None:
+    torch.set_num_threads(1)
+    rnet = seeded("*")
+
+    def batches_of(part: int) -> Any:
+        for batch, names in data_of(part):
+            if names[0] == dies_at:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch, names
+
+    barrier.wait(60)
+    fill(path, batches_of, rnet)
+
+
+def in_processes(path: Path, dying: list[str | None]) -> list[int | None]:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(len(dying))
+    workers = [context.Process(target=child, args=(path, at, barrier)) for at in dying]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(100)
+    return [worker.exitcode for worker in workers]
+
+
+def test_processes_at_the_same_time(tmp_path):
+    path = tmp_path / "run"
+    assert in_processes(path, [None, None]) == [0, 0]
+    check(open_recording(path), path)
+
+
+def test_the_part_of_a_dead_process_is_taken_at_once_and_gone_on_with(tmp_path):
+    path, begun = tmp_path / "run", time.monotonic()
+    # Whoever comes to this batch dies; the first one of that part is durable by then.
+    assert in_processes(path, ["1-4"]) == [-signal.SIGKILL]
+    names = []
+
+    def batches_of(part: int) -> Any:
+        names.append(part)
+        return data_of(part)
+
+    done = {int(file.name[9:14]) for file in path.glob("manifest-*")}
+    assert [file.name for file in path.glob("chunk-00001-*")] == [
+        "chunk-00001-00000000.safetensors"
+    ]
+    check(fill(path, batches_of), path)
+    assert sorted(names) == sorted(set(range(NUM_PARTS)) - done)
+    assert time.monotonic() - begun < leases.STALE_AFTER
+
+
+class Broken(Exception):  # noqa: N818 - it is thrown by no fault of anybody
+    pass
+
+
+def test_an_exception_gives_the_part_back_and_what_is_durable_stays(tmp_path):
+    def broken(part: int) -> Any:
+        yield from data_of(part)[:1]
+        if part == 1:
+            raise Broken
+        yield from data_of(part)[1:]
+
+    with pytest.raises(Broken):
+        fill(tmp_path, broken)
+    assert not list(tmp_path.glob("lease-*"))
+    found = open_recording(tmp_path)
+    assert not found.complete
+    assert "1-0" in list(found.sample_ids)
+    check(fill(tmp_path), tmp_path)
+
+
+def test_threads_that_come_late_and_start_twice(tmp_path):
+    nets, found, errors = [seeded("*") for _ in range(4)], [], []
+
+    def work(number: int) -> None:
+        try:
+            time.sleep(0.05 * number)
+            found.append(fill(tmp_path / "run", rnet=nets[number]))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for recording in found:
+        check(recording, tmp_path / "run")
+
+
+def test_without_waiting_what_others_hold_is_left_to_them(tmp_path):
+    def batches_of(part: int) -> Any:
+        if part == 1:
+            others = fill(tmp_path / "run", wait=False)
+            assert not others.complete
+            assert list(others.sample_ids) == [name for name in IDS if name[0] != "1"]
+        yield from data_of(part)
+
+    check(fill(tmp_path / "run", batches_of), tmp_path / "run")
+
+
+def test_reductions_are_those_of_one_process(tmp_path):
+    reduce = {
+        "0": [Moments(), Moments(by=lambda batch: [name[0] for name in batch[1]])],
+        "3": Fold(lambda total, a: (total or 0) + a.double().sum(), merge=lambda a, b: a + b),
+    }
+    recording = fill(tmp_path, rnet=seeded("0", "3"), reduce=reduce)
+    everything = [pair for part in range(NUM_PARTS) for pair in data_of(part)]
+    alone = seeded("0", "3").collect(everything, reduce=reduce)
+    for ours, theirs in zip(recording["0"][0], alone["0"][0], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert list(recording["0"][1]) == list(alone["0"][1])
+    torch.testing.assert_close(recording["3"], alone["3"])
+    torch.testing.assert_close(open_recording(tmp_path)["0"][0].mean, alone["0"][0].mean)
+
+
+def test_rows_of_all_parts(tmp_path):
+    rnet = seeded("0")
+    data = {part: batches(2, 3, seed=part) for part in range(3)}
+
+    def batches_of(part: int) -> Any:
+        return [{"input": x.unsqueeze(1).repeat(1, 3, 1), "mask": mask(len(x))} for x in data[part]]
+
+    def mask(length: int) -> torch.Tensor:
+        return torch.arange(3).expand(length, 3) <= torch.arange(length).unsqueeze(1) % 3
+
+    keywords = {"rows": Tokens(mask="mask"), "to_inputs": lambda batch: batch["input"]}
+    recording = fill(tmp_path, batches_of, rnet, num_parts=3, sample_ids=None, **keywords)
+    everything = [batch for part in range(3) for batch in batches_of(part)]
+    alone = rnet.collect(everything, **keywords)
+    assert torch.equal(recording["0"][:], alone["0"])
+    assert torch.equal(recording.rows["sample"][:], alone.rows["sample"])
+    assert torch.equal(recording.rows["position"][:], alone.rows["position"])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"num_parts": 0}, ValueError, "num_parts"),
+        ({"num_parts": 100_001}, CollectError, "100000 at most"),
+        ({"make_batches": [1]}, CollectError, "give a function"),
+        ({"store": "host"}, CollectError, "other processes see"),
+        ({"store": None}, CollectError, "other processes see"),
+        ({"reduce": Histogram(3)}, CollectError, "give range="),
+        ({"reduce": Fold(lambda a, b: b)}, CollectError, "can't be reduced in parts"),
+    ],
+)
+def test_bad_arguments(tmp_path, keywords, error, message):
+    given = {"make_batches": data_of, "store": Disk(tmp_path / "run")} | keywords
+    with pytest.raises(error, match=message):
+        fill(tmp_path, **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_of_one_rank_is_refused(tmp_path):
+    with pytest.raises(CollectError, match="leave rank= and world_size="):
+        fill(tmp_path, store=Disk(tmp_path / "run", rank=1, world_size=NUM_PARTS))
+
+
+def test_another_net_other_settings_and_other_parts_are_refused_before_anything_runs(tmp_path):
+    def batches_of(part: int) -> Any:
+        # Another comes before anything is durable.
+        if not (tmp_path / "recording.safetensors").exists():
+            refused()
+        yield from data_of(part)
+
+    def unused(part: int) -> Any:
+        raise AssertionError("this must not run")
+
+    def refused() -> None:
+        other = seeded("*")
+        with torch.no_grad():
+            other.net[0].weight.add_(1)
+        with pytest.raises(RecordingError, match="weights"):
+            fill(tmp_path, unused, other)
+        with pytest.raises(RecordingError, match="layers"):
+            fill(tmp_path, unused, seeded("0"))
+        with pytest.raises(RecordingError, match="in 6 parts, and num_parts is 5 here"):
+            fill(tmp_path, unused, num_parts=5)
+
+    fill(tmp_path, batches_of)
+    refused()
+    check(open_recording(tmp_path), tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RecordingError, match=r"not empty: it holds 'thesis\.tex'"):
+        fill(tmp_path)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    seeded("*").collect(data_of(0), store=f"disk:{tmp_path}/one", sample_ids=lambda b: b[1])
+    with pytest.raises(RecordingError, match="in 1 parts"):
+        fill(tmp_path / "one")
+
+
+def test_an_id_twice_is_an_error_and_what_is_durable_stays(tmp_path):
+    def ids(batch: Any) -> list[str]:
+        return [name.replace("3-0", "1-6") for name in batch[1]]
+
+    with pytest.raises(CollectError, match="'1-6', in part 1 and part 3"):
+        fill(tmp_path, sample_ids=ids)
+    assert open_recording(tmp_path, verify=True).num_samples == len(IDS)
+    with pytest.raises(CollectError, match="'1-6'"):
+        fill(tmp_path, sample_ids=ids)
+
+
+def test_all_parts_empty(tmp_path):
+    with pytest.raises(CollectError, match="all 3 parts are empty"):
+        fill(tmp_path, lambda part: [], num_parts=3)
+    assert not list(tmp_path.glob("lease-*"))
+
+
+@pytest.mark.parametrize("stops_in", ["before", "during"])
+def test_a_lease_that_expires_at_a_commit(tmp_path, monkeypatch, stops_in):
+    # This process stands still for longer than its lease holds, and another goes on meanwhile.
+    clock = [0.0]
+    monkeypatch.setattr("scio_recorder.recording.collect.parts.seconds", lambda: clock[0])
+    append, stopped = RunWriter.append, []
+
+    def late(self: RunWriter, tensors: Any, ids: Any, **keywords: Any) -> None:
+        if next(iter(ids)) == "1-4" and not stopped:
+            stopped.append(1)
+            clock[0] += 100
+            if stops_in == "during":
+                clock[0] -= 100
+                put = self._folder.put
+
+                def putting(*arguments: Any) -> Any:
+                    done = put(*arguments)
+                    clock[0] += 100
+                    return done
+
+                self._folder.put = putting
+        append(self, tensors, ids, **keywords)
+
+    monkeypatch.setattr(RunWriter, "append", late)
+    with pytest.raises(RecordingError, match="lease of part 1 was not renewed for 100 s"):
+        fill(tmp_path / "run")
+    assert open_recording(tmp_path / "run", verify=True).num_samples >= 4
+    check(fill(tmp_path / "run"), tmp_path / "run")
+
+
+def test_mean_of_a_part_that_two_have_worked_on(tmp_path):
+    def broken(part: int) -> Any:
+        yield from data_of(part)[:1]
+        raise Broken
+
+    for _ in range(2):
+        with pytest.raises(Broken):
+            fill(tmp_path, broken, seeded("0"), reduce=Mean())
+    recording = fill(tmp_path, rnet=seeded("0"), reduce=Mean())
+    everything = [pair for part in range(NUM_PARTS) for pair in data_of(part)]
+    torch.testing.assert_close(recording["0"], seeded("0").collect(everything, reduce=Mean())["0"])
