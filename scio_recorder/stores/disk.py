@@ -109,7 +109,20 @@ class Disk(Store):
         self.lease: Lease | None = None
 
     def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
-        """Begin, or join, a recording that several processes fill part by part."""
+        """Begin, or join, a recording that several processes fill part by part.
+
+        Parameters
+        ----------
+        num_parts : int
+            How many parts there are.
+        header : dict
+            Settings, in which all processes must agree.
+
+        Returns
+        -------
+        Medium
+            The folder.
+        """
         if self.is_shared:
             raise CollectError(
                 "collect_parts says itself which process writes what: leave rank= and world_size= "
@@ -122,7 +135,20 @@ class Disk(Store):
         return medium
 
     def part(self, lease: Lease, num_parts: int) -> Disk:
-        """Return the store of one part."""
+        """Return the store of one part of such a recording.
+
+        Parameters
+        ----------
+        lease : Lease
+            The right to write it.
+        num_parts : int
+            How many parts there are.
+
+        Returns
+        -------
+        Disk
+            The same folder.
+        """
         made = Disk(self.path, self.chunk_bytes, rank=lease.part, world_size=num_parts)
         made.lease, made.is_shared = lease, True
         return made

@@ -52,10 +52,8 @@ class Collection:
         The batches.
     options : Options
         What was asked of each layer.
-    store : str, Store or None
-        As ``collect`` is given it.
-    activation_postproc : callable, list, mapping or None
-        As ``collect`` is given it.
+    store, activation_postproc
+        As ``collect`` is given them.
     resume : bool
         Whether to go on with what the store holds.
     is_of_others : bool, default False
