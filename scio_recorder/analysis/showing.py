@@ -30,7 +30,7 @@ def sentence(found: Findings) -> str:
     """Return where two runs begin to differ."""
     first = found.first
     if first is None:
-        compared = f"{_layers(len(found))}, {found.num_samples:,} samples"
+        compared = f"{_counted(len(found), 'layer')}, {_counted(found.num_samples, 'sample')}"
         return f"No difference in {compared}{_beyond(found)}."
     said = f"First difference: {layer_text(first.layer)}"
     if first.sample_id is not None:
@@ -68,14 +68,15 @@ def arrow(reference: Number | None, candidate: Number | None) -> str:
     return " -> ".join(texts)
 
 
-def _layers(number: int) -> str:
-    return f"{number:,} layer{'s' * (number != 1)}"
+def _counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def count(found: Findings) -> str:
     """Return how many layers differ."""
     differing = sum(one.differs for one in found.values())
-    return f"{differing:,} of {_layers(len(found))} differ{'s' * (differing == 1)}{_beyond(found)}"
+    verb = f"differ{'s' * (differing == 1)}"
+    return f"{differing:,} of {_counted(len(found), 'layer')} {verb}{_beyond(found)}"
 
 
 def _beyond(found: Findings) -> str:
@@ -100,7 +101,7 @@ def notes(found: Findings) -> list[str]:
     """Return what a reader should know besides, and what to do about it."""
     first, said = found.first, []
     if first is not None:
-        said.append(f"{count(found)}, in {found.num_samples:,} samples.")
+        said.append(f"{count(found)}, in {_counted(found.num_samples, 'sample')}.")
         if first.inputs_equal is None:
             said.append(
                 "Inputs tell the layer that makes a difference from one that passes it on: compare "

@@ -376,3 +376,9 @@ def test_shapes_that_differ_are_an_error_of_the_layer(tmp_path: Path) -> None:
     assert error in page_of(difference, tmp_path).remarks["1-2"]
     assert "no finite number" in [text.get_text() for text in difference.plot().axes[0].texts]
     assert difference.to_frame().loc["1-2", "error"] == error
+
+
+def test_one_layer_and_one_sample_are_no_plural() -> None:
+    one = Recorder(nn.Identity(), input_size=(1, 2))
+    text = str(compare(one, one, [torch.ones(1, 2)]))
+    assert text.splitlines()[0] == "No difference in 1 layer, 1 sample."
