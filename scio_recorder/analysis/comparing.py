@@ -12,8 +12,8 @@ With a floor, a third side differs from the reference by what counts as noise. W
 differs by is more than noise where it exceeds what the floor has differed by in the same tensor, in
 this block or one before, by the factors below. Two draws of rounding noise (sums in other orders)
 stayed within 1.5 in norm and 3.4 in the largest element over networks of usual widths; the factors
-leave room for that. A layer that has received noise and by luck made none is granted what it
-received: in a small tensor all roundings may agree.
+leave room for that. A layer whose floor by luck has none, since in a small tensor all roundings may
+agree, is granted what it has received, or what was made before it returned if it has layers inside.
 """
 
 from __future__ import annotations
@@ -133,12 +133,15 @@ class Comparison:
         self._num_samples = 0
         # By layer, whether received or returned, and part.
         self._levels: dict[tuple[DepthIdx, str, int], Noise] = {}
+        # The largest relative error of the floor in the block so far.
+        self._made = 0.0
         self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
 
     def add(self, block: Block, own: Values, other: Values, floor: Values | None) -> None:
         """Compare all layers of a block."""
         self._known.clear()
         self._num_samples += len(block.ids)
+        self._made = 0.0
         for tally in self._tallies:
             if tally.pair.error is None:
                 self._add(tally, block, own, other, floor)
@@ -176,6 +179,9 @@ class Comparison:
         third = None if self._floors is None else self._floors.get(tally.pair.reference.label)
         beside = (floor, third) if floor is not None and third is not None else None
         same, received = self._received(tally.pair, own, other, beside)
+        module = tally.pair.reference.module
+        if module is None or any(True for _ in module.children()):
+            received = max(received, self._made)
         compared = self._outputs(tally, own, other, beside, received)
         tally.received_same = _both(tally.received_same, same)
         parts = compared.differing
@@ -243,6 +249,7 @@ class Comparison:
                 self._levels[label, what, part] = before.and_also(figures)
                 if total is not None:
                     total.add(figures)
+                    self._made = max(self._made, figures.relative_error)
         return [self._levels.get((label, what, part)) for part in range(count)]
 
     def _figures(self, reference: Leaf, candidate: Leaf) -> Figures:

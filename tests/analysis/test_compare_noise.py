@@ -157,6 +157,50 @@ def test_a_floor_goes_by_the_names_of_the_reference_or_of_the_candidate() -> Non
         assert bool(has_noise) == (difference.first is None)
 
 
+def test_a_floor_that_is_the_reference_goes_by_its_own_names() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("a", nn.Linear(32, 32))
+    net.add_module("b", nn.Linear(32, 32))
+    faulty = drawn(net, 1)
+    faulty.b.bias.data[3] += 0.1
+    swapped = nn.Sequential()
+    swapped.add_module("b", faulty.a)
+    swapped.add_module("a", faulty.b)
+    floor = recorder(copy.deepcopy(net))
+    match = {"a": "b", "b": "a"}
+    sides = recorder(net), recorder(swapped)
+    difference = compare(*sides, BATCHES, match, floor=floor, rtol=1e-3, atol=1e-3, progress=False)
+    assert difference.first is not None
+    assert difference.first.layer.name == "b"
+
+
+class Shifted(nn.Module):
+    """Adds a little to the first or to the second number."""
+
+    def __init__(self, *shift: float) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.tensor(shift))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2] + self.shift
+
+
+class Second(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 1:]
+
+
+def test_a_layer_may_pass_on_noise_where_the_floor_by_luck_has_none() -> None:
+    shifts = (0.0, 0.0), (0.0, 1e-5), (1e-5, 0.0)
+    nets = (nn.Sequential(Shifted(*shift), Second()) for shift in shifts)
+    sides = [Recorder(net, input_data=BATCHES[0]) for net in nets]
+    difference = compare(*sides[:2], BATCHES, floor=sides[2], progress=False)
+    assert difference["1"].num_different > 0
+    assert difference["1"].noise == 0.0
+    assert difference.first is None
+
+
 def test_what_exceeds_noise() -> None:
     def figures(norm: float, largest: float) -> Figures:
         return Figures(9, 1, max_abs=largest, squares=norm**2, own=1.0)

@@ -74,6 +74,14 @@ def test_both_sides_start_from_the_same_random_numbers() -> None:
     assert torch.equal(after[0], torch.rand(3))
 
 
+def test_random_numbers_are_left_as_the_reference_leaves_them() -> None:
+    net = make_net()
+    before = torch.get_rng_state()
+    difference = compare(recorder(net), recorder(planted(net, "dropout left on")), batches())
+    assert difference.first is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_dropout_that_is_on_in_both_is_no_difference_and_a_fault_behind_it_is() -> None:
     net = make_net()
     net.drop.train()
@@ -103,7 +111,11 @@ def test_one_network_on_both_sides() -> None:
     one = Recorder(net, input_size=(2, 3))
     same, twin = (Recorder(each, input_size=(2, 3)) for each in (net, copy.deepcopy(net)))
     for two in (one, same, twin):
-        assert compare(one, two, [torch.ones(2, 3)] * 3, floor=one).first is None
+        given = [torch.ones(2, 3)] * 3
+        difference = compare(one, two, given)
+        assert difference.first is None
+        noise = compare(one, two, given, floor=same)[""].noise
+        assert noise == 0.0
         assert (float(net.count), net.number) == (0.0, 0)
 
 
