@@ -12,8 +12,9 @@ With a floor, a third side differs from the reference by what counts as noise. W
 differs by is more than noise where it exceeds what the floor has differed by in the same tensor, in
 this block or one before, by the factors below. Two draws of rounding noise (sums in other orders)
 stayed within 1.5 in norm and 3.4 in the largest element over networks of usual widths; the factors
-leave room for that. A layer whose floor by luck has none, since in a small tensor all roundings may
-agree, is granted what it has received, or what was made before it returned if it has layers inside.
+leave room for that. Where there is noise, one rounding of a number says nothing either. A layer
+whose floor by luck has none, since in a small tensor all roundings may agree, is granted what it
+has received, or what was made before it returned if it has layers inside.
 """
 
 from __future__ import annotations
@@ -60,10 +61,18 @@ class Noise:
     relative_error: float = 0.0
     max_abs: float = 0.0
 
-    def and_also(self, figures: Figures) -> Noise:
-        """Return the larger of these and those of a further block."""
-        relative_error = max(self.relative_error, figures.relative_error)
-        return Noise(relative_error, max(self.max_abs, figures.max_abs))
+    def and_also(self, figures: Figures, rounding: float) -> Noise:
+        """Return the larger of these and those of a further block, given what one rounding takes.
+
+        Where there is noise, single roundings more or less say nothing.
+        """
+        if not figures.num_different:
+            return self
+        size = math.sqrt(figures.own / figures.num_elements)
+        return Noise(
+            max(self.relative_error, figures.relative_error, rounding / _NORM_FACTOR),
+            max(self.max_abs, figures.max_abs, rounding * size),
+        )
 
 
 def exceeds(figures: Figures, noise: Noise | None) -> bool:
@@ -246,7 +255,7 @@ class Comparison:
             if _mismatch(*pair) is None:
                 before = self._levels.get((label, what, part), Noise())
                 figures = self._figures(*pair)
-                self._levels[label, what, part] = before.and_also(figures)
+                self._levels[label, what, part] = before.and_also(figures, _rounding(pair[1]))
                 if total is not None:
                     total.add(figures)
                     self._made = max(self._made, figures.relative_error)
@@ -315,6 +324,11 @@ class Comparison:
             return FirstDifference(layer, block.ids[sample], None, None, None, same)
         values = _number(own, flat), _number(other, flat)
         return FirstDifference(layer, block.ids[sample], index, *values, same, part=part)
+
+
+def _rounding(leaf: Leaf) -> float:
+    is_rounded = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return torch.finfo(leaf.dtype).eps if is_rounded else 0.0
 
 
 def _both(before: bool | None, now: bool | None) -> bool | None:
