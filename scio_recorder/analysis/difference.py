@@ -54,6 +54,7 @@ class Difference(Listed, Outlined, Findings):
     >>> import copy
     >>> import torch
     >>> from scio_recorder import Recorder, compare
+    >>> _ = torch.manual_seed(0)
     >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     >>> other = copy.deepcopy(net)
     >>> _ = other[0].weight.data.zero_()

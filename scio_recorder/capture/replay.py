@@ -29,6 +29,7 @@ from torch import nn
 
 from scio_recorder.capture.hooks import Around, take_out
 from scio_recorder.capture.kept import Kept
+from scio_recorder.capture.uncopied import is_hooked_by_others
 from scio_recorder.errors import FlowError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
@@ -115,6 +116,9 @@ class Replay:
         # Those that contain no layer, and what is inside them.
         self._closed = {one for one, inner in within.items() if inner and not self._chosen & inner}
         self._hidden = set[nn.Module]().union(*map(within.__getitem__, self._closed)) - self._chosen
+        # Nothing tells what hooks do.
+        hooked = set(filter(is_hooked_by_others, self._modules))
+        self._running = {one for one, inner in within.items() if hooked & {one, *inner}}
         self._calls: list[_Call] = []
         # Layer -> the number of its call.
         self._starts: dict[DepthIdx, int] = {}
@@ -194,7 +198,9 @@ class Replay:
             return run(*args, **kwargs)
         number, call = len(self._calls), _Call(module)
         self._calls.append(call)
-        look = self._surroundings and self._surroundings.look(module, (args, kwargs))
+        look = None
+        if self._surroundings is not None and module not in self._running:
+            look = self._surroundings.look(module, (args, kwargs))
         is_closed = not self._is_thorough and module in self._closed
         outer = self._is_inside
         self._is_inside = outer or is_closed

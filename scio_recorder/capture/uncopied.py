@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from scio_recorder.tensors import private
+
 
 class Uncopied:
     """A hook, or what a hook is a method of, that is part of no copy."""
@@ -59,6 +61,12 @@ def _without_uncopied(
     left_out = set() if owner is None else _uncopied(owner)
     rest = [(key, value) for key, value in own.items() if key not in left_out]
     return OrderedDict, (), None, None, iter(rest)
+
+
+def is_hooked_by_others(module: nn.Module) -> bool:
+    """Whether somebody else has given a module hooks that run before or after its forward."""
+    own = _uncopied(module)
+    return any(key not in own for hooks in private.forward_hooks(module) for key in hooks)
 
 
 def _uncopied(module: nn.Module) -> set[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -265,6 +267,38 @@ def test_calls_that_leave_something_behind_are_not_left_out(kind: str) -> None:
     for layer in effects.layers:
         key = layer.name, 0
         assert float(effects[layer.label]) == hand.patched(((Y,), {}), key, found[key])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        noisy = Net(lambda own, x: own.linear(x) * draw(), linear=Counted(3, 3))
+        later = Net(lambda own, x: own.linear(x) + draw(), linear=Counted(3, 3))
+        return nn.Sequential(noisy, later, nn.Linear(3, 3))
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "0", "1", input_size=(2, 3))
+    seed_everything(5)
+    effects = rnet.sweep(X, Y, weighed)
+    for name in ("0", "1"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+def test_modules_with_hooks_of_others_run() -> None:
+    def build() -> nn.Module:
+        net, seen = chain(kind=nn.Linear), []
+        net[0][0].register_forward_hook(lambda module, args, output: seen.append(output))
+        net[2].register_forward_hook(lambda module, args, output: output + seen.pop())
+        return net
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "0", "1", "2", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed)
+    for name in ("0", "1", "2"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
 def test_estimates_are_gradient_times_difference() -> None:
