@@ -25,7 +25,8 @@ BARS = {"sweep": 0.6, "estimate": 4.0}
 
 
 def gpt2() -> tuple[nn.Module, str, Tensor, Tensor]:
-    config = GPT2Config(vocab_size=1000, n_embd=256, n_layer=12, n_head=8)
+    sizes = {"vocab_size": 1000, "n_embd": 256, "n_layer": 12, "n_head": 8}
+    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     clean, corrupted = torch.randint(1000, (2, 4, 64))
     return GPT2LMHeadModel(config).eval(), "transformer.h.", clean, corrupted
 
@@ -115,7 +116,6 @@ def main() -> None:
             least = min(spent[arm]) / min(spent[beside])
             row = f"{least:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}", str(BARS[arm])
             table.add_row(make.__name__, arm, beside, *row)
-            print(make.__name__, arm, min(spent[arm]), min(spent[beside]))
     Console(width=110).print(table)
 
 
