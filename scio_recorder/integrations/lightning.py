@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
-from scio_recorder.integrations.statistics import Portion, check_names, values_of
+from scio_recorder.integrations.statistics import (
+    OF_UNITS,
+    Portion,
+    UnitStatistics,
+    check_names,
+    values_of,
+)
 from scio_recorder.nets.selection import choose_modules
 from scio_recorder.tensors.arguments import whole
+
+if TYPE_CHECKING:
+    from scio_recorder.analysis.guard import Action, Guard
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +32,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
         f"{error}; the callback needs Lightning: pip install 'scio-recorder[lightning]'"
     ) from error
 
-__all__ = ["LayerStatsMonitor"]
+__all__ = ["GuardCallback", "LayerStatsMonitor"]
 
 
 class LayerStatsMonitor(Callback):
@@ -44,7 +54,11 @@ class LayerStatsMonitor(Callback):
         On every n-th optimizer step instead, whatever the trainer's ``log_every_n_steps``.
     statistics : collection of str
         Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
-        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite).
+        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite). And
+        those that must be asked for: "max_abs" (the largest absolute value), "dead" (the share of
+        units, channels or features, whose values in that step are all the same) and "saturated"
+        (of units of which 95 % of the values are at a bound of the activation function). The last
+        two are of activations alone, and all three of the first tensor that a module returns.
     gradients : bool, default True
         Statistics of gradients as well. Under gradient scaling they are scaled, and where batches
         are accumulated they are those of the loss as Lightning divides it.
@@ -89,11 +103,12 @@ class LayerStatsMonitor(Callback):
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
         self.selectors = selectors
         self.every_n_steps = every_n_steps
-        self.statistics = check_names(statistics)
+        self.statistics = check_names(statistics, OF_UNITS)
         self.gradients = gradients
         self.latest: dict[str, float] = {}
         self._modules: dict[str, nn.Module] = {}
         self._portions: dict[tuple[bool, str], Portion] = {}
+        self._units: dict[tuple[bool, str], UnitStatistics] = {}
         self._tracker: Tracker | None = None
         self._stepped = False
         self._warned = False
@@ -176,6 +191,7 @@ class LayerStatsMonitor(Callback):
             if observed:
                 self._log(trainer)
             self._portions.clear()
+            self._units.clear()
             self._stepped = False
 
     def on_exception(
@@ -212,6 +228,7 @@ class LayerStatsMonitor(Callback):
         self._leave()
         self._modules = {}
         self._portions.clear()
+        self._units.clear()
         self._stepped = False
 
     def _leave(self) -> None:
@@ -231,6 +248,12 @@ class LayerStatsMonitor(Callback):
             portion = Portion.of(values)
             before = self._portions.get(key)
             self._portions[key] = portion if before is None else before.join(portion)
+            if set(OF_UNITS) & set(self.statistics):
+                self._units.setdefault(key, UnitStatistics(event.type)).take(event.first_value)
+
+    def _of_units(self, grad: bool, name: str) -> dict[str, float]:
+        units = self._units.get((grad, name))
+        return {} if units is None else units.compute(with_states=not grad)
 
     def _log(self, trainer: Trainer) -> None:
         if not self._portions and not self._warned:
@@ -242,7 +265,7 @@ class LayerStatsMonitor(Callback):
         self.latest = {
             f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
             for (grad, name), portion in self._portions.items()
-            for statistic, value in portion.compute().items()
+            for statistic, value in (portion.compute() | self._of_units(grad, name)).items()
             if statistic in self.statistics
         }
         trainer.callback_metrics.update(
@@ -250,6 +273,117 @@ class LayerStatsMonitor(Callback):
         )
         for logger in trainer.loggers:
             logger.log_metrics(self.latest, step=_step(trainer))
+
+
+class GuardCallback(Callback):
+    """Find the layer that makes the first NaN or infinity of a training.
+
+    Parameters
+    ----------
+    rnet : Recorder
+        A recorder of the network that the LightningModule trains, or of the module itself.
+    gradients, action, kinds, keep_inputs
+        As in ``rnet.guard``.
+
+    Attributes
+    ----------
+    guard : Guard or None
+        What was found so far, None before the first run.
+
+    Raises
+    ------
+    NonFiniteError
+        In the training: a layer has made a NaN or an infinity.
+
+    Notes
+    -----
+    Under ``precision="16-mixed"`` infinities in gradients that lead to a smaller scale are
+    expected, and counted in ``guard.num_skipped_steps``. Validation, test and prediction are
+    guarded as well.
+
+    Examples
+    --------
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.Linear(4, 2)), input_size=(1, 4))
+    >>> callback = GuardCallback(rnet, keep_inputs=True)
+    >>> trainer = Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+    >>> callback.guard is None
+    True
+    """
+
+    def __init__(
+        self,
+        rnet: Any,
+        *,
+        gradients: bool = True,
+        action: Action = "raise",
+        kinds: Collection[str] = ("nan", "inf"),
+        keep_inputs: bool = False,
+    ) -> None:
+        self.rnet = rnet
+        self.guard: Guard | None = None
+        self._options: dict[str, Any] = {
+            "gradients": gradients,
+            "action": action,
+            "kinds": kinds,
+            "keep_inputs": keep_inputs,
+        }
+        self._block: AbstractContextManager[Guard] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin to guard.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        stage : str
+            "fit", "validate", "test" or "predict".
+        """
+        block = self.rnet.guard(**self._options)
+        self.guard = block.__enter__()
+        self._block = block
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no trace of a run that failed.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        exception : BaseException
+            The exception.
+        """
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """End the guard.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            The trainer.
+        pl_module : LightningModule
+            The model.
+        stage : str
+            As in `setup`.
+
+        Raises
+        ------
+        FlowError
+            The recorder's network was not called.
+        """
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
 
 
 def _step(trainer: Trainer) -> int:

@@ -7,27 +7,30 @@ from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from scio_recorder.display.figure import SATURATION_BOUNDS
 from scio_recorder.errors import ArgumentError
+from scio_recorder.reductions.alive import Alive, unit_dimension, with_units
 from scio_recorder.reductions.base import join_means
 from scio_recorder.tensors.structures import tensors
 
-__all__ = ["STATISTICS", "Portion", "check_names", "values_of"]
+__all__ = ["OF_UNITS", "STATISTICS", "Portion", "UnitStatistics", "check_names", "values_of"]
 
 STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
+# Those that take a layer apart into its units.
+OF_UNITS = ("max_abs", "dead", "saturated")
 
 
-def check_names(statistics: Collection[str]) -> tuple[str, ...]:
+def check_names(statistics: Collection[str], more: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of statistics, or raise where there is none of such a name."""
+    known = (*STATISTICS, *more)
     one = isinstance(statistics, str) or not isinstance(statistics, Collection)
     names: tuple[Any, ...] = (statistics,) if one else tuple(statistics)
-    unknown = [name for name in names if name not in STATISTICS]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         given = unknown[0] if unknown else names
-        raise ArgumentError(
-            f"statistics={given!r}: choose among {', '.join(map(repr, STATISTICS))}"
-        )
+        raise ArgumentError(f"statistics={given!r}: choose among {', '.join(map(repr, known))}")
     return names
 
 
@@ -103,3 +106,39 @@ class Portion(NamedTuple):
         result["zeros"] = zeros / self.size
         result["nonfinite"] = self.size - int(count)
         return result
+
+
+class UnitStatistics:
+    """What the units of a layer did, channels or features, over some calls.
+
+    Parameters
+    ----------
+    kind : type
+        The class of the module.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self._name = kind.__name__
+        self._alive: Alive | None = None
+
+    def take(self, value: object) -> None:
+        """Take in what the module returned, or the gradient of it, if it is a tensor of numbers."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return
+        if value.layout == torch.strided and value.ndim:
+            dimension = unit_dimension(self._name, value.ndim)
+            if self._alive is None:
+                self._alive = Alive(dimension or 1, SATURATION_BOUNDS.get(self._name))
+            self._alive.update(with_units(value, dimension))
+
+    def compute(self, *, with_states: bool) -> dict[str, float]:
+        """Return the statistics by name: the largest value, and the shares of units in a state."""
+        if self._alive is None:
+            return {}
+        result = self._alive.compute()
+        found = {"max_abs": float(result.max_abs.max())}
+        if with_states:
+            found["dead"] = float(result.dead.double().mean())
+            if result.saturated is not None:
+                found["saturated"] = float(result.saturated.double().mean())
+        return found

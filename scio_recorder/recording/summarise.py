@@ -18,7 +18,7 @@ from scio_recorder.display.figure import (
 )
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import RecorderError
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import (
     Alive,
@@ -29,6 +29,7 @@ from scio_recorder.reductions import (
     MomentsResult,
     Reduction,
 )
+from scio_recorder.reductions.alive import unit_dimension, with_units
 from scio_recorder.reductions.base import join_means
 from scio_recorder.reductions.histogram import widened
 from scio_recorder.tensors.dtypes import dtype_name
@@ -73,7 +74,7 @@ def _of_samples(
 ) -> LayerSummary:
     layer = recording.architecture[label]
     samples: Tensor = recording[label]
-    dimension = _unit_dimension(layer, samples.ndim)
+    dimension = unit_dimension(layer.type_name, samples.ndim)
     survey = Survey(dimension, SATURATION_BOUNDS.get(layer.type_name))
     parts: Iterable[Tensor] = _read(recording, label, advance)
     is_kept = bins is not None and samples.nbytes <= _KEPT_BYTES
@@ -206,8 +207,7 @@ class Survey:
             if block.numel():
                 self._take(block.flatten())
                 if self._alive is not None:
-                    # Where there is one value a sample, all are of one unit.
-                    self._alive.update(block if self._dimension else block.reshape(-1, 1))
+                    self._alive.update(with_units(block, self._dimension))
 
     def _take(self, values: Tensor) -> None:
         self._total += values.numel()
@@ -269,20 +269,6 @@ class Survey:
         std = self.finite.std
         reach = _REACH * std if std is not None and math.isfinite(std) else math.inf
         return widened(max(self._low, self._mean - reach), min(self._high, self._mean + reach))
-
-
-def _unit_dimension(layer: Layer, ndim: int) -> int:
-    """Return along which dimension of [samples, ...] the units of a layer lie.
-
-    Channels come first in images and behind one-dimensional convolutions, features last in
-    sequences and wherever a module works on the last dimension. 0: there is one value a sample.
-    """
-    # LayerNorm2d of many vision models takes [samples, channels, height, width].
-    if layer.type_name.endswith(("1d", "2d", "3d")):
-        return min(1, ndim - 1)
-    if layer.type_name.startswith(("Linear", "LayerNorm", "RMSNorm", "Embedding")):
-        return ndim - 1
-    return 2 if ndim == 3 else min(1, ndim - 1)
 
 
 def _units(result: AliveResult, dimension: int) -> Units:

@@ -130,6 +130,32 @@ class Alive(RowReduction):
         )
 
 
+def unit_dimension(type_name: str, ndim: int) -> int:
+    """Return along which dimension of [samples, ...] the units of a layer lie.
+
+    Channels come first in images and behind one-dimensional convolutions, features last in
+    sequences and wherever a module works on the last dimension. 0: there is one value a sample.
+
+    Parameters
+    ----------
+    type_name : str
+        Name of the module's class.
+    ndim : int
+        How many dimensions its activations have.
+    """
+    # LayerNorm2d of many vision models takes [samples, channels, height, width].
+    if type_name.endswith(("1d", "2d", "3d")):
+        return min(1, ndim - 1)
+    if type_name.startswith(("Linear", "LayerNorm", "RMSNorm", "Embedding")):
+        return ndim - 1
+    return 2 if ndim == 3 else min(1, ndim - 1)
+
+
+def with_units(samples: Tensor, dimension: int | None) -> Tensor:
+    """Return samples with a dimension of units; where there is none, all are of one unit, at 1."""
+    return samples if dimension else samples.reshape(-1, 1)
+
+
 def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
     """Return which values are as good as at a bound, [...], bool.
 

@@ -419,3 +419,29 @@ def test_the_tensorboard_logger_gets_the_same(data: Tensor, tmp_path: Path) -> N
     events.Reload()
     for key, value in monitor.latest.items():
         assert events.Scalars(key)[-1].value == pytest.approx(value, rel=1e-6)
+
+
+def test_dead_and_saturated_units(data: Tensor, tmp_path: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.encoder[0].weight[:2] = 0
+        model.encoder[0].bias[:2] = -1
+        model.head.bias[0] = 100
+    monitor = LayerStatsMonitor(
+        "encoder.1", "act", statistics=["max_abs", "dead", "saturated"], every_n_steps=1
+    )
+    seen: list[Tensor] = []
+    model.encoder[1].register_forward_hook(
+        lambda m, a, output: seen.append(output.detach().clone())
+    )
+    trainer(tmp_path, monitor, limit_train_batches=1).fit(model, loader(data))
+    latest = monitor.latest
+    (relu,) = seen
+    dead = (relu == relu[:1]).all(0)
+    assert dead[:2].all()
+    assert latest["activations_dead/encoder.1"] == pytest.approx(float(dead.double().mean()))
+    assert latest["activations_max_abs/encoder.1"] == float(relu.abs().max())
+    assert "activations_saturated/encoder.1" not in latest
+    assert latest["activations_saturated/act"] == 0
+    assert "gradients_dead/act" not in latest
+    assert latest["gradients_max_abs/act"] > 0
