@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scio_recorder.analysis.findings import SampleId
 from scio_recorder.analysis.leaves import samples_of_inputs
@@ -41,6 +42,10 @@ class RecordingSide:
         reduced = recording.reductions
         found = {label: _place_of_digest(reduced[label]) for label in reduced}
         self._digests = {label: place for label, place in found.items() if place is not None}
+        # What a layer returns need not count samples, as embeddings of positions do not.
+        for label in list(self._digests):
+            if len(self._digests_of(label)) != recording.num_rows:
+                del self._digests[label]
         self.digests = frozenset(self._digests)
         self.labels = (*recording.stored, *self._digests)
         if not self.labels:
@@ -52,7 +57,7 @@ class RecordingSide:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of layers of which there are summaries only."""
+        """Names of layers of which there is nothing by sample: summaries, and digests of others."""
         reduced = (label for label in self.recording if label not in self.labels)
         return tuple(self.architecture[label].name for label in reduced)
 
@@ -135,16 +140,13 @@ class RecordingSide:
 
     def output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
         """Return what a layer returned for some rows."""
-        values = self.recording[label]
-        if label in self._digests and isinstance(values, list):
-            values = values[self._digests[label]]
-        if len(values) != self.recording.num_rows:
-            layer = self.architecture[label]
-            raise ComparisonError(
-                f"the {self.what} has {len(values)} digests of layer {layer} for "
-                f"{self.recording.num_rows} samples: a part is missing, and nobody knows which"
-            )
+        values = self._digests_of(label) if label in self._digests else self.recording[label]
         return values[rows]
+
+    def _digests_of(self, label: DepthIdx) -> Tensor:
+        values = self.recording[label]
+        found: Tensor = values[self._digests[label]] if isinstance(values, list) else values
+        return found
 
     def _follow(self, ids: Sequence[SampleId]) -> bool:
         """Whether samples come right after those that were read last, as they mostly do."""

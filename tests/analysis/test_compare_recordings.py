@@ -349,3 +349,25 @@ def test_a_recording_of_digests_can_be_saved(tmp_path: Path) -> None:
     saved = scio_recorder.open_recording(tmp_path / "saved")
     assert compare(saved, rowwise(), batches(FORWARD, 4), sample_ids=ids_of).first is None
     assert saved["scale"].shape == (12,)
+
+
+def test_digests_of_what_counts_no_samples_are_left_out() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.act = nn.Embedding(8, 3), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.act(x + self.positions(torch.arange(x.shape[1])[None]))
+            return result
+
+    rnet = Recorder(Positions(), input_size=(2, 8, 3))
+    rnet.record("*")
+    loader = [torch.randn(4, 8, 3), torch.randn(4, 8, 3)]
+    recording = rnet.collect(loader, reduce=Digest(), store=None, progress=False)
+    assert len(recording["positions"]) == 2
+    difference = compare(recording, rnet, loader)
+    assert [layer.name for layer in difference.values()] == ["act", ""]
+    assert difference.unmatched.reference == ("positions",)
+    # Two networks are compared there, too.
+    assert "positions" in compare(rnet, rnet, loader)
