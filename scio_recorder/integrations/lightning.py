@@ -282,7 +282,7 @@ class GuardCallback(Callback):
     ----------
     rnet : Recorder
         A recorder of the network that the LightningModule trains, or of the module itself.
-    gradients, action, kinds, keep_inputs
+    gradients, action, kinds, keep_inputs : optional
         As in ``rnet.guard``.
 
     Attributes
