@@ -164,8 +164,7 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
         saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
         # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
         copy: Tensor = saving.grad_fn.saved_tensors[0]
-    if type(copy) is Tensor and type(tensor) is not Parameter:
-        copy.__class__ = type(tensor)
+    if type(copy) is Tensor and type(tensor) is not Parameter and _become(copy, type(tensor)):
         vars(copy).update(vars(tensor))
     if node is not None:
         copy._scio_recorder_node = node  # type: ignore[attr-defined]  # any tensor has a __dict__
@@ -210,9 +209,7 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
         with torch.inference_mode(False), torch.enable_grad():
             # Subclasses make a view of every result.
             copy: Tensor = private.run_without_overrides(_Copying.apply, (view,), {})
-        if type(copy) is Tensor:
-            copy.__class__ = type(view)
-        if type(copy) is not type(view):
+        if type(copy) is not type(view) and not _become(copy, type(view)):
             return None
         # Another recorder may have noted the version.
         while copy._version < view._version:
@@ -222,6 +219,16 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
         # Expanded tensors can't be written to, nor what torch itself holds be exchanged.
         return None
     return copy
+
+
+def _become(copy: Tensor, kind: type[Tensor]) -> bool:
+    """Make a plain tensor one of a subclass, and return whether that can be."""
+    try:
+        copy.__class__ = kind
+    except TypeError:
+        # The result of a collective that is under way wraps what it waits for; the copy has waited.
+        return False
+    return True
 
 
 def _is_held_alone(held: Held) -> bool:

@@ -1,51 +1,231 @@
-"""One process of a sharded net, which `test_sharded.py` runs."""
+"""One process of sharded nets, which `test_sharded.py` runs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
 
-from scio_recorder import Recorder, UnsupportedNetError
+from scio_recorder import LabellingError, Recorder
+
+CPU = torch.device("cpu")
+NAMES = ("0", "1", "2", "3", "4")
+SIZE = (4, 6, 4)
 
 
-def main(kind: str, rank: int, processes: int, store: str) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=f"file://{store}")
+class Scaled(nn.Linear):
+    """Notes each pass in a buffer, in a container and in an attribute."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("passes", torch.zeros(()))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.seen.append(len(x))
+        self.latest = len(self.seen)
+        return super().forward(x)
+
+
+def make_net() -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    data = hidden = torch.ones(3, 4)
-    truth = [hidden := layer(hidden).detach() for layer in net]
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Scaled(6, 4), nn.LayerNorm(4), nn.Linear(4, 2))
 
-    rnet = Recorder(net, input_size=(3, 4))
-    rnet.record("0", "1", "2")
-    if kind == "fully_shard":
-        mesh = init_device_mesh("cpu", (processes,))
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=mesh)
-        call: nn.Module = rnet
-    else:
-        call = FullyShardedDataParallel(rnet, device_id=torch.device("cpu"))
 
-    def step() -> None:
-        output = call(data)
-        for name, expected in zip(("0", "1", "2"), truth, strict=True):
-            assert torch.equal(rnet.activations[name], expected)
-        output.sum().backward()
+def fsdp2(net: nn.Sequential) -> nn.Module:
+    for layer in (net[0], net[2], net):
+        fully_shard(layer)
+    return net
 
-    step()
-    # What follows a forward pass without a backward pass is another state of the shards.
-    call(data)
-    with pytest.raises(UnsupportedNetError, match="label first and shard after"):
-        Recorder(net if kind == "fully_shard" else call, input_size=(3, 4))
-    step()
+
+def fsdp2_without_root(net: nn.Sequential) -> nn.Module:
+    for layer in (net[0], net[2]):
+        fully_shard(layer)
+    return net
+
+
+def fsdp1(net: nn.Module) -> nn.Module:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(net, auto_wrap_policy=policy, device_id=CPU)
+
+
+def fsdp1_with_original_parameters(net: nn.Module) -> nn.Module:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FullyShardedDataParallel(
+        net, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True
+    )
+
+
+def tensor_parallel(net: nn.Module) -> nn.Module:
+    styles = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "3": SequenceParallel(),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+
+
+KINDS: dict[str, Callable[[Any], nn.Module]] = {
+    "fsdp2": fsdp2,
+    "fsdp2_without_root": fsdp2_without_root,
+    "fsdp1": fsdp1,
+    "fsdp1_with_original_parameters": fsdp1_with_original_parameters,
+    "ddp": DistributedDataParallel,
+    "tensor_parallel": tensor_parallel,
+}
+WRAPPERS = ("fsdp1", "fsdp1_with_original_parameters", "ddp")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_names(net: nn.Module) -> dict[str, str]:
+    """Return the names of the layers in a net by those that they had before it was sharded."""
+    wrappers = ("_fsdp_wrapped_module", "module", "_net")
+    found = {}
+    for name, module in net.named_modules():
+        if not isinstance(module, (FullyShardedDataParallel, DistributedDataParallel)):
+            found[".".join(part for part in name.split(".") if part not in wrappers)] = name
+    return {name: found[name] for name in NAMES}
+
+
+def trained(call: nn.Module, forward: Callable[[Tensor], Tensor], data: Tensor) -> Iterator[Tensor]:
+    optimizer = torch.optim.SGD(call.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = whole(forward(data)).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def truth_of(data: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+    net, outputs, gradients = make_net(), {}, {}
+    hidden = data
+    for name, layer in zip(NAMES, net, strict=True):
+        hidden = outputs[name] = layer(hidden)
+        hidden.register_hook(lambda gradient, name=name: gradients.update({name: gradient}))
+    hidden.sum().backward()
+    net = make_net()
+    return outputs, gradients, list(trained(net, net, data))
+
+
+def check(kind: str, data: Tensor) -> None:
+    """Compare a net that is labelled first, and one that is sharded first, with one process."""
+    outputs, gradients, losses = truth_of(data)
+    before = torch.get_rng_state()
+    for is_sharded_first in (False, True):
+        net = make_net()
+        torch.set_rng_state(before)
+        if is_sharded_first:
+            call = net = KINDS[kind](net)
+            rnet = labelled_without_trace(net)
+            call = rnet
+        else:
+            rnet = Recorder(net, input_size=SIZE)
+            call = KINDS[kind](rnet) if kind in WRAPPERS else rnet
+            if call is rnet:
+                KINDS[kind](net)
+        assert torch.equal(torch.get_rng_state(), before)
+        names = plain_names(rnet.net) if is_sharded_first else dict(zip(NAMES, NAMES, strict=True))
+        types = [rnet.architecture[name].type_name for name in names.values()]
+        assert types == ["Linear", "ReLU", "Scaled", "LayerNorm", "Linear"]
+        compare(kind, rnet, call, names, data, outputs, gradients)
+        rnet.remove()
+        for found, wanted in zip(trained(call, call, data), losses, strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def labelled_without_trace(net: nn.Module) -> Recorder:
+    ran: list[object] = []
+    handle = net.register_forward_hook(lambda *call: ran.append(call))
+    scaled = next(module for module in net.modules() if isinstance(module, Scaled))
+    rnet = Recorder(net, input_size=SIZE)
+    with pytest.raises(LabellingError):
+        Recorder(net, input_size=(4, 6, 5))
+    assert (scaled.passes, scaled.seen, ran) == (0, [], [])
+    assert not hasattr(scaled, "latest")
+    assert rnet.training
+    assert all(module.training for module in net.modules())
+    handle.remove()
+    return rnet
+
+
+def compare(
+    kind: str,
+    rnet: Recorder,
+    call: nn.Module,
+    names: dict[str, str],
+    data: Tensor,
+    outputs: dict[str, Tensor],
+    gradients: dict[str, Tensor],
+) -> None:
+    # Sums over processes are taken in another order.
+    same = (
+        torch.equal if kind != "tensor_parallel" else partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    )
+    rank = dist.get_rank()
+
+    def own(tensor: Tensor, name: str) -> Tensor:
+        is_local = kind == "tensor_parallel" and name in ("0", "1")
+        return tensor.chunk(2, -1)[rank] if is_local else tensor
+
+    rnet.record(*names.values(), gradients=True)
+    for _ in range(3):
+        # What follows a forward pass without a backward pass is another state of the shards.
+        call(data)
+        whole(call(data)).sum().backward()
+        for name, here in names.items():
+            assert same(whole(rnet.activations[here]), own(outputs[name], name)), (kind, name)
+            assert same(whole(rnet.gradients[here]), own(gradients[name], name)), (kind, name)
+        again = Recorder(rnet.net, input_size=SIZE) if call is rnet else rnet
+        assert again.architecture == rnet.architecture or kind in ("fsdp2", "fsdp2_without_root")
+    rnet.zero_grad()
+
+
+def shard_the_rest_after(data: Tensor) -> None:
+    """A part that was labelled is not the root of what is sharded around it."""
+    net = make_net()
+    fully_shard(net[0])
+    Recorder(net[0], input_size=SIZE)
+    fully_shard(net)
+    rnet = Recorder(net, input_size=SIZE)
+    rnet.record("0")
+    rnet(data).sum().backward()
+    assert torch.equal(rnet.activations["0"], make_net()[0](data))
+    assert len(net.state_dict()) == 9
+
+
+def main(rank: int, processes: int, store: str) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=f"file://{store}")
+    data = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    for kind in KINDS:
+        if processes == 2 or kind != "tensor_parallel":
+            check(kind, data)
+    shard_the_rest_after(data)
     dist.destroy_process_group()
     print("done")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

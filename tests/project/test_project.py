@@ -174,7 +174,10 @@ def test_files_and_functions_are_short(file: Path) -> None:
 DE_FACTO_PUBLIC = {"_parameters", "_buffers", "_modules", "_version", "_make", "_exit"}
 ATEN = {"_local_scalar_dense"}  # an operator, not a name of the library around it
 OTHERS = {"lightning.py": {"_batches_that_stepped"}, "torchinfo.py": {"_cached_forward_pass"}}
-PRIVATE = {PACKAGE / "tensors/private.py", PACKAGE / "tensors/private_examples.py"}
+PRIVATE = {
+    PACKAGE / f"tensors/{name}.py"
+    for name in ("private", "private_examples", "private_distributed")
+}
 
 
 def own_names() -> set[str]:

@@ -25,6 +25,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
     forgiving,
     point_to,
+    random_inputs,
     summary,
 )
 from scio_recorder.nets.state.restoring import (
@@ -36,6 +37,7 @@ from scio_recorder.nets.state.restoring import (
     refusing_calls,
     restored,
 )
+from scio_recorder.nets.state.sharded import is_sharded, plain_type, restored_in_step
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -45,6 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "verbose": 0,
     "input_size": None,
     "input_data": None,
+    "batch_dim": None,
     "mode": "eval",
 }
 _OF_TORCHINFO = frozenset(inspect.signature(summary).parameters) - {"model", "kwargs"}
@@ -220,13 +223,15 @@ _Labelled = tuple[ModelStatistics, Architecture, _CallTrace, Flow]
 
 def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
+    in_step = is_sharded(net)
     # Hooks may have side effects, so they are left out, unless the net can't run without them.
     # Gradients cost memory, so there are none, unless the net differentiates something itself.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
-    for keep_hooks, grad in itertools.product(
-        (False, True) if has_hooks else (False,), (False, True)
-    ):
+    choices = (False, True) if has_hooks and not in_step else (False,)
+    for keep_hooks, grad in itertools.product(choices, (False, True)):
         try:
+            if in_step:
+                return _label_in_step(net, keywords, grad)
             return _label_once(net, keywords, keep_hooks, grad)
         except _DryRunError as error:
             # What went wrong with gradients may be due to these.
@@ -244,6 +249,19 @@ def _label_once(
             return _dry_run(twin, keywords, net, grad)
     # Something in the net can't be copied, or leads from the copy back to the net, as closures do.
     with restored(net, keep_hooks=keep_hooks):
+        return _dry_run(net, keywords, net, grad)
+
+
+def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Labelled:
+    """Label a net that is spread over processes, all of which are here."""
+    # Processes that are given other inputs could go other ways, and would wait for each other.
+    torch.manual_seed(0)
+    if keywords["input_data"] is None:
+        given = (keywords[name] for name in ("input_size", "batch_dim", "dtypes", "device"))
+        # A device would make torchinfo move the net.
+        inputs = {"input_data": random_inputs(*given), "input_size": None, "device": None}
+        keywords = {**keywords, **inputs}
+    with restored_in_step(net):
         return _dry_run(net, keywords, net, grad)
 
 
@@ -331,7 +349,7 @@ def _layer(info: LayerInfo, call: _Call | None, name: str) -> Layer:
         label=Label((info.depth, info.depth_index or 0)),
         name=name,
         module=info.module,
-        type_name=info.class_name,
+        type_name=plain_type(info.module).__name__,
         call=call.number if call is not None else 0,
         input_shape=ran and ran.input_shape,
         num_params=int(info.num_params),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -56,25 +55,12 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{where} is a DataParallel, whose replicas share hooks and lose what these record: "
             "use torch.nn.parallel.DistributedDataParallel, or give its .module"
         )
-    if isinstance(module, _sharded_kinds()):
-        raise UnsupportedNetError(
-            f"{where} ({_name(module)}) is sharded by FSDP, whose parameters come and go with each "
-            "pass, and can't be copied or put back: label first and shard after, as in "
-            "rnet = Recorder(net, ...); fully_shard(net), or FullyShardedDataParallel(rnet)"
-        )
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(is_lazy(tensor) for tensor in tensors):
         raise UnsupportedNetError(
             f"{where} ({_name(module)}) is not initialised, and labelling must not do that for "
             "you: run the net once on an input, then wrap it"
         )
-
-
-def _sharded_kinds() -> tuple[type, ...]:
-    # Nothing is sharded where this was not imported, and importing it takes long.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    names = ("FSDPModule", "FullyShardedDataParallel")
-    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
 
 
 def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchinfo import ModelStatistics as ModelStatistics
 from torchinfo import summary as summary
 from torchinfo import torchinfo as engine
@@ -45,6 +45,14 @@ def forgiving() -> Iterator[None]:
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, _replaced(original, replacement))
         yield
+
+
+def random_inputs(
+    input_size: Any, batch_dim: int | None, dtypes: list[torch.dtype], device: torch.device
+) -> list[Tensor]:
+    """Return the inputs that torchinfo makes of sizes."""
+    sizes = engine.get_correct_input_sizes(input_size)
+    return engine.get_input_tensor(sizes, batch_dim, dtypes, device)
 
 
 def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -126,8 +126,21 @@ def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], N
     keep_parameters : bool
         Whether parameters are left out.
     """
-    modules = list(net.modules())
-    attributes = [dict(vars(module)) for module in modules]
+    put_back = attributes_of(list(net.modules()))
+    parameters = () if keep_parameters or are_large(net) else net.parameters()
+    tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
+
+    def restore() -> None:
+        put_back()
+        for state in tensors:
+            state.restore()
+
+    return restore
+
+
+def attributes_of(owners: Sequence[Any]) -> Callable[[], None]:
+    """Return what gives back to objects their attributes, and to these what they contain."""
+    attributes = [dict(vars(owner)) for owner in owners]
     contents = [
         (value, value.copy())
         for saved in attributes
@@ -135,17 +148,13 @@ def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], N
         # Other classes of containers may refuse or do more.
         if type(value) in (dict, OrderedDict, list)
     ]
-    parameters = () if keep_parameters or are_large(net) else net.parameters()
-    tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
 
     def restore() -> None:
-        for module, saved in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(saved)
+        for owner, saved in zip(owners, attributes, strict=True):
+            vars(owner).clear()
+            vars(owner).update(saved)
         for value, before in contents:
             _fill(value, before)
-        for state in tensors:
-            state.restore()
 
     return restore
 

@@ -1,0 +1,73 @@
+"""The private names of ``torch.distributed``, beside those of torch in `private`.
+
+They can't be tried on an example where they are first used, since that takes several processes: a
+name that is gone raises the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from scio_recorder.tensors.private import unsupported
+
+_FEATURE = "labelling a net that FSDP has sharded"
+# The objects in which ``fully_shard`` notes passes, besides the state of a module.
+_NOTES = ("FSDPParamGroup", "FSDPCommContext", "FSDPStateContext")
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except AttributeError as error:
+        raise unsupported(_FEATURE, name) from error
+
+
+def fsdp_notes(module: Any) -> list[Any]:
+    """Return the objects in which ``fully_shard`` notes passes of a module, none for FSDP1.
+
+    Those of single parameters are left out: they know no passes.
+    """
+    if not hasattr(module, "reshard"):
+        return []
+    with _naming("FSDPModule._get_fsdp_state"):
+        state = module._get_fsdp_state()
+    notes = [state]
+    for value in vars(state).values():
+        several = value if isinstance(value, list) else [value]
+        notes += [one for one in several if type(one).__name__ in _NOTES]
+    return notes
+
+
+def ending(notes: list[Any]) -> Callable[[], None]:
+    """Return what lets passes that fail from now on be over as far as FSDP knows."""
+    states = {note: vars(note)["_training_state"] for note in notes if _is_state(note)}
+
+    def end() -> None:
+        for note, state in states.items():
+            note._training_state = state
+
+    return end
+
+
+def _is_state(note: Any) -> bool:
+    return "_training_state" in vars(note)
+
+
+def take_whole_parameters(module: nn.Module) -> None:
+    """Let a module that FSDP has sharded hold its own shards of parameters only."""
+    owner: Any = module
+    if hasattr(module, "reshard"):
+        owner.reshard()
+        return
+    with _naming("FullyShardedDataParallel._handle"):
+        # Before its first pass, it holds nothing else and can't be told to.
+        handle = None if owner._is_root is None else owner._handle
+    if handle is not None:
+        with _naming("FlatParamHandle.reshard"):
+            handle.reshard(handle.uses_sharded_strategy)
+            handle.post_reshard()
