@@ -136,6 +136,13 @@ def test_kinds_choose_what_is_looked_for() -> None:
     assert not guard.origin.inputs_finite
 
 
+def test_an_infinity_that_is_made_of_a_nan_is_no_fault() -> None:
+    net = nn.Sequential(linear(NAN), Do(lambda x: torch.nan_to_num(x, nan=INF)))
+    with recorder(net).guard(action="record", kinds=("inf",)) as guard:
+        net(X)
+    assert guard.origin is None
+
+
 def test_the_first_of_several_passes_stays_the_origin() -> None:
     net = nn.Sequential(Do(torch.log), nn.Softmax(-1))
     with recorder(net).guard(action="record") as guard:
