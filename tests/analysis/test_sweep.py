@@ -269,6 +269,25 @@ def test_calls_that_leave_something_behind_are_not_left_out(kind: str) -> None:
         assert float(effects[layer.label]) == hand.patched(((Y,), {}), key, found[key])
 
 
+@pytest.mark.parametrize("share", [nn.Identity, lambda: nn.Unflatten(1, (1, 3))])
+def test_calls_that_return_memory_of_their_inputs_run(share: Callable[[], nn.Module]) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        net.share(hidden).add_(1)
+        return net.last(net.second(x)) * hidden
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(3, 3) for name in ("first", "second", "last")}
+        return Net(forward, share=share(), **layers)
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    effects = recorder(build(), "second", "last", input_size=(2, 3)).sweep(X, Y, weighed)
+    for name in ("second", "last"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
     def build() -> nn.Module:
