@@ -12,9 +12,10 @@ With a floor, a third side differs from the reference by what counts as noise. W
 differs by is more than noise where it exceeds what the floor has differed by in the same tensor, in
 this block or one before, by the factors below. Two draws of rounding noise (sums in other orders)
 stayed within 1.5 in norm and 3.4 in the largest element over networks of usual widths; the factors
-leave room for that. Where there is noise, one rounding of a number says nothing either. A layer
-whose floor by luck has none, since in a small tensor all roundings may agree, is granted what it
-has received, or what was made before it returned if it has layers inside.
+leave room for that. They are larger for few numbers, which vary more: the norm of four is ten times
+that of four others once in some thousand draws. Where there is noise, one rounding of a number says
+nothing either. A layer whose floor by luck has none, since in a small tensor all roundings may
+agree, is granted what it has received, or what was made before it returned if it has layers inside.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 
 # See NOTE [Noise].
-_NORM_FACTOR, _LARGEST_FACTOR = 4.0, 8.0
+_NORM_FACTOR, _LARGEST_FACTOR, _FEW = 4.0, 8.0, 8
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ def exceeds(figures: Figures, noise: Noise | None) -> bool:
         return False
     if noise is None or not noise.relative_error:
         return True
+    more = 1 + _FEW / figures.num_elements
     return (
-        figures.relative_error > _NORM_FACTOR * noise.relative_error
-        or figures.max_abs > _LARGEST_FACTOR * noise.max_abs
+        figures.relative_error > more * _NORM_FACTOR * noise.relative_error
+        or figures.max_abs > more * _LARGEST_FACTOR * noise.max_abs
     )
 
 

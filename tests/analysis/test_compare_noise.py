@@ -202,13 +202,17 @@ def test_a_layer_may_pass_on_noise_where_the_floor_by_luck_has_none() -> None:
 
 
 def test_what_exceeds_noise() -> None:
-    def figures(norm: float, largest: float) -> Figures:
-        return Figures(9, 1, max_abs=largest, squares=norm**2, own=1.0)
+    def figures(norm: float, largest: float, numbers: int = 8000) -> Figures:
+        return Figures(numbers, 1, max_abs=largest, squares=norm**2, own=1.0)
 
     noise = Noise(0.1, 0.2)
     assert not exceeds(figures(0.39, 1.5), noise)
     assert exceeds(figures(0.41, 1.5), noise)
     assert exceeds(figures(0.39, 1.7), noise)
+    # Four numbers vary more: three times as much is granted.
+    assert not exceeds(figures(1.19, 4.7, numbers=4), noise)
+    assert exceeds(figures(1.21, 4.7, numbers=4), noise)
+    assert exceeds(figures(1.19, 4.9, numbers=4), noise)
     assert exceeds(figures(1e-9, 1e-9), Noise())
     assert exceeds(figures(1e-9, 1e-9), None)
     assert not exceeds(Figures(9), None)
