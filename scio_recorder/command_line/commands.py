@@ -6,10 +6,14 @@ import argparse
 import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import timedelta
+from functools import partial
 from inspect import getdoc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -23,6 +27,7 @@ from scio_recorder.command_line.arguments import (
     UsageError,
     current_folder_on_path,
     dtype_of,
+    load,
     made,
     net_of,
     rows_of,
@@ -35,6 +40,9 @@ from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.outline import visible
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
+
+if TYPE_CHECKING:
+    from scio_recorder.stores.disk_format.progress import Progress
 
 # Between lines about long work, where there is no terminal.
 SECONDS = 10.0
@@ -68,6 +76,9 @@ def _way_on(parsed: argparse.Namespace) -> str:
     from scio_recorder.recording import open_recording
 
     try:
+        if parsed.parts is not None:
+            done = _progress(parsed.out).num_done
+            return f"; {done:,} of {parsed.parts:,} parts are complete, the same command goes on"
         samples = open_recording(parsed.out).num_samples
     except (AttributeError, RecorderError):
         # Another command, or nothing is there yet.
@@ -91,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_net(_command(commands, summary))
     _add_collect(_command(commands, collect))
-    for run in (inspect, verify, report):
+    for run in (status, inspect, verify, report):
         command = _command(commands, run)
         command.add_argument("path", metavar="PATH", help="the folder of the recording")
     command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
@@ -157,6 +168,13 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         help="the batches: an iterable such as a DataLoader, or a function that makes one",
     )
     add(
+        "--parts",
+        type=number,
+        metavar="N",
+        help="fill the folder together with others who run this command; --data is a function of "
+        "the part, from 0 to N - 1",
+    )
+    add(
         "--layers",
         nargs="+",
         required=True,
@@ -198,22 +216,24 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
 def collect(parsed: argparse.Namespace, console: Console) -> None:
     """Record layers of a net over a dataset into a folder.
 
-    --resume goes on with a recording that is there already.
+    --resume goes on with a recording that is there already. With --parts any number of these
+    commands, on any machines that see the folder, share the work, and go on by themselves.
     """
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
-    batches = made(parsed.data)
-    rows = None if parsed.rows is None else rows_of(parsed.rows)
+    options: dict[str, Any] = {
+        "store": f"disk:{parsed.out}",
+        "rows": None if parsed.rows is None else rows_of(parsed.rows),
+        "every": parsed.every,
+        "max_batches": parsed.max_batches,
+        "dtype": parsed.keep_dtype,
+    }
+    if parsed.parts is None:
+        run = partial(rnet.collect, made(parsed.data), resume=parsed.resume, **options)
+    else:
+        run = partial(rnet.collect_parts, load(parsed.data), parsed.parts, **options)
     try:
-        recording = rnet.collect(
-            batches,
-            store=f"disk:{parsed.out}",
-            rows=rows,
-            every=parsed.every,
-            max_batches=parsed.max_batches,
-            dtype=parsed.keep_dtype,
-            resume=parsed.resume,
-        )
+        recording = run()
     except RecordingError as error:
         # Either the disk failed, or the folder is another recording's.
         is_failure = isinstance(error.__cause__, OSError)
@@ -224,6 +244,36 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
         raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
     console.print(_title(recording))
     console.print(recording)
+
+
+def status(parsed: argparse.Namespace, console: Console) -> None:
+    """Show how far those have come who collect in parts.
+
+    What they do a second is what they say themselves, and the time left is for as many as there
+    are.
+    """
+    found = _progress(_there(parsed.path))
+    table = Table("part", "held by", "process", "since", "", box=None)
+    for one in found.holders:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
+        state = "gone, to be taken over" if one.is_gone else ""
+        table.add_row(str(one.part), _plain(one.host), str(one.pid), since, state)
+    left = found.seconds_left
+    text = f"{found.num_done:,} of {found.num_parts:,} parts are complete"
+    if found.num_done < found.num_parts:
+        text += f", {len(found.holders):,} are held; {found.samples_per_second:,.0f} samples/s, "
+        text += "time left unknown" if left is None else f"{timedelta(seconds=round(left))} left"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if found.holders:
+        console.print(table)
+
+
+def _progress(path: str) -> Progress:
+    from scio_recorder.stores.disk_format.folder import Folder
+    from scio_recorder.stores.disk_format.progress import progress_of
+
+    with closing(Folder(path)) as folder:
+        return progress_of(folder)
 
 
 def inspect(parsed: argparse.Namespace, console: Console) -> None:

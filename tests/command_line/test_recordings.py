@@ -28,6 +28,18 @@ def loader():
 def failing():
     yield from data[:2]
     raise OSError("the share is gone")
+calls = []
+def part_of(part):
+    calls.append(part)
+    if len(calls) == 2:
+        raise OSError("the share is gone")
+    return [data[part]]
+def asking(part):
+    calls.append(part)
+    if len(calls) == 2:
+        from scio_recorder.command_line import main
+        assert main(["status", "run"]) == 0
+    return [data[part]]
 def empty_handed():
     yield 1 / 0
 from scio_recorder import Tokens
@@ -81,6 +93,40 @@ def test_collect_inspect_verify(capsys):
     assert row.split()[-2:] == ["0", "0"]
     assert main(["verify", "run"]) == 0
     assert "every checksum is right; complete" in capsys.readouterr().out
+
+
+def test_parts_and_their_status(capsys):
+    command = [*COMMAND[:-1], "collect_nets:part_of", "--layers", "0", "--out", "run"]
+    assert main([*command, "--parts", "3"]) == 1
+    assert "1 of 3 parts are complete, the same command goes on" in capsys.readouterr().err
+    assert main(["status", "run"]) == 0
+    assert "1 of 3 parts are complete, 0 are held; 0 samples/s" in capsys.readouterr().out
+    assert main([*command, "--parts", "2"]) == 2
+    assert "in 3 parts, and num_parts is 2 here" in capsys.readouterr().err
+    assert main([*command, "--parts", "3"]) == 0
+    assert "9 samples, complete" in capsys.readouterr().out
+    assert main(["status", "run"]) == 0
+    assert capsys.readouterr().out == "3 of 3 parts are complete\n"
+    net, data = sys.modules["collect_nets"].net, sys.modules["collect_nets"].data
+    with torch.no_grad():
+        wanted = torch.cat([net[0](x) for x in data[:3]])
+    assert torch.equal(open_recording("run")["0"][:], wanted)
+
+
+def test_status_says_who_holds_what(capsys):
+    command = [*COMMAND[:-1], "collect_nets:asking", "--layers", "0", "--out", "run"]
+    assert main([*command, "--parts", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 2 parts are complete, 1 are held" in shown
+    row = next(line for line in shown.splitlines() if str(os.getpid()) in line)
+    assert row.split()[0] in "01"
+
+
+def test_status_of_nothing(capsys):
+    assert main(["status", "run"]) == 2
+    Path("run").mkdir()
+    assert main(["status", "run"]) == 1
+    assert "nobody has begun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +24,8 @@ from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.recording.nets import assert_same, batches, expected, recorder
 
+FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
+ROOT = Path(__file__).parents[2]
 # Samples in each batch of each part; one part is empty.
 SIZES = ((3, 2), (4, 1, 2), (), (5,), (1, 1, 1), (2,))
 NUM_PARTS = len(SIZES)
@@ -132,6 +136,13 @@ def test_the_part_of_a_dead_process_is_taken_at_once_and_gone_on_with(tmp_path):
 
 class Broken(Exception):  # noqa: N818 - it is thrown by no fault of anybody
     pass
+
+
+def test_killed_at_random_moments(tmp_path):
+    count = 250 if FULL else 3
+    command = [sys.executable, "-m", "tests.recording.parts_campaign", str(tmp_path), str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_exception_gives_the_part_back_and_what_is_durable_stays(tmp_path):

@@ -32,12 +32,12 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
         Those have another number of parts, or other settings; or there is something else.
     """
     given = parse(dump({"parts": num_parts, "header": header}))
-    stored = _agreed(medium)
+    stored = agreed(medium)
     if stored is None:
         _check_empty(medium, is_in_parts=True)
         with accessing(medium.path), suppress(FileExistsError):
             medium.put(PARTS_NAME, "parts", prepared({}, given))
-        stored = _agreed(medium)
+        stored = agreed(medium)
     if stored is None or stored["parts"] != num_parts:
         found = None if stored is None else stored["parts"]
         raise RecordingError(
@@ -47,7 +47,7 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
     check_settings(medium.path, stored["header"], given["header"])
 
 
-def _agreed(medium: Medium) -> dict[str, Any] | None:
+def agreed(medium: Medium) -> dict[str, Any] | None:
     """Return what a recording in parts was begun with, also where only ranks have begun it."""
     if medium.has(PARTS_NAME):
         with parsing(medium.path_of(PARTS_NAME)):

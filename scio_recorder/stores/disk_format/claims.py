@@ -12,6 +12,7 @@ from scio_recorder.stores.disk_format.description import INDEX_NAME, manifest_na
 from scio_recorder.stores.disk_format.lease import (
     LEASE_NAME,
     PREFIX,
+    RENEWED_EVERY,
     STALE_AFTER,
     TAKEN_WITHIN,
     Lease,
@@ -26,6 +27,8 @@ _MANIFEST_NAME = re.compile(r"manifest-(\d{5})\.safetensors", re.ASCII)
 # After so many parts that others were faster to take, and one more for each thousand names that
 # listing costs a request for, looking again is cheaper than trying.
 _FAILURES = 8
+# By then whoever lives has renewed a lease.
+_LATE = 1.5 * RENEWED_EVERY
 
 
 class _Seen(NamedTuple):
@@ -154,8 +157,11 @@ class Claims:
         # Workers that wait for the same parts try them in different orders.
         self._dice.shuffle(found)
         for part, seen in found:
-            name = lease_name(part, seen.number)
-            if self._looked_at - seen.since >= STALE_AFTER or (
+            name, age = lease_name(part, seen.number), self._looked_at - seen.since
+            if age > _LATE and self._is_done(part):
+                # Its holder died, or was stopped, between its last commit and giving the part back.
+                continue
+            if age >= STALE_AFTER or (
                 self._medium.is_abandoned(name)
                 and holder_of(self._medium, name).get("machine") == here
             ):

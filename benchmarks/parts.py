@@ -1,0 +1,172 @@
+"""What parts cost, beyond the data that is in them.
+
+Run ``python benchmarks/parts.py PATH [--rounds 15] [--opened 100000]``; PATH is a folder on the
+disk to be measured. Three things are measured: the rate of two processes that fill one recording in
+parts, beside two that fill one each with `collect`, interleaved; what a part of one small batch
+costs more than the same batch in one part; and how long a recording of many tiny parts takes to
+open, whose files are written without waiting for the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from scio_recorder import Recorder, open_recording
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores import Disk
+from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.folder import Folder
+from scio_recorder.stores.disk_format.index import put_together
+from scio_recorder.stores.disk_format.jsons import Packed
+from scio_recorder.stores.disk_format.lease import Lease, seconds
+from scio_recorder.stores.disk_format.writer import RunWriter
+
+LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 100
+NUM_PROCESSES, PARTS_OF_EACH = 2, 4
+CHUNK_BYTES = 16 << 20
+
+
+def recorder() -> Recorder:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS)])
+    rnet = Recorder(net, input_size=(ROWS, FEATURES), verbose=0)
+    rnet.record(*(str(i) for i in range(LAYERS)))
+    return rnet
+
+
+def work(rank: int, orders: Any, barrier: Any) -> None:
+    """Fill the folder of each order, in parts or alone."""
+    rnet = recorder()
+    data = [torch.randn(ROWS, FEATURES) for _ in range(NUM_BATCHES)]
+    share = NUM_BATCHES // PARTS_OF_EACH
+    num_parts = NUM_PROCESSES * PARTS_OF_EACH
+    for path, in_parts in iter(orders.get, None):
+        barrier.wait()
+        if in_parts:
+            store = Disk(path, CHUNK_BYTES)
+            rnet.collect_parts(lambda part: data[:share], num_parts, store=store, progress=False)
+        else:
+            rnet.collect(data, store=Disk(f"{path}-{rank}", CHUNK_BYTES), progress=False)
+        barrier.wait()
+
+
+def rate_of_two(folder: Path, rounds: int) -> list[float]:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(NUM_PROCESSES + 1, timeout=120)
+    queues = [context.Queue() for _ in range(NUM_PROCESSES)]
+    for rank, queue in enumerate(queues):
+        context.Process(target=work, args=(rank, queue, barrier), daemon=True).start()
+    ratios = []
+    # The first round warms up.
+    for number in range(rounds + 1):
+        spent = {}
+        for in_parts in random.sample([True, False], 2):
+            for queue in queues:
+                queue.put((str(folder / f"{number}-{in_parts}"), in_parts))
+            barrier.wait()
+            start = time.perf_counter()
+            barrier.wait()
+            spent[in_parts] = time.perf_counter() - start
+        for done in folder.iterdir():
+            shutil.rmtree(done)
+        ratios.append(spent[False] / spent[True])
+    for queue in queues:
+        queue.put(None)
+    return ratios[1:]
+
+
+def cost_of_a_part(folder: Path, rounds: int) -> list[float]:
+    """Return seconds a part: 16 parts of one batch, less one part of 16 batches."""
+    rnet, batch, number = recorder(), torch.randn(ROWS, FEATURES), 16
+    costs = []
+    for attempt in range(rounds + 1):
+        spent = {}
+        for parts in random.sample([1, number], 2):
+            path = folder / f"{attempt}-{parts}"
+            batches = [batch] * (number // parts)
+            start = time.perf_counter()
+            rnet.collect_parts(
+                lambda part, batches=batches: batches, parts, store=f"disk:{path}", progress=False
+            )
+            spent[parts] = time.perf_counter() - start
+            shutil.rmtree(path)
+        costs.append((spent[number] - spent[1]) / (number - 1))
+    return costs[1:]
+
+
+def time_to_open(folder: Path, number: int) -> tuple[float, float]:
+    """Return seconds to put the parts together, and to open them."""
+    system.fsync = lambda descriptor: os.fstat(descriptor) and None
+    path = str(folder / "many")
+    rnet = recorder()
+    rnet.record("0")
+    rnet.collect_parts(
+        lambda part: [torch.zeros(1, FEATURES)], 1, store=f"disk:{folder}/one", progress=False
+    )
+    one = open_recording(f"{folder}/one")
+    header = {"architecture": one.architecture.to_dict(), **one.settings}
+    layers = {"1-1": TensorSpec((2,), torch.float32)}
+    state = Packed(
+        {"dict": [["reductions", {"dict": []}], ["rounding", {"dict": []}], ["columns", []]]}, []
+    )
+    for part in range(number):
+        lease = Lease(Folder(str(folder)), part, 0, dict, seconds)
+        with RunWriter.create(
+            path, layers=layers, header=header, world_size=number, rank=part, lease=lease
+        ) as writer:
+            ids = range(part * 10**12, part * 10**12 + 1)
+            writer.append({"1-1": torch.ones(1, 2)}, ids, state=state)
+            writer.finish()
+    start = time.perf_counter()
+    put_together(Folder(path), Lease(Folder(path), number, 0, dict, seconds))
+    together = time.perf_counter()
+    recording = open_recording(path)
+    opened = time.perf_counter()
+    assert recording.complete
+    assert recording["1-1"][-1].tolist() == [1, 1]
+    return together - start, opened - together
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--opened", type=int, default=100_000)
+    parsed = parser.parse_args()
+    folder = parsed.path / "scio-recorder-benchmark"
+    folder.mkdir()
+    table = Table(title=f"parts, {parsed.rounds} rounds, torch {torch.__version__}")
+    for heading in ("what", "median", "quartiles", "bar"):
+        table.add_column(heading)
+    try:
+        rates = statistics.quantiles(rate_of_two(folder, parsed.rounds), n=4)
+        quartiles = f"{rates[0]:.2f} to {rates[2]:.2f}"
+        table.add_row("2 in parts, beside 2 alone", f"{rates[1]:.2f}", quartiles, ">= 0.9")
+        costs = statistics.quantiles(cost_of_a_part(folder, parsed.rounds), n=4)
+        quartiles = f"{1e3 * costs[0]:.1f} to {1e3 * costs[2]:.1f}"
+        table.add_row("ms for a part", f"{1e3 * costs[1]:.1f}", quartiles, "<= 50")
+        if parsed.opened:
+            together, opened = time_to_open(folder, parsed.opened)
+            table.add_row(f"s to open {parsed.opened:,} parts", f"{opened:.1f}", "", "seconds")
+            table.add_row("s to put them together, once", f"{together:.1f}", "", "")
+    finally:
+        shutil.rmtree(folder)
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

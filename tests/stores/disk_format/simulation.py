@@ -1,0 +1,379 @@
+"""Many workers take many parts, in one process and within minutes: a clock and a medium of our own.
+
+``python -m tests.stores.disk_format.simulation WORKERS PARTS [SEED]`` runs `Claims` and `Lease` as
+they are. Every request takes a while, in which other workers go on. Now and then one fails before
+or after it has acted, or takes longer than a lease lasts, or its worker dies in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.claims import Claims
+from scio_recorder.stores.disk_format.description import INDEX_NAME, chunk_name, manifest_name
+from scio_recorder.stores.disk_format.lease import LEASE_NAME, STALE_AFTER, Lease
+from scio_recorder.stores.disk_format.medium import Medium
+
+PAUSE = 2.0
+# Beyond the time after which a lease can be taken: pauses, and requests that are slow.
+SLACK = 30.0
+# Names that one request lists.
+PAGE = 1000
+
+
+class Killed(BaseException):
+    """Ends a worker wherever it is."""
+
+
+@dataclass
+class Faults:
+    """How often a request goes wrong, and how long a part takes."""
+
+    fails: float = 0.005
+    has_no_answer: float = 0.005
+    stalls: float = 0.0005
+    kills: float = 0.0005
+    seconds: tuple[float, float] = (5.0, 60.0)
+
+
+class Clock:
+    """Lets one of many threads run at a time, in the order of a time that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[tuple[float, int, threading.Lock]] = []
+        self._number = 0
+        self.ended = threading.Event()
+
+    def start(self, work: Callable[[], object], at: float) -> None:
+        turn = self._queued(at)
+
+        def run() -> None:
+            turn.acquire()
+            try:
+                work()
+            finally:
+                self._next()
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def sleep(self, seconds: float) -> None:
+        turn = self._queued(self.now + seconds)
+        self._next()
+        turn.acquire()
+
+    def _queued(self, at: float) -> threading.Lock:
+        turn = threading.Lock()
+        turn.acquire()
+        self._number += 1
+        heapq.heappush(self._queue, (at, self._number, turn))
+        return turn
+
+    def _next(self) -> None:
+        if not self._queue:
+            self.ended.set()
+            return
+        at, _, turn = heapq.heappop(self._queue)
+        self.now = max(self.now, at)
+        turn.release()
+
+    def run(self) -> None:
+        self._next()
+        self.ended.wait()
+
+
+@dataclass
+class World:
+    """What all workers see, and what is to be found out about it."""
+
+    num_parts: int
+    faults: Faults
+    dice: random.Random
+    clock: Clock = field(default_factory=Clock)
+    files: dict[str, bytes] = field(default_factory=dict)
+    # Names by what they begin with, as they are asked for.
+    kinds: dict[str, set[str]] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    # When a lease of a part was put or removed last.
+    touched: dict[int, float] = field(default_factory=dict)
+    undone: set[int] = field(default_factory=set)
+    durable: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def num_chunks(self, part: int) -> int:
+        return 1 + part % 3 % 2
+
+    def put(self, name: str, content: bytes) -> None:
+        if name in self.files:
+            raise FileExistsError(name)
+        self.files[name] = content
+        self._touch(name)
+
+    def remove(self, name: str) -> None:
+        if self.files.pop(name, None) is None:
+            raise FileNotFoundError(name)
+        self._touch(name)
+
+    def _touch(self, name: str) -> None:
+        kind = name[: name.index("-") + 1] if "-" in name else name
+        names = self.kinds.setdefault(kind, set())
+        (names.add if name in self.files else names.discard)(name)
+        match = LEASE_NAME.fullmatch(name)
+        if name.startswith("manifest-"):
+            self.undone.discard(int(name[9:14]))
+            # From now on somebody can put the recording together.
+            self.touched[self.num_parts] = self.clock.now
+        if match is not None:
+            self.touched[int(match[1])] = self.clock.now
+
+
+class Bucket(Medium):
+    """A store of objects as one worker sees it."""
+
+    path = "bucket"
+    is_open = True
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_dead = False
+        # When a request took long last.
+        self.stalled_at = 0.0
+
+    def close(self) -> None:
+        pass
+
+    @contextmanager
+    def _request(self, kind: str, number: int = 1) -> Iterator[None]:
+        world, dice, faults = self.world, self.world.dice, self.world.faults
+        if self.is_dead:
+            raise Killed
+        world.requests[kind] += number
+        fate = dice.random() / number
+        self._wait(fate < faults.stalls / 2)
+        if fate < faults.fails:
+            world.events["requests that failed"] += 1
+            raise TimeoutError
+        yield
+        self._wait(faults.stalls / 2 < 1 - fate < faults.stalls)
+        if 1 - fate < faults.has_no_answer:
+            world.events["requests without an answer"] += 1
+            raise TimeoutError
+
+    def _wait(self, stalls: bool) -> None:
+        world = self.world
+        world.events["stalls"] += stalls
+        slow = world.dice.uniform(20, 200) if stalls else 0
+        world.clock.sleep(world.dice.uniform(0.005, 0.05) + slow)
+        if stalls:
+            self.stalled_at = world.clock.now
+        if world.dice.random() < world.faults.kills / 2:
+            world.events["deaths"] += 1
+            self.is_dead = True
+            raise Killed
+
+    def names(self, prefix: str = "") -> list[str]:
+        found = self.world.kinds.get(prefix, set())
+        pages = 1 + len(found) // PAGE
+
+        def listed() -> list[str]:
+            with self._request(f"list {prefix}", pages):
+                # The list that is seen is one of an instant.
+                return list(self.world.kinds.get(prefix, ()))
+
+        return retried(listed)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        def content() -> bytes:
+            with self._request("read"):
+                if name not in self.world.files:
+                    raise FileNotFoundError(name)
+                return self.world.files[name]
+
+        yield Opened(retried(content))
+
+    def put(self, name: str, owner: str, write: Any) -> Any:
+        """Put an object, and know it again where the answer was lost, as a store has to."""
+        content = f"{owner} {self.world.dice.random()}".encode()
+
+        def putting() -> None:
+            with self._request("commit"):
+                if self.world.files.get(name) != content:
+                    self.world.put(name, content)
+
+        retried(putting)
+
+    def claim(self, name: str, content: bytes) -> None:
+        with self._request("claim"):
+            self.world.put(name, content)
+
+    def unlink(self, name: str) -> None:
+        with self._request("remove"):
+            self.world.remove(name)
+
+
+class Opened(io.BytesIO):
+    """An object that is read."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.getbuffer())
+
+    def read(self, offset: int, count: int) -> bytes:  # type: ignore[override]
+        return self.getvalue()[offset : offset + count]
+
+
+def retried(request: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return request()
+        except TimeoutError:
+            continue
+
+
+@dataclass
+class Worker:
+    """Does what a process does in `collect_parts`, but for the network."""
+
+    world: World
+    name: str
+
+    def run(self) -> None:
+        world = self.world
+        self.bucket = Bucket(world)
+        try:
+            self._take_all()
+        except (Killed, TimeoutError) as error:
+            world.events["workers that gave up"] += not isinstance(error, Killed)
+            # Another one is started some time later, under a new name.
+            later = world.clock.now + world.dice.uniform(1, 100)
+            world.clock.start(Worker(world, f"{self.name}'").run, later)
+
+    def _take_all(self) -> None:
+        world, waited_since = self.world, None
+        claims = Claims(
+            self.bucket,
+            world.num_parts,
+            lambda part: {"machine": self.name},
+            clock=lambda: world.clock.now,
+            dice=random.Random(world.dice.random()),
+        )
+        while not claims.is_finished:
+            lease = claims.take()
+            if lease is None:
+                waited_since = world.clock.now if waited_since is None else waited_since
+                self._check_waiting(waited_since)
+                world.clock.sleep(PAUSE)
+                continue
+            waited_since = None
+            try:
+                self._do(lease)
+                claims.done(lease.part)
+            except RecordingError:
+                world.events["leases that were lost"] += 1
+            finally:
+                lease.give_back()
+
+    def _check_waiting(self, since: float) -> None:
+        """Note whether this waits for a part of which nobody has been heard for long."""
+        world = self.world
+        parts = world.undone or ({world.num_parts} if INDEX_NAME not in world.files else set())
+        for part in parts:
+            heard = world.touched.get(part, 0.0)
+            waiting = world.clock.now - max(since, heard, self.bucket.stalled_at)
+            if waiting > STALE_AFTER + SLACK:
+                world.problems.append(f"{self.name} waits for part {part} for {waiting:.0f} s")
+
+    def _do(self, lease: Lease) -> None:
+        world, part = self.world, lease.part
+        if part == world.num_parts:
+            if world.undone:
+                world.problems.append("put together too early")
+            self._commit(lease, INDEX_NAME)
+            return
+        number = 0
+        while self.bucket.has(chunk_name(part, number)):
+            number += 1
+        total = world.num_chunks(part)
+        for own in range(number, total):
+            self._compute(lease, world.dice.uniform(*world.faults.seconds) / total)
+            self._commit(lease, chunk_name(part, own))
+            world.durable.add(chunk_name(part, own))
+        self._commit(lease, manifest_name(part))
+
+    def _compute(self, lease: Lease, seconds: float) -> None:
+        world = self.world
+        until = world.clock.now + seconds
+        while (left := until - world.clock.now) > 0:
+            world.clock.sleep(min(left, 3.0))
+            lease.renew()
+        world.events["chunks computed"] += 1
+
+    def _commit(self, lease: Lease, name: str) -> None:
+        lease.check()
+        try:
+            self.bucket.put(name, self.name, None)
+        except FileExistsError as error:
+            self.world.events["commits that came second"] += 1
+            raise RecordingError("another was first") from error
+        lease.check()
+
+
+def simulate(num_workers: int, num_parts: int, seed: int, faults: Faults | None = None) -> World:
+    """Run to the end, and return what has become of it."""
+    threading.stack_size(256 << 10)
+    world = World(num_parts, faults or Faults(), random.Random(seed))
+    world.undone = set(range(num_parts))
+    for number in range(num_workers):
+        world.clock.start(Worker(world, f"worker {number}").run, world.dice.uniform(0, 30))
+    world.clock.run()
+    threading.stack_size(0)
+    return world
+
+
+def check(world: World) -> None:
+    """Nothing is lost, done twice or waited for in vain."""
+    assert not world.problems, world.problems[:5]
+    parts = range(world.num_parts)
+    chunks = {chunk_name(p, n) for p in parts for n in range(world.num_chunks(p))}
+    assert world.kinds["chunk-"] == chunks >= world.durable
+    assert world.kinds["manifest-"] == {manifest_name(part) for part in parts}
+    assert INDEX_NAME in world.files
+    # Only those who died or stood still have computed anything in vain, the last chunk each.
+    events = world.events
+    in_vain = events["chunks computed"] - len(chunks)
+    ends = events["deaths"] + events["workers that gave up"]
+    assert in_vain <= ends + events["leases that were lost"]
+    assert events["leases that were lost"] <= events["stalls"]
+
+
+def main() -> None:
+    num_workers, num_parts, *seed = map(int, sys.argv[1:])
+    begun = time.monotonic()
+    world = simulate(num_workers, num_parts, *(seed or [0]))
+    check(world)
+    least = sum(map(world.num_chunks, range(num_parts)))
+    print(
+        f"{num_workers} workers, {num_parts} parts: {world.clock.now:,.0f} s of their time,", end=""
+    )
+    print(f" {time.monotonic() - begun:.0f} s of ours; nothing lost, twice or waited for in vain")
+    print(f"{dict(world.events)}, of which {least} had to be computed")
+    for kind, number in sorted(world.requests.items()):
+        print(f"{kind}: {number / num_parts:.2f} a part")
+    print(f"all requests: {sum(world.requests.values()) / num_parts:.2f} a part")
+
+
+if __name__ == "__main__":
+    main()

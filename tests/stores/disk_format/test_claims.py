@@ -1,0 +1,165 @@
+"""Parts change hands by lease: simulated with many workers, and request by request."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format import claims as claiming
+from scio_recorder.stores.disk_format.claims import Claims
+from scio_recorder.stores.disk_format.description import manifest_name
+from scio_recorder.stores.disk_format.folder import Folder
+from scio_recorder.stores.disk_format.lease import Lease, lease_name
+from tests.stores.disk_format.simulation import Bucket, Faults, World, check, simulate
+
+CALM = Faults(fails=0, has_no_answer=0, stalls=0, kills=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_workers(seed):
+    world = simulate(12, 150, seed)
+    check(world)
+    assert sum(world.requests.values()) < 25 * 150
+
+
+def test_many_deaths_and_stalls():
+    world = simulate(12, 150, 0, Faults(0.05, 0.05, 0.005, 0.005))
+    check(world)
+    # Else nothing was tried.
+    assert world.events["deaths"] > 5
+    assert world.events["leases that were lost"] > 0
+
+
+def test_without_faults_nothing_is_computed_twice_and_a_part_costs_few_requests():
+    world = simulate(12, 600, 0, CALM)
+    check(world)
+    assert world.events["chunks computed"] == 800
+    assert world.events["leases that were lost"] == 0
+    kinds = {kind: number / 600 for kind, number in world.requests.items()}
+    # Chunks and manifest; a claim and its renewals; two looks at the manifest and one a chunk.
+    assert kinds["commit"] == pytest.approx(2.33, abs=0.01)
+    assert kinds["claim"] < 4
+    assert kinds["read"] < 6
+
+
+class Alone:
+    """One worker on a medium of its own, whose clock is moved by hand."""
+
+    def __init__(self, num_parts: int = 1) -> None:
+        self.world = World(num_parts, CALM, random.Random(0))
+        self.world.clock.sleep = lambda seconds: None  # type: ignore[method-assign]
+        self.num_parts = num_parts
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.world.files)
+
+    def pass_time(self, seconds: float) -> None:
+        self.world.clock.now += seconds
+
+    def worker(self, name: str) -> Claims:
+        return Claims(
+            Bucket(self.world),
+            self.num_parts,
+            lambda part: {"machine": name},
+            clock=lambda: self.world.clock.now,
+        )
+
+
+def test_a_lease_that_is_renewed_is_not_taken():
+    one = Alone()
+    lease = one.worker("a").take()
+    assert lease is not None
+    other = one.worker("b")
+    for _ in range(20):
+        one.pass_time(15)
+        lease.renew()
+        lease.check()
+        assert other.take() is None
+    # The first and the two newest.
+    assert one.names == [lease_name(0, number) for number in (0, 19, 20)]
+    lease.give_back()
+    assert one.names == []
+    assert other.take() is not None
+
+
+def test_a_lease_that_is_not_renewed_is_taken_after_a_minute_and_its_holder_knows():
+    one = Alone()
+    lease = one.worker("a").take()
+    assert lease is not None
+    other = one.worker("b")
+    one.pass_time(44)
+    lease.check()
+    one.pass_time(15)
+    assert other.take() is None
+    with pytest.raises(RecordingError, match="part 0 was not renewed for 59 s"):
+        lease.check()
+    one.pass_time(2)
+    taken = other.take()
+    assert taken is not None
+    assert taken.is_inherited
+    lease.renew()
+    lease.give_back()
+    assert one.names == [lease_name(0, 0), lease_name(0, 1)]
+    taken.check()
+
+
+def test_a_holder_that_others_have_overtaken_notices_when_it_renews():
+    one = Alone()
+    lease = one.worker("a").take()
+    assert lease is not None
+    # As seen by somebody whose clock runs much faster.
+    one.world.put(lease_name(0, 1), b'{"token": "of another"}')
+    one.pass_time(16)
+    lease.renew()
+    with pytest.raises(RecordingError, match="taken over by another worker"):
+        lease.check()
+
+
+def test_of_two_who_take_over_at_once_one_does():
+    one = Alone()
+    assert one.worker("a").take() is not None
+    others = [one.worker(name) for name in "bc"]
+    one.pass_time(61)
+    # Both have seen the same number for long enough, and look before either acts.
+    taken = [other.take() for other in others]
+    assert [lease is not None for lease in taken] == [True, False]
+
+
+def test_an_old_view_takes_nothing():
+    one = Alone()
+    late = one.worker("late")
+    lease = one.worker("a").take()
+    assert lease is not None
+    for _ in range(5):
+        one.pass_time(15)
+        lease.renew()
+    assert late.take() is None
+    lease.check()
+    one.world.put(manifest_name(0), b"")
+    lease.give_back()
+    taken = late.take()
+    # All parts are complete: what is left is to put them together.
+    assert taken is not None
+    assert taken.part == 1
+
+
+def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch):
+    def worker() -> Claims:
+        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": claiming.machine()})
+
+    first, second = worker(), worker()
+    lease = first.take()
+    assert isinstance(lease, Lease)
+    assert second.take() is None
+    # As the end of a process does.
+    first._medium.close()
+    taken = second.take()
+    assert taken is not None
+    assert taken.is_inherited
+    # A process on another machine may be alive though its lock can't be seen from here.
+    second._medium.close()
+    monkeypatch.setattr(claiming, "machine", lambda: "another")
+    assert worker().take() is None
