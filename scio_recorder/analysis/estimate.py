@@ -90,7 +90,7 @@ def estimates(
     architecture : Architecture
         For names.
     clean, corrupted : mapping
-        What each layer returned in the two runs.
+        What each layer returned in the two runs; the result is in the order of the second.
     slopes : mapping
         What `gradients` returns for the corrupted run.
     positions : sequence of int or None

@@ -124,6 +124,8 @@ class Sweep:
             corrupted, records, slope = bench.run(self._corrupted, self._with_graph, slopes)
         check_alike(self._architecture, found, records)
         chosen = resolved(self._architecture, found, positions)
+        # Records are in the order in which layers returned.
+        records = {label: records[label] for label in self._labels}
         changes = estimates(self._architecture, found, records, slope, chosen)
         return Effects(
             self._architecture,

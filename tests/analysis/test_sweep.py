@@ -342,6 +342,29 @@ def test_estimates_are_gradient_times_difference() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_estimates_stand_beside_their_layers() -> None:
+    """A module returns after those inside it, and comes before them among the labels."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)).double()
+    clean, corrupted = torch.randn(2, 5, 3, dtype=torch.float64)
+    rnet = recorder(net, "*", input_data=clean)
+    effects = rnet.sweep(clean, corrupted, lambda out: out.square().sum(), estimate=True)
+    kept, other = {}, {}
+    for x, values in ((clean, kept), (corrupted, other)):
+        values["0.0"] = net[0][0](x)
+        values["0.1"] = values["0"] = values["0.0"].tanh()
+        values["1"] = values[""] = net[1](values["0"])
+    metric = other["1"].square().sum()
+    slopes = torch.autograd.grad(metric, [other[name] for name in kept])
+    expected = {
+        name: metric + (slope * (kept[name] - other[name])).sum()
+        for name, slope in zip(kept, slopes, strict=True)
+    }
+    for layer, value in zip(effects.layers, effects.values, strict=True):
+        torch.testing.assert_close(value, expected[layer.name].detach())
+    assert len({round(value.item(), 9) for value in expected.values()}) == 2
+
+
 def test_estimates_come_close_to_small_patches() -> None:
     net = gpt2().eval()
     for parameter in net.parameters():
