@@ -22,6 +22,7 @@ The tree::
 Warnings::
 
     CollectWarning  (UserWarning)   a dataset is likely to be collected otherwise than was meant
+    ShardWarning    (UserWarning)   a record is only what this process has of an activation
 
 Each class also derives from the built-in that a caller would expect, so that code written without
 this package in mind catches the right thing.
@@ -47,6 +48,7 @@ __all__ = [
     "RecorderError",
     "RecordingError",
     "SelectorTypeError",
+    "ShardWarning",
     "UnsupportedNetError",
     "UnsupportedTorchError",
 ]
@@ -124,3 +126,7 @@ class UnsupportedTorchError(RecorderError, RuntimeError):
 
 class CollectWarning(UserWarning):
     """A dataset is likely to be collected otherwise than was meant."""
+
+
+class ShardWarning(UserWarning):
+    """A layer returns a shard: its record is only what this process has of the activation."""

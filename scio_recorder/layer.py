@@ -86,6 +86,36 @@ class TensorSpec:
         return TensorSpec((rows, *self.shape), self.dtype)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What a process has of an activation that is spread over several.
+
+    Parameters
+    ----------
+    dim : int or None
+        The dimension along which the shards lie; None where it can't be known.
+    index : int or None
+        Which of them this is; None in what was read from disk, where they may be together.
+    count : int
+        How many there are; 0 where that can't be known.
+
+    Examples
+    --------
+    >>> print(Shard(2, 0, 4))
+    shard 0 of 4 along dimension 2
+    """
+
+    dim: int | None
+    index: int | None
+    count: int
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "a part that only this process has, along a dimension that can't be known"
+        number = "a shard, one" if self.index is None else f"shard {self.index}"
+        return f"{number} of {self.count} along dimension {self.dim}"
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """A row of the architecture: one call of a module.
@@ -114,6 +144,8 @@ class Layer:
         Its rank among all executed calls in the order in which they returned.
     output_spec : Any
         The output's structure with a :class:`TensorSpec` for every tensor.
+    shard : Shard or None
+        What its output is a shard of, where tensor parallelism lets each process have its own.
 
     Examples
     --------
@@ -134,6 +166,7 @@ class Layer:
     executed: bool
     completion: int | None
     output_spec: Any
+    shard: Shard | None = None
 
     @property
     def depth(self) -> int:

@@ -24,6 +24,7 @@ from scio_recorder.errors import PostprocessorError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Records
+from scio_recorder.nets.shards import Shards
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
     Assigned,
@@ -66,6 +67,7 @@ class Capture:
     ) -> None:
         self.program = Program(architecture, recording, options or Options())
         self._settings = Settings(net)
+        self._shards = Shards(architecture, recording)
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may lead back to it.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
@@ -183,7 +185,14 @@ class Capture:
         current = Pass(
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
-        return self._run(net, args, kwargs, current)
+        if not self._shards.are_to_be_found:
+            output = self._run(net, args, kwargs, current)
+        else:
+            with self._shards.found():
+                output = self._run(net, args, kwargs, current)
+        if self._shards.are_recorded:
+            self._shards.warn(sink)
+        return output
 
     def _run_idle(self, net: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         local = self._site.local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -15,7 +16,7 @@ from torch import nn
 
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Layer, label_of, text_of
+from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, text_of
 from scio_recorder.nets import architecture_json
 
 
@@ -83,6 +84,20 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         shapes = [_shape_text(layer) for layer in self.values()]
         lines = [f"{title:<{width}}{shape}" for title, shape in zip(titles, shapes, strict=True)]
         return "\n".join(lines)
+
+    def mark(self, shards: Mapping[DepthIdx, Shard | None]) -> None:
+        """Say of layers which shard of their output this process has.
+
+        Parameters
+        ----------
+        shards : mapping
+            By label; None for layers that return all of it. Others stay as they are.
+        """
+        rows = {
+            label: dataclasses.replace(row, shard=shards.get(label, row.shard))
+            for label, row in self._rows.items()
+        }
+        self._rows = MappingProxyType(rows)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -376,4 +391,6 @@ def _title(layer: Layer) -> str:
 
 
 def _shape_text(layer: Layer) -> str:
-    return str(layer.output_shape) if layer.executed else "(did not run)"
+    if not layer.executed:
+        return "(did not run)"
+    return f"{layer.output_shape}" + (f", {layer.shard}" if layer.shard else "")

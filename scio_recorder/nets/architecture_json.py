@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, shapes_of
+from scio_recorder.layer import DepthIdx, Label, Layer, Shard, TensorSpec, shapes_of
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 
 _FORMAT = 1
@@ -32,6 +32,7 @@ def encode(layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> 
                 "completion": layer.completion,
                 "input_shape": _encode_tree(layer.input_shape, of_shapes=True),
                 "output_spec": _encode_tree(layer.output_spec),
+                **({} if layer.shard is None else {"shard": [layer.shard.dim, layer.shard.count]}),
             }
             for layer in layers
         ],
@@ -76,6 +77,7 @@ def _decode_layer(row: Any) -> Layer:
         input_shape=shapes_of(_decode_tree(row["input_shape"])),
         completion=_checked(completion, int) if plain["executed"] else None,
         output_spec=_decode_tree(row["output_spec"]),
+        shard=_decode_shard(row.get("shard")),
         **plain,
     )
 
@@ -134,6 +136,13 @@ def _decode_label(value: Any) -> Label:
     if len(_checked(value, list)) != 2:
         raise ValueError(f"a label of {len(value)} numbers instead of two")
     return Label((_checked(value[0], int), _checked(value[1], int, 1)))
+
+
+def _decode_shard(value: Any) -> Shard | None:
+    if value is None:
+        return None
+    dim, count = _checked(value, list)
+    return Shard(None if dim is None else _checked(dim, int), None, _checked(count, int))
 
 
 def _checked(value: Any, kind: type[_Kind], least: int = 0) -> _Kind:

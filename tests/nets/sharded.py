@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scio_recorder import LabellingError, Recorder
+from scio_recorder import LabellingError, Recorder, layer
+from scio_recorder.errors import ShardWarning
 
 CPU = torch.device("cpu")
 NAMES = ("0", "1", "2", "3", "4")
@@ -51,14 +53,14 @@ def make_net() -> nn.Sequential:
 
 
 def fsdp2(net: nn.Sequential) -> nn.Module:
-    for layer in (net[0], net[2], net):
-        fully_shard(layer)
+    for module in (net[0], net[2], net):
+        fully_shard(module)
     return net
 
 
 def fsdp2_without_root(net: nn.Sequential) -> nn.Module:
-    for layer in (net[0], net[2]):
-        fully_shard(layer)
+    for module in (net[0], net[2]):
+        fully_shard(module)
     return net
 
 
@@ -122,8 +124,8 @@ def trained(call: nn.Module, forward: Callable[[Tensor], Tensor], data: Tensor) 
 def truth_of(data: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
     net, outputs, gradients = make_net(), {}, {}
     hidden = data
-    for name, layer in zip(NAMES, net, strict=True):
-        hidden = outputs[name] = layer(hidden)
+    for name, module in zip(NAMES, net, strict=True):
+        hidden = outputs[name] = module(hidden)
         hidden.register_hook(lambda gradient, name=name: gradients.update({name: gradient}))
     hidden.sum().backward()
     net = make_net()
@@ -216,12 +218,58 @@ def shard_the_rest_after(data: Tensor) -> None:
     assert len(net.state_dict()) == 9
 
 
+def tell_shards() -> None:
+    """What a layer returns of a tensor-parallel net is marked, and warned of, once."""
+    plan = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(1)),
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+    }
+    rank = dist.get_rank()
+    own = {"0": 2, "1": 2, "2": 1, "3": 1, "4": 2}
+    for is_sharded_first in (False, True):
+        for has_gradients in (True, False):
+            net = nn.Sequential(*make_net(), nn.Flatten())
+            if is_sharded_first:
+                parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+            rnet = Recorder(net, input_size=SIZE)
+            if not is_sharded_first:
+                assert all(row.shard is None for row in rnet.architecture.values())
+                parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
+            rnet.record(*own, "5")
+            with torch.set_grad_enabled(has_gradients):
+                with pytest.warns(ShardWarning, match=f"0.*shard {rank} of 2 along dimension 2"):
+                    rnet(torch.ones(SIZE))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", ShardWarning)
+                    rnet(torch.ones(SIZE))
+            for name, dim in own.items():
+                assert rnet.architecture[name].shard == layer.Shard(dim, rank, 2), name
+            assert rnet.architecture["5"].shard == layer.Shard(None, None, 0)
+            assert "shard" in str(rnet.architecture)
+    whole_net = parallelize_module(make_net(), init_device_mesh("cpu", (2,)), KEPT_WHOLE)
+    rnet = Recorder(whole_net, input_size=SIZE)
+    rnet.record("0", "2", "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardWarning)
+        rnet(torch.ones(SIZE))
+
+
+KEPT_WHOLE = {
+    "0": ColwiseParallel(output_layouts=Replicate()),
+    "2": RowwiseParallel(input_layouts=Replicate()),
+    "4": ColwiseParallel(use_local_output=False),
+}
+
+
 def main(rank: int, processes: int, store: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=f"file://{store}")
     data = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     for kind in KINDS:
         if processes == 2 or kind != "tensor_parallel":
             check(kind, data)
+    if processes == 2:
+        tell_shards()
     shard_the_rest_after(data)
     dist.destroy_process_group()
     print("done")

@@ -28,6 +28,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
     summary,
 )
+from scio_recorder.nets.shards import Following, mark
 from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
@@ -261,8 +262,11 @@ def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Lab
         # A device would make torchinfo move the net.
         inputs = {"input_data": random_inputs(*given), "input_size": None, "device": None}
         keywords = {**keywords, **inputs}
-    with restored_in_step(net):
-        return _dry_run(net, keywords, net, grad)
+    following = Following(net)
+    with restored_in_step(net), following.followed():
+        labelled = _dry_run(net, keywords, net, grad)
+    mark(labelled[1], following)
+    return labelled
 
 
 def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:

@@ -1,0 +1,230 @@
+"""Which layers of a tensor-parallel network return a shard only, found by following one pass.
+
+NOTE [How it is seen that a tensor is a shard]
+
+What a ``DTensor`` is a shard of, its placements say. Its ``to_local()`` gives a plain tensor that
+says nothing any more. So these calls are listened to for the length of a pass, and each operation
+on what they give is followed: one that works element by element keeps the sharded dimension, the
+result of a collective operation is no shard, and of all else it is unknown along which dimension
+it is sharded. Tensors are known by where they lie in memory: autograd replaces views by others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from scio_recorder.errors import ShardWarning
+from scio_recorder.layer import DepthIdx, Shard
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.state.sharded import is_dtensor
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import tensors
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
+# Besides operations on elements, those that give all of a tensor again.
+_SAME = ("clone", "detach", "alias", "_to_copy", "copy_", "view", "_unsafe_view", "native_dropout")
+# Of which tensor in a storage is what known: where it begins, its lengths, and its strides.
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+_UNKNOWN = Shard(None, None, 0)
+
+
+class Following:
+    """Follows shards through one pass of a network, on one thread.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+
+    Attributes
+    ----------
+    returned : dict
+        What each module returned, call by call: a shard, counted from the last dimension, or None.
+
+    Examples
+    --------
+    >>> net = nn.ReLU()
+    >>> following = Following(net)
+    >>> with following.followed():
+    ...     _ = net(torch.ones(1))
+    >>> following.returned[net]
+    [None]
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net = net
+        self.returned: dict[nn.Module, list[Shard | None]] = {}
+        self._known: dict[int, dict[_Place, Shard]] = {}
+        # Results that wait for a collective are known by what they are, and must not go meanwhile.
+        self._waiting: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what this thread does in the block."""
+        kind: Any = sys.modules["torch.distributed.tensor"].DTensor if _has_dtensors() else None
+        with contextlib.ExitStack() as stack:
+            if kind is not None:
+                given = kind.to_local
+                stack.callback(setattr, kind, "to_local", given)
+                kind.to_local = lambda tensor, **how: self._taken(tensor, given(tensor, **how))
+            for module in self._net.modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    stack.callback(module.register_forward_hook(self._end).remove)
+            stack.enter_context(private.operations_made_by(self._operate))
+            yield
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        shards = [self._find(tensor) for tensor in tensors(output)]
+        found = [shard for shard in shards if shard is not None]
+        known = found[0] if isinstance(output, Tensor) and found else None
+        self.returned.setdefault(module, []).append(known or (_UNKNOWN if found else None))
+
+    def _taken(self, whole: Any, local: Tensor) -> Tensor:
+        self._note(local, _shard_of(whole))
+        if private.memory_of(local) < 0:
+            self._waiting.append(local)
+        return local
+
+    def _operate(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        result = operation(*args, **kwargs)
+        given = list(tensors((args, kwargs)))
+        if any(map(is_dtensor, given)):
+            return result
+        name = operation.overloadpacket.__name__
+        # What is copied to says nothing.
+        found = [shard for shard in map(self._find, given[name == "copy_" :]) if shard is not None]
+        is_collective = operation.namespace in _COLLECTIVES and "wait" not in name
+        if is_collective or name.startswith("new_") or name.endswith("_like"):
+            found = []
+        for tensor in tensors(result):
+            keeps = _keeps_dimension(operation, args, found, tensor)
+            self._note(tensor, (found[0] if keeps else _UNKNOWN) if found else None)
+        return result
+
+    def _find(self, tensor: Tensor) -> Shard | None:
+        if is_dtensor(tensor):
+            return None
+        places = self._known.get(private.memory_of(tensor))
+        return places.get(_place(tensor), _UNKNOWN) if places else None
+
+    def _note(self, tensor: Tensor, shard: Shard | None) -> None:
+        memory = private.memory_of(tensor)
+        if shard is None:
+            # What was known of this memory was known of a tensor that is gone.
+            self._known.pop(memory, None)
+        else:
+            self._known.setdefault(memory, {})[_place(tensor)] = shard
+
+
+def _has_dtensors() -> bool:
+    return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")
+
+
+def _place(tensor: Tensor) -> _Place:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0, (), ()
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _shard_of(tensor: Any) -> Shard | None:
+    """Return what is local of a ``DTensor``, None for all of it."""
+    mesh = tensor.device_mesh
+    spread = [at for at, how in enumerate(tensor.placements) if not how.is_replicate()]
+    spread = [at for at in spread if mesh.size(at) > 1]
+    if not spread:
+        return None
+    at, how = spread[0], tensor.placements[spread[0]]
+    if len(spread) > 1 or not how.is_shard() or tensor.shape[how.dim] % mesh.size(at):
+        return _UNKNOWN
+    return Shard(how.dim % tensor.ndim - tensor.ndim, mesh.get_local_rank(at), mesh.size(at))
+
+
+def _keeps_dimension(operation: Any, args: Any, found: list[Shard], result: Tensor) -> bool:
+    """Whether what an operation gives is sharded as what it was given."""
+    if not found or len(set(found)) > 1 or found[0].dim is None:
+        return False
+    name, at = operation.overloadpacket.__name__, -found[0].dim
+    if name in _SAME:
+        return bool(result.shape == args[0].shape)
+    if name == "native_layer_norm":
+        return at > len(args[1]) and result.shape == args[0].shape
+    # Lengths are matched from the last one on.
+    return torch.Tag.pointwise in operation.tags and at <= result.ndim
+
+
+class Shards:
+    """Marks the layers of an architecture that return shards, in the first pass that has some.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled network.
+    recording : tuple of (int, int)
+        The layers of which it warns.
+    """
+
+    def __init__(self, architecture: Architecture, recording: tuple[DepthIdx, ...]) -> None:
+        self._architecture = architecture
+        self._recording = recording
+        self._checked_at = -1
+        self._is_known = False
+        # Whether any recorded layer is marked.
+        self.are_recorded = False
+        self._warned: set[int] = set()
+
+    @property
+    def are_to_be_found(self) -> bool:
+        """Whether the next pass is to be followed: its network may be spread over processes."""
+        if self._is_known or not _has_dtensors() or self._checked_at == RemovableHandle.next_id:
+            return False
+        self._checked_at = RemovableHandle.next_id
+        net = self._net()
+        return net is not None and any(map(is_dtensor, net.parameters()))
+
+    @contextlib.contextmanager
+    def found(self) -> Iterator[None]:
+        """Follow the pass that runs in the block."""
+        net = self._net()
+        following = Following(net or nn.Identity())
+        with following.followed():
+            yield
+        self._is_known = True
+        mark(self._architecture, following)
+        rows = (self._architecture[label] for label in self._recording)
+        self.are_recorded = any(row.shard is not None for row in rows)
+
+    def warn(self, occasion: object = None) -> None:
+        """Warn of the recorded layers that are shards, once for each occasion."""
+        if id(occasion) in self._warned:
+            return
+        self._warned.add(id(occasion))
+        layers: dict[Shard, list[str]] = {}
+        for layer in map(self._architecture.__getitem__, self._recording):
+            if layer.shard is not None:
+                layers.setdefault(layer.shard, []).append(str(layer))
+        for shard, names in layers.items():
+            warnings.warn(f"{', '.join(names)}: the record is {shard}", ShardWarning, stacklevel=6)
+
+    def _net(self) -> nn.Module | None:
+        return next(iter(self._architecture.values())).module
+
+
+def mark(architecture: Architecture, following: Following) -> None:
+    """Mark the layers of an architecture that returned shards in a pass that was followed."""
+    marks: dict[DepthIdx, Shard | None] = {}
+    for module, shards in following.returned.items():
+        for label, shard in zip(architecture.calls(module), shards, strict=False):
+            if shard is not None and shard.dim is not None:
+                shapes = architecture[label].output_shape
+                shard = dataclasses.replace(shard, dim=shard.dim % len(shapes))
+            marks[label] = shard
+    architecture.mark(marks)
