@@ -22,7 +22,7 @@ from scio_recorder.errors import (
 )
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.similarity import similarity
+    from scio_recorder.analysis.alikeness.similarity import similarity
     from scio_recorder.events import Tracker, track
     from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
@@ -80,7 +80,7 @@ _HOMES = {
     "Tracker": "events",
     "compare": "recorder.comparing",
     "open_recording": "recording",
-    "similarity": "analysis.similarity",
+    "similarity": "analysis.alikeness.similarity",
     "track": "events",
 }
 _ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")

@@ -22,7 +22,7 @@ from scio_recorder.nets.selection import choose_modules
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.guard import Action, Guard
+    from scio_recorder.analysis.guarding.guard import Action, Guard
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from scio_recorder.analysis.effects import Effects
-    from scio_recorder.analysis.guard import Action, Guard
+    from scio_recorder.analysis.guarding.guard import Action, Guard
+    from scio_recorder.analysis.sweeping.effects import Effects
 
 
 class Analysing(Reading):
@@ -88,7 +88,7 @@ class Analysing(Reading):
         >>> effects.values
         tensor([[0.5000, 0.5000]], dtype=torch.float64)
         """
-        from scio_recorder.analysis.sweep import Sweep
+        from scio_recorder.analysis.sweeping.sweep import Sweep
 
         runs = Sweep(self._capture, self._net, clean, corrupted, metric)
         if estimate:
@@ -157,8 +157,8 @@ class Analysing(Reading):
         >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
         ('1', 2, 1)
         """
-        from scio_recorder.analysis.guard import Guard
-        from scio_recorder.analysis.guarded_calls import guarded
+        from scio_recorder.analysis.guarding.calls import guarded
+        from scio_recorder.analysis.guarding.guard import Guard
 
         watching = Guard(self.architecture, action, kinds)
         with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):

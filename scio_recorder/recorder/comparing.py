@@ -13,8 +13,8 @@ from scio_recorder.recording import Recording
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.difference import Difference
-    from scio_recorder.analysis.sides import Side
+    from scio_recorder.analysis.comparing.difference import Difference
+    from scio_recorder.analysis.comparing.sides import Side
     from scio_recorder.recording.collect.feed import Feed
     from scio_recorder.recording.collect.rows import Rows
 
@@ -97,9 +97,9 @@ def compare(
     >>> difference.first.layer.name, difference.first.inputs_equal, difference["1"].max_abs
     ('2', True, 0.0)
     """
-    from scio_recorder.analysis.matching import Match
-    from scio_recorder.analysis.measures import Tolerance
-    from scio_recorder.analysis.running import Sides, compare_sides
+    from scio_recorder.analysis.comparing.matching import Match
+    from scio_recorder.analysis.comparing.measures import Tolerance
+    from scio_recorder.analysis.comparing.running import Sides, compare_sides
 
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     given = {"reference": reference, "candidate": candidate, "floor": floor}
@@ -145,8 +145,8 @@ def _feeds(
 
 
 def _side(given: Any, what: str, feed: Feed) -> Side:
-    from scio_recorder.analysis.network_side import NetworkSide
-    from scio_recorder.analysis.recording_side import RecordingSide
+    from scio_recorder.analysis.comparing.network_side import NetworkSide
+    from scio_recorder.analysis.comparing.recording_side import RecordingSide
 
     if isinstance(given, Recording):
         return RecordingSide(given, what)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scio_recorder import Recorder, compare
-from scio_recorder.analysis.difference import Difference
+from scio_recorder.analysis.comparing.difference import Difference
 
 LABELS = (
     "return [...document.querySelectorAll('.table tbody tr')].filter(r => r.checkVisibility())"

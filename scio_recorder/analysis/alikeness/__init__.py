@@ -1,0 +1,1 @@
+"""How alike the layers of two recordings are."""

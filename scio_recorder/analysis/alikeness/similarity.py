@@ -1,0 +1,271 @@
+"""How alike the layers of two recordings are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from scio_recorder.analysis.alikeness.cka import Features, linear_cka
+from scio_recorder.analysis.alikeness.pairing import paired_rows
+from scio_recorder.display.listing import Listed, Listing
+from scio_recorder.display.matrix import Matrix, draw_matrix, matrix_html
+from scio_recorder.display.outline import full_name
+from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import ArgumentError, ComparisonError
+from scio_recorder.layer import DepthIdx, Layer, label_of
+from scio_recorder.recording import Recording
+from scio_recorder.recording.loader import rows_of
+from scio_recorder.reductions.base import undisturbed
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_NAMES = ("recording_a", "recording_b")
+
+
+def similarity(
+    recording_a: Recording, recording_b: Recording, *, layers: object = None
+) -> Similarity:
+    """Return the linear CKA of each layer of a recording with each layer of another one.
+
+    Centred kernel alignment is 1 where the rows of two layers lie alike, up to a rotation, a shift
+    and one scale for all features, and 0 where no feature of one has to do with one of the other.
+    Layers may have any shapes and dtypes; dimensions but the first are features. It is computed in
+    float64, part by part, so that recordings on disk may be larger than memory.
+
+    Parameters
+    ----------
+    recording_a, recording_b : Recording
+        Two recordings of the same samples, which are paired by id, in any order. Rows of
+        ``collect(rows=...)`` are paired by the id of the sample and the position in it. One
+        recording given twice is read once.
+    layers : selector, or sequence of selectors, optional
+        Which layers, as in ``record``, of both. By default all that were not reduced.
+
+    Returns
+    -------
+    Similarity
+        ``values`` is [layers of a, layers of b].
+
+    Raises
+    ------
+    ComparisonError
+        The samples are not the same, there are fewer than two rows, or layers were reduced.
+    LayerNotFoundError
+        A selector matches no layer of a recording.
+
+    Notes
+    -----
+    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019.
+    With fewer rows than features the number is large whatever the layers do: take several times as
+    many samples as the narrower layer has features, before two layers are called alike.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder, similarity
+    >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.ReLU()), input_size=(1, 2))
+    >>> rnet.record("0", "1")
+    >>> recording = rnet.collect([torch.tensor([[-1.0, 2.0], [3.0, -4.0], [-5.0, -6.0]])])
+    >>> similarity(recording, recording).values
+    tensor([[1.0000, 0.7124],
+            [0.7124, 1.0000]], dtype=torch.float64)
+    """
+    for name, one in zip(_NAMES, (recording_a, recording_b), strict=True):
+        if not isinstance(one, Recording):
+            raise ComparisonError(
+                f"{name} is {type(one).__name__}, and similarity takes recordings: write "
+                "rnet.collect(batches) or open_recording(path)"
+            )
+    # A recording that is given twice is looked at once.
+    recordings = [recording_a] if recording_a is recording_b else [recording_a, recording_b]
+    samples = [
+        _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
+    ]
+    if recording_a.num_rows < 2:
+        raise ComparisonError(f"recording_a has {recording_a.num_rows} rows: two are the least")
+    orders = [None, *(paired_rows(recording_a, one, _NAMES) for one in recordings[1:])]
+    device = _device([values for side in samples for values in side.values()])
+    with undisturbed(device.type):
+        sides = [_features(*given, device) for given in zip(samples, orders, strict=True)]
+        values = _values(sides[0], *sides[1:]).cpu()
+    named = [
+        tuple(one.architecture[label] for label in side)
+        for one, side in zip(recordings, samples, strict=True)
+    ]
+    notes = [
+        f"{layer} of {name} {features.trouble}"
+        for layers_of_one, side, name in zip(named, sides, _NAMES, strict=False)
+        for layer, features in zip(layers_of_one, side, strict=True)
+        if features.trouble
+    ]
+    is_of_one = len(recordings) == 1
+    return Similarity(values, named[0], named[-1], recording_a.num_rows, tuple(notes), is_of_one)
+
+
+@dataclass(frozen=True, eq=False)
+class Similarity(Listed):
+    """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
+
+    ``print`` shows for each layer of the first recording which layer of the second is most alike,
+    or which other one if there is one recording. A notebook shows a heat map.
+
+    Attributes
+    ----------
+    values : Tensor
+        Linear CKA from 0 to 1, [layers of a, layers of b] in float64, on the CPU. NaN where a layer
+        is the same in all rows, or has NaNs or infinities.
+    layers_a, layers_b : tuple of Layer
+        What the rows and columns of ``values`` are: layers as in the recordings, by label.
+    num_rows : int
+        How many rows of the recordings were compared: samples, tokens or nodes.
+    notes : tuple of str
+        Why some values are NaN.
+    is_of_one : bool
+        Whether one recording was given twice.
+    """
+
+    values: Tensor
+    layers_a: tuple[Layer, ...]
+    layers_b: tuple[Layer, ...]
+    num_rows: int
+    notes: tuple[str, ...] = ()
+    is_of_one: bool = False
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the values with the names of layers.
+
+        Returns
+        -------
+        pandas.DataFrame
+            [layers of a, layers of b], indexed by qualified names on both sides. The net itself
+            is "(root)", and later calls of a module have their number behind the name.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, similarity
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> recording = rnet.collect([torch.eye(3, 2)])
+        >>> similarity(recording, recording).to_frame().loc["0", "0"].item()
+        1.0
+        """
+        import pandas as pd
+
+        names = ([full_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
+        rows, columns = (pd.Index(own, name=name) for own, name in zip(names, _NAMES, strict=True))
+        return pd.DataFrame(self.values.numpy(), rows, columns)
+
+    def plot(self) -> Figure:
+        """Draw a heat map with the names of layers on both axes, in the order in which they return.
+
+        The first layers are at the lower left, and the diagonal rises from there. A dot marks, for
+        each layer of the first recording, the one of the second that is most alike.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Made without pyplot: nothing has to be closed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, similarity
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten()), input_size=(1, 2))
+        >>> rnet.record("*")
+        >>> recording = rnet.collect([torch.eye(3, 2)])
+        >>> similarity(recording, recording).plot().axes[0].get_title()
+        'Linear CKA of 2 x 2 layers over 3 rows'
+        """
+        return draw_matrix(self._matrix())
+
+    def __repr__(self) -> str:
+        return f"<{self._title()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a heat map for a notebook."""
+        return matrix_html(self._matrix())
+
+    def _title(self) -> str:
+        sides = f"{len(self.layers_a)} x {len(self.layers_b)} layers"
+        return f"Linear CKA of {sides} over {self.num_rows:,} rows"
+
+    def _orders(self) -> tuple[list[int], list[int]]:
+        """Return the layers of each side in the order in which their calls return."""
+        rows, columns = (
+            sorted(range(len(side)), key=lambda place: side[place].completion or 0)
+            for side in (self.layers_a, self.layers_b)
+        )
+        return rows, columns
+
+    def _matrix(self) -> Matrix:
+        rows, columns = self._orders()
+        return Matrix(
+            self._title(),
+            self.values.numpy()[rows][:, columns],
+            [full_name(self.layers_a[place]) for place in rows],
+            [full_name(self.layers_b[place]) for place in columns],
+            _NAMES,
+            self.notes,
+            self.is_of_one,
+        )
+
+    def _listing(self) -> Listing:
+        rows, columns = self._orders()
+        lines = []
+        for place, peak in zip(rows, self._matrix().peaks, strict=True):
+            layer, alike = self.layers_a[place], ["", "", ""]
+            if peak is not None:
+                other = self.layers_b[columns[peak]]
+                value = float(self.values[place, columns[peak]])
+                alike = [str(other.label), full_name(other), f"{value:.4f}"]
+            lines.append([str(layer.label), full_name(layer), layer.type_name, *alike])
+        texts = ("Label", "Name", "Type", "Label", "Most alike")
+        return Listing(self._title(), texts, ("CKA",), lines, notes=self.notes)
+
+
+def _samples_of(recording: Recording, layers: object, name: str) -> dict[DepthIdx, Tensor]:
+    """Return the values of the layers to be compared."""
+    selectors: Sequence[object] = () if layers is None else (layers,)
+    if isinstance(layers, list | tuple) and label_of(layers) is None:
+        selectors = layers
+    try:
+        return rows_of(recording, selectors)
+    except ArgumentError as error:
+        raise ComparisonError(f"{name}: {error}") from error
+
+
+def _device(samples: Sequence[Tensor]) -> torch.device:
+    """Return the GPU on which everything lies; float64 is not everywhere."""
+    found = {values.device for values in samples}
+    is_one = len(found) == 1 and next(iter(found)).type == "cuda"
+    return found.pop() if is_one else torch.device("cpu")
+
+
+def _features(
+    samples: Mapping[DepthIdx, Tensor], order: Tensor | None, device: torch.device
+) -> list[Features]:
+    found = []
+    with progress_bar("reading layers", len(samples)) as advance:
+        for values in samples.values():
+            found.append(Features(values, order, device))
+            advance(0, values.nbytes)
+    return found
+
+
+def _values(first: Sequence[Features], second: Sequence[Features] | None = None) -> Tensor:
+    sides = [first] if second is None else [first, second]
+    usable = [[place for place, one in enumerate(side) if not one.trouble] for side in sides]
+    shape = len(sides[0]), len(sides[-1])
+    found = torch.full(shape, torch.nan, dtype=torch.float64, device=first[0].device)
+    if all(usable):
+        chosen = [[side[place] for place in own] for side, own in zip(sides, usable, strict=True)]
+        rows, columns = (torch.tensor(own, device=found.device) for own in (usable[0], usable[-1]))
+        found[rows[:, None], columns] = linear_cka(chosen[0], *chosen[1:])
+    return found

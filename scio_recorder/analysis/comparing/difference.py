@@ -1,0 +1,176 @@
+"""What two runs differ in, and how it shows itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from scio_recorder.analysis.comparing.difference_page import difference_page, tree
+from scio_recorder.analysis.comparing.findings import Findings
+from scio_recorder.analysis.comparing.showing import (
+    FRAME_COLUMNS,
+    Measure,
+    frame_rows,
+    listing,
+    profile,
+    sentence,
+)
+from scio_recorder.display.listing import Listed, Listing
+from scio_recorder.display.outline import Outline, Outlined
+from scio_recorder.display.page import write_page
+from scio_recorder.display.profile import draw_profile
+from scio_recorder.errors import ComparisonError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class Difference(Listed, Outlined, Findings):
+    """What two runs differ in, by layer of the reference, in the order in which these return.
+
+    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference; the value
+    says what was found of that layer. ``print`` shows a sentence and a table, and a notebook the
+    tree of the network with each layer's difference in it.
+
+    Attributes
+    ----------
+    first : FirstDifference or None
+        The first layer to return that differs in a batch in which nothing that it received does:
+        the one that makes the difference. Where there is none, the first to return that differs.
+        None only if no layer differs.
+    num_samples : int
+        How many samples were compared.
+    rtol, atol : float
+        The tolerances.
+    unmatched : Unmatched
+        Names of layers of each side that were not compared.
+
+    Examples
+    --------
+    >>> import copy
+    >>> import torch
+    >>> from scio_recorder import Recorder, compare
+    >>> _ = torch.manual_seed(0)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    >>> other = copy.deepcopy(net)
+    >>> _ = other[0].weight.data.zero_()
+    >>> recorders = [Recorder(one, input_size=(1, 2)) for one in (net, other)]
+    >>> difference = compare(*recorders, [torch.ones(3, 2)])
+    >>> [str(label) for label, layer in difference.items() if layer.differs]
+    ['1-1', '1-2', '0-1']
+    """
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row a layer, in the order in which layers return.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
+            candidate's label and name, and what was found, as in :class:`LayerDifference`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> compare(rnet, rnet, [torch.ones(3, 2)]).to_frame()["max_abs"].tolist()
+        [0.0, 0.0]
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame(frame_rows(self), columns=FRAME_COLUMNS, dtype=object)
+        # What may be absent stays None or what it is.
+        others = ("first_sample_id", "inputs_equal", "error")
+        kinds = frame.drop(columns=[*others]).infer_objects().dtypes
+        return frame.astype(kinds.to_dict()).set_index("label")
+
+    def plot(self, measure: Measure = "relative_error") -> Figure:
+        """Draw how far the layers are apart, in the order in which they return.
+
+        The scale is logarithmic. The first difference is marked, layers that are equal lie on a
+        line of their own below, and layers without a finite figure on one above. Where there was a
+        ``floor=``, its noise is drawn.
+
+        Parameters
+        ----------
+        measure : {"relative_error", "max_abs", "max_rel", "share_different"}
+            What to draw. Of digests nothing but "share_different", the share of samples, is known,
+            and drawn in any case.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Made without pyplot: nothing has to be closed.
+
+        Raises
+        ------
+        ComparisonError
+            There is no such measure.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> compare(rnet, rnet, [torch.ones(3, 2)]).plot().axes[0].get_ylabel()
+        'relative error'
+        """
+        return draw_profile(profile(self, measure))
+
+    def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
+        """Write a page of HTML: where the runs begin to differ, the tree, and a table of layers.
+
+        The page is complete in itself: it can be sent around, and opens without a network.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file, which is replaced if it is there.
+        title : str, optional
+            The heading; made of the type of the reference by default.
+
+        Returns
+        -------
+        pathlib.Path
+            The file.
+
+        Raises
+        ------
+        ComparisonError
+            ``path`` names no file, or ``title`` is no text.
+        RecordingError
+            The file can't be written; no half page is left.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder, compare
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.ReLU()), input_size=(1, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = compare(rnet, rnet, [torch.ones(3, 2)]).report(f"{folder}/page.html")
+        ...     page.read_text(encoding="utf-8")[:15]
+        '<!DOCTYPE html>'
+        """
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ComparisonError(f'report({path!r}): name the file to write, such as "page.html"')
+        if not isinstance(title, str | None):
+            raise ComparisonError(f"report(title={title!r}): a heading is a text")
+        return write_page(path, difference_page(self, title))
+
+    def __repr__(self) -> str:
+        return f"<{sentence(self)}>"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table."""
+        yield from Listed.__rich_console__(self, console, options)
+
+    def _listing(self) -> Listing:
+        return listing(self)
+
+    def _outline(self) -> Outline:
+        return tree(self)

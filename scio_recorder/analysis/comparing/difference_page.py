@@ -1,0 +1,182 @@
+"""The tree and the page that show two runs side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from scio_recorder.analysis.comparing.findings import Findings, LayerDifference
+from scio_recorder.analysis.comparing.showing import (
+    arrow,
+    count,
+    differs_text,
+    has_noise,
+    has_other_names,
+    inputs_text,
+    is_first,
+    notes,
+    sentence,
+)
+from scio_recorder.display.outline import Outline, Remark, text, tree_html
+from scio_recorder.display.page import (
+    NUMBER,
+    PLACE,
+    TEXT,
+    Section,
+    address_of,
+    alarm,
+    layer_cells,
+    link_html,
+    number_cell,
+    number_text,
+    page_html,
+    search_box,
+    table_html,
+    words_html,
+)
+from scio_recorder.layer import DepthIdx
+
+_FIGURES = {
+    "Max abs": "max_abs",
+    "Max rel": "max_rel",
+    "Rel. error": "relative_error",
+    "Noise": "noise",
+    "Cosine": "cosine",
+}
+_WORDS = {
+    "First": "The first layer to return that differs in a batch in which nothing that it received "
+    "does: the one that makes the difference. Where there is none, the first that differs.",
+    "Inputs": "Of a layer that differs: equal if it does so in some batch in which nothing that it "
+    "received differs. Of another one: equal if nothing that it received ever differs. ? where "
+    "inputs are not known.",
+    "Max abs, max rel": "The largest absolute difference of two elements, and the largest one over "
+    "the absolute value of the reference, whatever the tolerances.",
+    "Rel. error": "The norm of the difference over the norm of the reference, over all samples.",
+    "Noise": "The relative error of the run that was given as floor=.",
+    "Cosine": "Of the angle between both, over all samples.",
+    "Different": "Elements that are farther apart than allowed; samples, with digests.",
+    "Worst": "The element that is farthest away: its sample, its index within the sample, and what "
+    "the reference and the candidate have there.",
+}
+
+
+def tree(found: Findings) -> Outline:
+    """Return the tree of the reference with every layer's difference in it."""
+    rows = list(found.architecture.values())
+    first = found.first
+    differing: list[DepthIdx] = [one.label for one in found.values() if one.differs]
+    remarks: dict[DepthIdx, Remark] = {one.label: _remark(found, one) for one in found.values()}
+    opened = () if first is None else (first.layer.label,)
+    return Outline(sentence(found), rows, differing, "different", remarks, opened)
+
+
+def _remark(found: Findings, one: LayerDifference) -> Remark:
+    if not one.differs:
+        is_equal = not one.max_abs > 0
+        return Remark(
+            "equal" if is_equal else f"no more than allowed, max abs {number_text(one.max_abs)}"
+        )
+    if one.error is not None:
+        said = one.error
+    elif math.isnan(one.relative_error):
+        said = f"{one.num_different:,} of {one.num_elements:,} samples differ"
+    else:
+        said = f"max abs {number_text(one.max_abs)}, rel. {number_text(one.relative_error)}"
+    if not is_first(found, one):
+        return Remark(said)
+    return Remark(f"first: {said}", is_alarm=True, table=_values(found, one))
+
+
+def _values(found: Findings, one: LayerDifference) -> list[list[str]]:
+    """Return a table of the first and of the worst element of the first layer."""
+    places = [("First", found.first), ("Worst", one.worst)]
+    rows = []
+    for name, place in places:
+        if place is not None and place.index is not None:
+            output = f"output {place.part}, " if place.part else ""
+            values = arrow(place.reference, place.candidate).split(" -> ")
+            rows.append([name, str(place.sample_id), f"{output}{place.index}", *values])
+    return [["", "Sample", "Index", "Reference", "Candidate"], *rows] if rows else []
+
+
+def difference_page(found: Findings, title: str | None) -> Iterator[str]:
+    """Yield the pieces of the page."""
+    rows = list(found.architecture.values())
+    yield from page_html(
+        title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
+        _facts(found),
+        [],
+        (
+            Section("Result", _result(found)),
+            Section(
+                "Architecture", tree_html(replace(tree(found), title=count(found)), address_of)
+            ),
+            Section("Layers", _table(found)),
+            Section("Definitions", [words_html(_WORDS)]),
+        ),
+    )
+
+
+def _facts(found: Findings) -> list[tuple[str, str]]:
+    differing = sum(one.differs for one in found.values())
+    facts = [
+        ("Samples", f"{found.num_samples:,}"),
+        ("Layers compared", f"{len(found):,} of {len(found.architecture):,}"),
+        ("Layers that differ", f"{differing:,}"),
+        ("Fingerprint of the reference", found.architecture.fingerprint[:12]),
+    ]
+    if found.rtol or found.atol:
+        facts.append(("Tolerances", f"rtol {found.rtol:g}, atol {found.atol:g}"))
+    return facts
+
+
+def _result(found: Findings) -> Iterator[str]:
+    said, first = text(sentence(found)), found.first
+    if first is None:
+        yield f"<p><strong>{said}</strong></p>"
+    else:
+        where = link_html(first.layer)
+        yield f'<div class="warning"><p><strong>{said}</strong></p><p>Its row: {where}</p></div>'
+    yield from (f"<p>{text(note)}</p>" for note in notes(found))
+
+
+def _table(found: Findings) -> Iterator[str]:
+    noise, other_names = has_noise(found), has_other_names(found)
+    figures = {name: key for name, key in _FIGURES.items() if noise or name != "Noise"}
+    columns = {"Layer": PLACE, "Name": TEXT, "Type": TEXT}
+    columns |= dict.fromkeys(["Candidate"] * other_names, TEXT)
+    columns |= {"Differs": TEXT, "Inputs": TEXT}
+    columns |= dict.fromkeys((*figures, "Different"), NUMBER)
+    columns |= {"First sample": TEXT, "Worst": TEXT}
+    yield search_box("layers")
+    rows = []
+    for place, one in enumerate(found.values()):
+        layer = found.architecture[one.label]
+        cells = [f"<td>{text(one.candidate_name)}</td>"] * other_names
+        differs = differs_text(found, one)
+        cells.append(f"<td>{alarm(differs) if differs == 'first' else differs}</td>")
+        cells.append(f"<td>{inputs_text(one)}</td>")
+        cells += [_figure(getattr(one, key)) for key in figures.values()]
+        rows.append(chain(layer_cells(place, layer), cells, _ends(one)))
+    yield from table_html("Differences of layers", columns, rows)
+
+
+def _figure(value: float | None) -> str:
+    is_odd = value is not None and math.isinf(value)
+    return number_cell(value, number_text(value), is_alarm=is_odd)
+
+
+def _ends(one: LayerDifference) -> Iterator[str]:
+    share = "" if one.error else f"{one.num_different:,} of {one.num_elements:,}"
+    yield number_cell(None if one.error else one.num_different, share)
+    yield f"<td>{'' if one.first_sample_id is None else text(str(one.first_sample_id))}</td>"
+    worst = one.worst
+    if one.error is not None:
+        yield f'<td class="kept">{text(one.error)}</td>'
+    elif worst is not None:
+        values = arrow(worst.reference, worst.candidate)
+        yield f"<td>{text(f'{worst.sample_id}, {worst.index}: {values}')}</td>"
+    else:
+        yield "<td></td>"

@@ -1,0 +1,196 @@
+"""What layers of two sides received or returned, taken apart: which parts belong together."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.comparing.measures import Tolerance
+from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors.copies import same_bits
+from scio_recorder.tensors.structures import flatten, tensors
+
+_PLAIN = bool | int | float | complex | str
+# Tensors, and plain values of any kind.
+Leaf: TypeAlias = Any
+Path: TypeAlias = tuple[Any, ...]
+
+
+def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | str:
+    """Pair the parts of what two layers returned, or say why that can't be done.
+
+    Parts belong together by where they are: under one key, at one place. Where the structures are
+    others, as a tensor and a tuple of one, tensors belong together in order.
+
+    Parameters
+    ----------
+    reference, candidate : any
+        Tensors, or structures of them.
+
+    Examples
+    --------
+    >>> paired_outputs({"a": 1, "b": 2}, {"b": 3, "a": 4})
+    [(1, 4), (2, 3)]
+    >>> paired_outputs(torch.ones(1), (torch.ones(1), torch.ones(1)))
+    'it returns 1 tensor in the reference and 2 tensors in the candidate'
+    """
+    own, other = dict(_leaves(reference)), dict(_leaves(candidate))
+    pairs = _by_path(own, other) or _in_order(own, other)
+    if pairs is None:
+        counts = [len(_tensors_of(leaves)) for leaves in (own, other)]
+        said = [f"{count} tensor{'' if count == 1 else 's'}" for count in counts]
+        return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
+    return pairs
+
+
+def paired_inputs(
+    reference: Inputs, candidate: Inputs, module: nn.Module | None, other: nn.Module | None
+) -> list[tuple[Leaf, Leaf]] | None:
+    """Pair the parts of what two layers received; None where these can't be paired.
+
+    Parameters
+    ----------
+    reference, candidate : Inputs
+        What their forwards received.
+    module, other : torch.nn.Module or None
+        The modules, where these are known: they name arguments, and fill in defaults.
+    """
+    pairs = _by_path(dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate))))
+    if pairs is not None:
+        return pairs
+    if module is not None and other is not None:
+        reference, candidate = _complete(module, reference), _complete(other, candidate)
+    own, others = dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate)))
+    pairs = _by_path(own, others)
+    if pairs is not None:
+        return pairs
+    if module is None or other is None:
+        return _in_order(own, others)
+    if type(module) is type(other):
+        return None
+    # Code of another author may well be given other numbers and words, and may make for itself
+    # what the other is handed, such as a mask; unless that is an argument that both have.
+    shared = _parameters(module).keys() & _parameters(other).keys()
+    if any(path[1] in shared for path in own.keys() ^ others.keys()):
+        return None
+    return list(zip(_tensors_of(own), _tensors_of(others), strict=False)) or None
+
+
+def samples_of_inputs(
+    inputs: Sequence[Inputs], lengths: Sequence[int], wanted: Sequence[tuple[int, int]]
+) -> Inputs | None:
+    """Return what a layer would have received for samples of several batches; None if unclear.
+
+    Parameters
+    ----------
+    inputs : sequence of Inputs
+        What it received, by batch.
+    lengths : sequence of int
+        How many samples the batches have: what is as long in dimension 0 is taken to count them.
+    wanted : sequence of (int, int)
+        Batch, and place in it, of each sample.
+    """
+    each = {number: inputs[number] for number, _ in wanted}
+    flat = {number: flatten(one) for number, one in each.items()}
+    first = wanted[0][0]
+    leaves, rebuild = flat[first]
+    if not all(_are_alike(each[first], other) for other in each.values()):
+        return None
+    found = []
+    for place, leaf in enumerate(leaves):
+        parts = {number: own[place] for number, (own, _) in flat.items()}
+        if all(part.ndim and len(part) == lengths[number] for number, part in parts.items()):
+            found.append(torch.stack([parts[number][at] for number, at in wanted]))
+        elif all(same_bits(leaf, part) for part in parts.values()):
+            found.append(leaf)
+        else:
+            return None
+    gathered: Inputs = rebuild(found)
+    return gathered
+
+
+def _are_alike(one: Inputs, other: Inputs) -> bool:
+    """Whether two inputs hold tensors in the same places, and else the same."""
+    pairs = _by_path(dict(_leaves(tuple(one))), dict(_leaves(tuple(other))))
+    exact = Tolerance()
+    return pairs is not None and all(
+        isinstance(a, Tensor) or are_equal_values(a, b, exact) for a, b in pairs
+    )
+
+
+def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> bool:
+    """Whether two parts that are no tensors are equal."""
+    if reference == candidate:
+        return True
+    if isinstance(reference, str) or isinstance(candidate, str):
+        return False
+    if reference != reference and candidate != candidate:
+        return True
+    apart = abs(candidate - reference)
+    return math.isfinite(apart) and apart <= tolerance.atol + tolerance.rtol * abs(reference)
+
+
+def _by_path(own: dict[Path, Leaf], other: dict[Path, Leaf]) -> list[tuple[Leaf, Leaf]] | None:
+    if own.keys() != other.keys():
+        return None
+    pairs = [(leaf, other[path]) for path, leaf in own.items()]
+    return pairs if all(isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in pairs) else None
+
+
+def _in_order(own: dict[Path, Leaf], other: dict[Path, Leaf]) -> list[tuple[Leaf, Leaf]] | None:
+    one, two = _tensors_of(own), _tensors_of(other)
+    return list(zip(one, two, strict=True)) if len(one) == len(two) else None
+
+
+def _tensors_of(leaves: dict[Path, Leaf]) -> list[Tensor]:
+    return [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
+    """Yield the parts of a structure and where they are; None is nothing."""
+    if value is None:
+        return
+    if isinstance(value, Tensor | _PLAIN):
+        yield path, value
+    elif isinstance(value, np.ndarray | np.generic):
+        yield path, torch.as_tensor(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, tuple | list):
+        for place, item in enumerate(value):
+            yield from _leaves(item, (*path, place))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in (field.name for field in dataclasses.fields(value)):
+            yield from _leaves(getattr(value, name, None), (*path, name))
+    else:
+        # Such as a key-value cache. Whatever else an object says of itself can't be compared.
+        for place, item in enumerate(tensors(value)):
+            yield (*path, place), item
+
+
+def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
+    """Return inputs by the names that forward has for them, with what it takes by default."""
+    given = inputs.named(module)
+    defaults = {
+        name: parameter.default
+        for name, parameter in _parameters(module).items()
+        if name in given or parameter.default is not parameter.empty
+    }
+    # In the order of the signature.
+    return Inputs((), {**defaults, **given})
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return what a module's forward takes, nothing where that can't be known."""
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return {}

@@ -1,0 +1,212 @@
+"""Which layers of two sides belong together: by qualified name, or as a mapping of names says."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from scio_recorder.analysis.comparing.findings import Unmatched
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.architecture import Architecture
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layer of the reference, and its partner on another side.
+
+    Parameters
+    ----------
+    reference, partner : Layer
+        The two.
+    error : str or None
+        Why their values can't be compared.
+    """
+
+    reference: Layer
+    partner: Layer
+    error: str | None = None
+
+
+class Match:
+    """Names of the reference -> names of the other side.
+
+    Parameters
+    ----------
+    given : mapping or None
+        Names or globs -> the same of the other side; ``*`` and ``?`` stand for the same text on
+        both. Where several match a name, the one that says most of it is tried first.
+
+    Examples
+    --------
+    >>> list(Match({"layers.*": "h.*"}).partners("layers.3.norm"))
+    ['h.3.norm', 'layers.3.norm']
+    """
+
+    def __init__(self, given: Mapping[str, str] | None) -> None:
+        if given is not None and not isinstance(given, Mapping):
+            raise ComparisonError(
+                f"match is a {type(given).__name__}: give a mapping from names of the reference "
+                'to names of the candidate, such as {"layers.*": "h.*"}'
+            )
+        for name, other in (given or {}).items():
+            _check(name, other)
+        self.given = dict(given or {})
+        self._rules = [
+            (re.compile(_pattern(name), re.DOTALL), other)
+            # What has most letters of its own says most; sorting keeps the order of equals.
+            for name, other in sorted(
+                self.given.items(), key=lambda item: -len(re.sub(r"[*?]", "", item[0]))
+            )
+        ]
+
+    def partners(self, name: str) -> Iterable[str]:
+        """Yield names that may be the partner's, the likeliest first, and the name itself last."""
+        for pattern, other in self._rules:
+            found = pattern.fullmatch(name)
+            if found is not None:
+                yield _filled(other, found.groups())
+        yield name
+
+    def check_used(self, architecture: Architecture) -> None:
+        """Refuse an entry that matches no name of the reference: it is a slip of the pen."""
+        for name in self.given:
+            pattern = re.compile(_pattern(name), re.DOTALL)
+            if not any(map(pattern.fullmatch, architecture.names)):
+                close = difflib.get_close_matches(name, architecture.names, n=4, cutoff=0.4)
+                shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
+                raise ComparisonError(
+                    f"match has {name!r}, which matches no name of the reference; there are {shown}"
+                )
+
+
+def match_layers(
+    reference: Architecture,
+    labels: Iterable[DepthIdx],
+    other: Architecture,
+    others: Iterable[DepthIdx],
+    match: Match,
+) -> tuple[list[Pair], Unmatched]:
+    """Pair layers of a reference with those of another side.
+
+    Parameters
+    ----------
+    reference : Architecture
+        The reference.
+    labels : iterable of (int, int)
+        Its layers that are to be compared.
+    other : Architecture
+        The other side.
+    others : iterable of (int, int)
+        Its layers that can be compared.
+    match : Match
+        How names correspond.
+
+    Returns
+    -------
+    pairs : list of Pair
+        In the order in which the reference's calls return. Calls of a module pair by their order.
+    unmatched : Unmatched
+        Names that have no partner.
+    """
+    labels, others = list(labels), set(others)
+    pairs, alone = [], []
+    for label in sorted(labels, key=lambda at: reference[at].completion or 0):
+        pair = _pair(reference, label, other, others, match)
+        if pair is None:
+            alone.append(reference[label].name)
+        else:
+            pairs.append(pair)
+    reached = {next(iter(_calls(other, match, name)), None) for name in reference.names}
+    left = [other[at].name for at in sorted(others, key=lambda at: other[at].completion or 0)]
+    named = {other[at].name for at in reached if at is not None}
+    return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
+
+
+def refuse_strangers(
+    reference: Architecture,
+    pairs: Iterable[Pair],
+    unmatched: Unmatched,
+    match: Match,
+) -> None:
+    """Refuse two sides that have nothing in common but, perhaps, that each is a whole network."""
+    named = [pair for pair in pairs if pair.reference.name]
+    if named or (not unmatched.reference and any(True for _ in pairs)):
+        return
+    mine, theirs = unmatched
+    example = {mine[0] if mine else "layers.*": theirs[0] if theirs else "h.*"}
+    mapped = " by match=" if match.given else " by name"
+    raise ComparisonError(
+        f"reference and candidate have no layer in common{mapped}. The reference has "
+        f"{_some(mine)}; the candidate has {_some(theirs)}. Write match= with names of the "
+        f'reference and those of the candidate, such as match={example!r} or {{"layers.*": "h.*"}}'
+    )
+
+
+def _pair(
+    reference: Architecture,
+    label: DepthIdx,
+    other: Architecture,
+    others: set[DepthIdx],
+    match: Match,
+) -> Pair | None:
+    layer = reference[label]
+    theirs = _calls(other, match, layer.name)
+    if not theirs:
+        return None
+    own = reference.labels_of(layer.name)
+    position = own.index(label) if label in own else 0
+    partner = theirs[min(position, len(theirs) - 1)]
+    if len(own) != len(theirs) and len(own) > 0:
+        return Pair(
+            layer,
+            other[partner],
+            f"the module is called {len(own)} times in the reference and {len(theirs)} times in "
+            "the candidate",
+        )
+    return Pair(layer, other[partner]) if partner in others else None
+
+
+def _calls(other: Architecture, match: Match, name: str) -> tuple[DepthIdx, ...]:
+    """Return the calls of the first partner of a name that ran."""
+    found = (other.labels_of(partner) for partner in match.partners(name))
+    return next(filter(None, found), ())
+
+
+def _check(name: object, other: object) -> None:
+    if not isinstance(name, str) or not isinstance(other, str):
+        raise ComparisonError(
+            f"match has {name!r}: {other!r}: write qualified names or globs, such as "
+            '{"layers.*": "h.*"}'
+        )
+    if re.findall(r"[*?]", name) != re.findall(r"[*?]", other):
+        raise ComparisonError(
+            f"match has {name!r}: {other!r}: each * stands for the same text on both sides, so "
+            "write as many on the one as on the other"
+        )
+
+
+def _filled(glob: str, texts: Iterable[str]) -> str:
+    left = iter(texts)
+    return re.sub(r"[*?]", lambda _: next(left), glob)
+
+
+def _pattern(glob: str) -> str:
+    parts = re.split(r"([*?])", glob)
+    return "".join({"*": "(.*)", "?": "(.)"}.get(part, re.escape(part)) for part in parts)
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(repr(name) for name in names if name) or "no other layers"
+    if len(names) > _SHOWN:
+        shown = ", ".join(repr(name) for name in names[:_SHOWN] if name)
+        shown += f" and {len(names) - _SHOWN} more"
+    return shown

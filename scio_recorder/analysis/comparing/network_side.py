@@ -1,0 +1,174 @@
+"""A side of a comparison: a network that runs on batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from scio_recorder.analysis.comparing.sides import Block, Values, digests_of
+from scio_recorder.capture.engine import Capture
+from scio_recorder.capture.program import Options
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.feed import Feed
+from scio_recorder.tensors.structures import map_tensors
+
+
+class NetworkSide:
+    """A network that runs on the batches.
+
+    Parameters
+    ----------
+    capture : Capture
+        That of its recorder.
+    net : torch.nn.Module
+        The network.
+    compiled : callable or None
+        The recorder, where that is compiled and runs in place of the net.
+    feed : Feed
+        Says what the network is given for a batch.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        net: nn.Module,
+        compiled: Callable[..., Any] | None,
+        feed: Feed,
+    ) -> None:
+        self.net = net
+        self.feed = feed
+        self.architecture = capture.program.architecture
+        self.digests: frozenset[DepthIdx] = frozenset()
+        self._own = self._capture = capture
+        self._compiled = compiled
+        self._keeps_digests = False
+
+    @property
+    def labels(self) -> tuple[DepthIdx, ...]:
+        """All layers that ran; of a compiled recorder, those that it records."""
+        if self._compiled is not None:
+            return self.recorded
+        return tuple(row.label for row in self.architecture.values() if row.executed)
+
+    @property
+    def recorded(self) -> tuple[DepthIdx, ...]:
+        """The layers that its recorder records."""
+        return self._own.program.recording
+
+    @property
+    def calls(self) -> Any:
+        """Whether its recorder counts calls, as ``record`` was told."""
+        return self._own.program.options.calls
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """No layers: what a network returns can be compared."""
+        return ()
+
+    def knows_inputs(self, label: DepthIdx) -> bool:
+        """Whether it is known what a layer received: not where compiled code runs."""
+        return self._compiled is None
+
+    @contextlib.contextmanager
+    def opened(
+        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+    ) -> Iterator[None]:
+        """Listen to some layers for the length of a block of code; ``digests`` alone are kept."""
+        self._keeps_digests = digests
+        if self._compiled is not None:
+            yield
+            return
+        # What one pass overwrites is not known before it, and a comparison must not fail for it.
+        options = Options(inputs=inputs, copy="always", calls=calls, notes_moments=False)
+        chosen = tuple(sorted(set(labels)))
+        self._capture = Capture(self.net, self.architecture, chosen, options)
+        try:
+            yield
+        finally:
+            self._capture.remove()
+            self._capture = self._own
+
+    def at(self, block: Block) -> Values:
+        """Run the network on a batch."""
+        args, kwargs = self.feed.inputs(block.batch)
+        capture = self._capture
+        if self._compiled is None and not self._keeps_digests:
+            capture.run(self.net, args, kwargs)
+            outputs, inputs = capture.activations.peek, capture.inputs.peek
+            has_inputs = capture.program.options.inputs
+            return _PassValues(outputs, inputs if has_inputs else None, block.rows)
+        sink = _Sink(capture.program.recording, block, keeps_digests=self._keeps_digests)
+        if self._compiled is None:
+            capture.run(self.net, args, kwargs, records_outputs=False, sink=sink)
+        else:
+            capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
+        return sink
+
+
+class _PassValues:
+    """What a pass has left."""
+
+    def __init__(
+        self,
+        outputs: Callable[[DepthIdx], Any],
+        inputs: Callable[[DepthIdx], Any] | None,
+        rows: BatchRows | None,
+    ) -> None:
+        self._outputs = outputs
+        self._inputs = inputs
+        self._rows = rows
+
+    def output(self, label: DepthIdx) -> Any:
+        return _chosen(self._outputs(label), self._rows)
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        return None if self._inputs is None else _chosen(self._inputs(label), self._rows)
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        return False
+
+
+class _Sink:
+    """Takes what layers return: as digests at the hook, or the copies of a compiled pass."""
+
+    def __init__(self, labels: Sequence[DepthIdx], block: Block, *, keeps_digests: bool) -> None:
+        self._values: dict[DepthIdx, Any] = {}
+        self._rows = block.rows
+        self._keeps_digests = keeps_digests
+        self.receivers = {label: partial(self._receive, label) for label in labels}
+
+    def _receive(self, label: DepthIdx, value: Any) -> None:
+        chosen = _chosen(value, self._rows)
+        self._values[label] = digests_of(chosen) if self._keeps_digests else chosen
+
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+        """Keep nothing: inputs are not asked for."""
+
+    def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
+        """Take nothing."""
+
+    def output(self, label: DepthIdx) -> Any:
+        return self._values[label]
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        return None
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        return self._keeps_digests
+
+
+def _chosen(value: Any, rows: BatchRows | None) -> Any:
+    """Return the rows of each tensor that has some: padding is not compared."""
+    if rows is None:
+        return value
+    number = len(rows.shape)
+    return map_tensors(
+        lambda leaf: rows.choose(leaf) if tuple(leaf.shape[:number]) == rows.shape else leaf,
+        value,
+    )

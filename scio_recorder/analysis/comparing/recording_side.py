@@ -1,0 +1,226 @@
+"""A side of a comparison: a recording that is read by samples."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.analysis.comparing.findings import SampleId
+from scio_recorder.analysis.comparing.leaves import samples_of_inputs
+from scio_recorder.analysis.comparing.sides import Block, Values
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.records import Inputs
+from scio_recorder.recording import Recording
+from scio_recorder.reductions import Digest, Reduction
+
+
+class RecordingSide:
+    """A recording that is read, by samples.
+
+    Parameters
+    ----------
+    recording : Recording
+        Of samples, or of digests.
+    what : str
+        Which side it is, for messages.
+    """
+
+    def __init__(self, recording: Recording, what: str) -> None:
+        self.recording = recording
+        self.architecture = recording.architecture
+        self.what = what
+        self._seen = torch.zeros(recording.num_samples, dtype=torch.bool)
+        self._next = 0
+        reduced = recording.reductions
+        found = {label: _place_of_digest(reduced[label]) for label in reduced}
+        self._digests = {label: place for label, place in found.items() if place is not None}
+        # What a layer returns need not count samples, as embeddings of positions do not.
+        for label in list(self._digests):
+            if len(self._digests_of(label)) != recording.num_rows:
+                del self._digests[label]
+        self.digests = frozenset(self._digests)
+        self.labels = (*recording.stored, *self._digests)
+        if not self.labels:
+            kinds = sorted({type(one).__name__ for one in _flat(reduced.values())})
+            raise ComparisonError(
+                f"the {what} holds {', '.join(kinds) or 'no layers'}, from which samples can't be "
+                "compared: collect samples, or reduce=scio_recorder.reductions.Digest()"
+            )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of layers of which there is nothing by sample: summaries, and digests of others."""
+        reduced = (label for label in self.recording if label not in self.labels)
+        return tuple(self.architecture[label].name for label in reduced)
+
+    def knows_inputs(self, label: DepthIdx) -> bool:
+        """Whether it is known what a layer received: after ``record(..., inputs=True)``."""
+        return label in self.recording.calls.labels
+
+    @contextlib.contextmanager
+    def opened(
+        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+    ) -> Iterator[None]:
+        """There is nothing to get ready."""
+        yield
+
+    def at(self, block: Block) -> Values:
+        """Return what the recording has of some samples, which is read when it is asked for."""
+        where = self.positions(block.ids)
+        self._seen[where] = True
+        return _Rows(self, where, block.lengths)
+
+    def check_rows(self, is_given: bool) -> None:
+        """Refuse a recording whose lines are other than those of networks that run."""
+        if self.recording.has_rows and not is_given:
+            raise ComparisonError(
+                f"the {self.what} has a row for each token or node: write rows= as when it was "
+                "collected, such as rows=Tokens()"
+            )
+        if is_given and not self.recording.has_rows:
+            raise ComparisonError(f"the {self.what} has a row for each sample: leave rows= out")
+
+    def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
+        """Return those of some ids that the recording does not have."""
+        if self._follow(ids):
+            return []
+        return [one for one in ids if one not in self._places]
+
+    def unseen(self) -> list[SampleId]:
+        """Return the ids that nobody has asked for."""
+        places = (~self._seen).nonzero().squeeze(1).tolist()
+        return [self.recording.sample_ids[place] for place in places]
+
+    def positions(self, ids: Sequence[SampleId]) -> slice | list[int]:
+        """Return where samples are that are there."""
+        if self._follow(ids):
+            start, self._next = self._next, self._next + len(ids)
+            return slice(start, self._next)
+        places = [self._places[one] for one in ids]
+        self._next = places[-1] + 1 if places else self._next
+        return _run_of(places)
+
+    def lengths(self, ids: Sequence[SampleId]) -> list[int] | None:
+        """Return how many rows samples have; None where each is one."""
+        if not self.recording.has_rows:
+            return None
+        before = self._next
+        lengths, self._next = self._lengths_at(self.positions(ids)), before
+        return lengths
+
+    def _lengths_at(self, where: slice | list[int]) -> list[int]:
+        found: list[int] = self.recording.rows_of_samples().lengths[where].tolist()
+        return found
+
+    def rows_at(self, where: slice | list[int], lengths: list[int]) -> slice | list[int]:
+        """Return where the rows of samples are, which have to be as many as on the other side."""
+        found = self._lengths_at(where)
+        if found != lengths:
+            at = next(
+                at for at, pair in enumerate(zip(found, lengths, strict=True)) if pair[0] != pair[1]
+            )
+            places = range(self.recording.num_samples)[where] if isinstance(where, slice) else where
+            raise ComparisonError(
+                f"sample {self.recording.sample_ids[places[at]]!r} has {found[at]} rows in the "
+                f"{self.what} and {lengths[at]} on the other side: compare what was made with the "
+                "same rows="
+            )
+        samples = self.recording.rows_of_samples()
+        rows = samples[where] if isinstance(where, slice) else [samples[place] for place in where]
+        numbers = torch.arange(self.recording.num_rows)
+        return _run_of(torch.cat([numbers[:0], *(numbers[one] for one in rows)]).tolist())
+
+    def output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
+        """Return what a layer returned for some rows."""
+        values = self._digests_of(label) if label in self._digests else self.recording[label]
+        return values[rows]
+
+    def _digests_of(self, label: DepthIdx) -> Tensor:
+        values = self.recording[label]
+        found: Tensor = values[self._digests[label]] if isinstance(values, list) else values
+        return found
+
+    def _follow(self, ids: Sequence[SampleId]) -> bool:
+        """Whether samples come right after those that were read last, as they mostly do."""
+        after = self.recording.sample_ids[self._next : self._next + len(ids)]
+        return list(after) == list(ids)
+
+    @cached_property
+    def _places(self) -> dict[SampleId, int]:
+        ids = self.recording.sample_ids
+        places = {one: place for place, one in enumerate(ids)}
+        if len(places) < len(ids):
+            twice = next(one for place, one in enumerate(ids) if places[one] != place)
+            raise ComparisonError(
+                f"the {self.what} has {len(ids) - len(places)} ids that come again, such as "
+                f"{twice!r}: samples can't be paired by them"
+            )
+        return places
+
+    @cached_property
+    def _batch_starts(self) -> list[int]:
+        return list(accumulate(self.recording.calls.rows, initial=0))
+
+    def inputs_at(self, where: slice | list[int], label: DepthIdx) -> Inputs | None:
+        """Return what a layer received for some samples; None where that can't be told."""
+        if not self.knows_inputs(label):
+            return None
+        starts, inputs = self._batch_starts, self.recording.inputs[label]
+        places = range(where.start, where.stop) if isinstance(where, slice) else where
+        numbers = [bisect_right(starts, place) - 1 for place in places]
+        if len(set(numbers)) == 1 and list(places) == list(
+            range(starts[numbers[0]], starts[numbers[0] + 1])
+        ):
+            return inputs[numbers[0]]
+        each = zip(numbers, places, strict=True)
+        wanted = [(number, place - starts[number]) for number, place in each]
+        return samples_of_inputs(inputs, self.recording.calls.rows, wanted)
+
+
+class _Rows:
+    """Samples of a recording."""
+
+    def __init__(
+        self, side: RecordingSide, where: slice | list[int], lengths: list[int] | None
+    ) -> None:
+        self._side = side
+        self._where = where
+        self._rows = where if lengths is None else side.rows_at(where, lengths)
+
+    def output(self, label: DepthIdx) -> Any:
+        return self._side.output(label, self._rows)
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        return self._side.inputs_at(self._where, label)
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        return label in self._side.digests
+
+
+def _run_of(places: list[int]) -> slice | list[int]:
+    """Return places that follow each other as a slice, which is read at once."""
+    start = places[0] if places else 0
+    is_run = places == list(range(start, start + len(places)))
+    return slice(start, start + len(places)) if is_run else places
+
+
+def _place_of_digest(given: Reduction | list[Reduction]) -> int | None:
+    several = given if isinstance(given, list) else [given]
+    # Class by class, digests have lost the order of the samples.
+    found = (
+        at for at, one in enumerate(several) if isinstance(one, Digest) and not one.reads_batch
+    )
+    return next(found, None)
+
+
+def _flat(values: Any) -> Iterator[Reduction]:
+    for value in values:
+        yield from value if isinstance(value, list) else [value]

@@ -1,0 +1,296 @@
+"""Bringing the sides of a comparison through the same samples, a block at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scio_recorder.analysis.comparing.comparison import Comparison
+from scio_recorder.analysis.comparing.difference import Difference
+from scio_recorder.analysis.comparing.findings import SampleId, Unmatched
+from scio_recorder.analysis.comparing.matching import Match, Pair, match_layers, refuse_strangers
+from scio_recorder.analysis.comparing.measures import Tolerance
+from scio_recorder.analysis.comparing.network_side import NetworkSide
+from scio_recorder.analysis.comparing.recording_side import RecordingSide
+from scio_recorder.analysis.comparing.sides import Block, Side, Values
+from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.state.restoring import random_state, restore_random, restored
+from scio_recorder.recording.collect.feed import Feed, advise_second_element, refuse_keywords
+from scio_recorder.recording.collect.rows import Rows, Source
+from scio_recorder.stores.disk_tensor import bytes_of_row
+from scio_recorder.tensors.copies import same_bits
+from scio_recorder.tensors.ownership import version_of
+from scio_recorder.tensors.structures import tensors
+
+# Bytes of a layer that are read at once from each recording.
+_BLOCK_BYTES = 1 << 26
+_SHOWN = 5
+
+
+@dataclass
+class Sides:
+    """The sides of one comparison.
+
+    Parameters
+    ----------
+    reference, candidate : Side
+        What is compared.
+    floor : Side or None
+        What differs from the reference by noise alone.
+    """
+
+    reference: Side
+    candidate: Side
+    floor: Side | None = None
+
+    @property
+    def all(self) -> list[Side]:
+        """The sides that there are, the reference first."""
+        sides = [self.reference, self.candidate]
+        return sides if self.floor is None else [*sides, self.floor]
+
+    @property
+    def networks(self) -> list[NetworkSide]:
+        """Those that run."""
+        return [side for side in self.all if isinstance(side, NetworkSide)]
+
+    @property
+    def recordings(self) -> list[RecordingSide]:
+        """Those that are read."""
+        return [side for side in self.all if isinstance(side, RecordingSide)]
+
+    def at(self, block: Block) -> list[Values]:
+        """Return what each has of a block; networks run in the same state of random numbers.
+
+        What is random afterwards is what the first network has left, as if it alone had run.
+        """
+        if len(self.networks) < 2:
+            return [side.at(block) for side in self.all]
+        before, after = random_state(), None
+        put_back = _changes_of(block.batch)
+        found = []
+        for number, side in enumerate(self.all):
+            if isinstance(side, NetworkSide):
+                restore_random(before)
+                put_back()
+                with self._put_back(side, number):
+                    found.append(side.at(block))
+                after = after or random_state()
+            else:
+                found.append(side.at(block))
+        assert after is not None
+        restore_random(after)
+        return found
+
+    def _put_back(self, side: NetworkSide, number: int) -> contextlib.AbstractContextManager[None]:
+        """Let a network that another one is a part of leave no state to that one."""
+        later = [other for other in self.all[number + 1 :] if isinstance(other, NetworkSide)]
+        own = set(map(id, side.net.modules()))
+        if any(id(module) in own for other in later for module in other.net.modules()):
+            return restored(side.net, keep_hooks=True, keep_parameters=True)
+        return contextlib.nullcontext()
+
+
+def _changes_of(batch: Any) -> Callable[[], None]:
+    """Return what undoes changes to the tensors of a batch: networks may work on it in place."""
+    leaves = tensors(batch)
+    kept = [(leaf, leaf.detach().clone(), version_of(leaf)) for leaf in leaves]
+
+    def put_back() -> None:
+        for leaf, values, version in kept:
+            if version_of(leaf) != version or (version < 0 and not same_bits(leaf, values)):
+                leaf.data.copy_(values)
+
+    return put_back
+
+
+@torch.no_grad()
+def compare_sides(
+    sides: Sides,
+    match: Match,
+    tolerance: Tolerance,
+    feed: Feed | None,
+    rows: Rows | None,
+    *,
+    progress: bool,
+) -> Difference:
+    """Compare all layers that two sides have in common, over all samples.
+
+    Parameters
+    ----------
+    sides : Sides
+        What is compared.
+    match : Match
+        Which names belong together.
+    tolerance : Tolerance
+        What counts as equal.
+    feed : Feed or None
+        The batches, where networks run.
+    rows : Rows or None
+        What a line of what layers return is, where it is no sample and networks run.
+    progress : bool
+        Whether to show a progress bar.
+    """
+    reference, candidate, floor = sides.reference, sides.candidate, sides.floor
+    match.check_used(reference.architecture)
+    chosen = _chosen(reference)
+    pairs, unmatched = match_layers(
+        reference.architecture, chosen, candidate.architecture, candidate.labels, match
+    )
+    refuse_strangers(reference.architecture, pairs, unmatched, match)
+    mine, theirs = unmatched
+    unmatched = Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
+    floors = None if floor is None else _floors(reference, floor, pairs, match)
+    digested = frozenset(
+        pair.reference.label
+        for pair in pairs
+        if pair.reference.label in reference.digests or pair.partner.label in candidate.digests
+    )
+    if floors is not None and digested:
+        raise ComparisonError(
+            "floor= needs values, and there are digests only, which tell nothing of how far apart "
+            "two runs are: leave floor= out, or collect samples"
+        )
+    comparison = Comparison(reference.architecture, pairs, floors, digested, tolerance)
+    total = None if feed is None else feed.num_batches
+    with contextlib.ExitStack() as stack:
+        _open(stack, sides, pairs, floors, digested)
+        advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
+        blocks = _read(sides) if feed is None else _run(sides, feed, rows)
+        for block in blocks:
+            own, other, *third = sides.at(block)
+            comparison.add(block, own, other, third[0] if third else None)
+            advance(len(block.ids), 0)
+    return comparison.result(unmatched)
+
+
+def _chosen(side: Side) -> tuple[DepthIdx, ...]:
+    """Return what is compared: what a recorder or a recording has recorded, or every layer."""
+    return (side.recorded if isinstance(side, NetworkSide) else ()) or side.labels
+
+
+def _floors(
+    reference: Side, floor: Side, pairs: Sequence[Pair], match: Match
+) -> dict[DepthIdx, DepthIdx]:
+    """Return the floor's partner of each layer: it is mostly the reference in another precision."""
+    if floor.architecture == reference.architecture:
+        match = Match(None)
+    labels = [pair.reference.label for pair in pairs]
+    found, _ = match_layers(reference.architecture, labels, floor.architecture, floor.labels, match)
+    return {pair.reference.label: pair.partner.label for pair in found if pair.error is None}
+
+
+def _open(
+    stack: contextlib.ExitStack,
+    sides: Sides,
+    pairs: Sequence[Pair],
+    floors: dict[DepthIdx, DepthIdx] | None,
+    digested: frozenset[DepthIdx],
+) -> None:
+    """Get all sides ready; afterwards networks are as they were before."""
+    both = [pair for pair in pairs if pair.error is None]
+    inputs = any(
+        sides.reference.knows_inputs(pair.reference.label)
+        and sides.candidate.knows_inputs(pair.partner.label)
+        for pair in both
+        if pair.reference.label not in digested
+    )
+    only_digests = len(digested) == len(both)
+    calls = next((side.calls for side in sides.networks), "labelled")
+    labels: list[list[DepthIdx]] = [
+        [pair.reference.label for pair in both],
+        [pair.partner.label for pair in both],
+    ]
+    labels.append([*(floors or {}).values()])
+    for net in {id(side.net): side.net for side in sides.networks}.values():
+        stack.enter_context(restored(net, keep_hooks=True, keep_parameters=True))
+    for side, own in zip(sides.all, labels, strict=False):
+        stack.enter_context(side.opened(own, inputs=inputs, calls=calls, digests=only_digests))
+
+
+def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
+    """Yield the batches, and see that recordings have their samples, and no others."""
+    net, seen = sides.networks[0], 0
+    has_rows: dict[str, bool] = {}
+    is_empty, is_advised = True, feed.to_inputs is not None
+    missing: dict[str, list[SampleId]] = {}
+    for batch, _ in feed:
+        is_empty = False
+        is_advised = is_advised or advise_second_element(net.net, batch, stacklevel=6)
+        inputs = net.feed.inputs(batch)
+        found = None
+        if rows is not None:
+            root = net.architecture[0, 1].input_shape
+            named = inputs.named(net.net)
+            found = rows.of(Source(net.net, batch, named, feed.number, "", root, has_rows))
+        ids = feed.ids(batch, inputs, seen, None if found is None else found.num_samples)
+        seen += len(ids)
+        for side in sides.recordings:
+            missing.setdefault(side.what, []).extend(side.missing(ids))
+        if not any(missing.values()):
+            lengths = None
+            if found is not None:
+                lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
+            try:
+                yield Block(ids, batch, found, lengths)
+            except TypeError as error:
+                refuse_keywords(net.net, inputs, error)
+                raise
+    if is_empty:
+        raise ComparisonError("batches is empty: it gave no batch to run on")
+    for what, lacking in missing.items():
+        _refuse_missing(lacking, what, "batches have")
+    if feed.max_batches is None:
+        for side in sides.recordings:
+            _refuse_missing(side.unseen(), "batches", f"{side.what} has")
+
+
+def _read(sides: Sides) -> Iterator[Block]:
+    """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
+    first, *others = sides.recordings
+    ids = first.recording.sample_ids
+    for side in others:
+        _refuse_missing(side.missing(ids), side.what, f"{first.what} has")
+        _refuse_missing(first.missing(side.recording.sample_ids), first.what, f"{side.what} has")
+        if side.recording.has_rows != first.recording.has_rows:
+            which = (first, side) if first.recording.has_rows else (side, first)
+            raise ComparisonError(
+                f"the {which[0].what} has a row for each token or node, and the {which[1].what} "
+                "one for each sample: collect both with the same rows="
+            )
+    start = 0
+    for length in _block_lengths(sides):
+        part = ids[start : start + length]
+        yield Block(part, lengths=first.lengths(part))
+        start += length
+
+
+def _block_lengths(sides: Sides) -> Iterator[int]:
+    recording = sides.recordings[0].recording
+    if all(side.recording.calls.labels for side in sides.recordings):
+        # Inputs are kept by whole batches.
+        yield from recording.calls.rows
+        return
+    layers = (side.recording[at] for side in sides.recordings for at in side.recording.stored)
+    largest = max(map(bytes_of_row, layers), default=8)
+    per_sample = largest * max(1, recording.num_rows) / max(1, recording.num_samples)
+    step = max(1, int(_BLOCK_BYTES // max(1, per_sample)))
+    for start in range(0, recording.num_samples, step):
+        yield min(step, recording.num_samples - start)
+
+
+def _refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
+    if ids:
+        shown = ", ".join(map(repr, ids[:_SHOWN]))
+        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+        raise ComparisonError(
+            f"{len(ids)} samples are missing in the {where} that the {who}: {shown}{more}. Samples "
+            "are paired by id: give the same ones to both, with sample_ids= where they have ids of "
+            "their own"
+        )

@@ -1,0 +1,223 @@
+"""What is said and drawn of two runs side by side, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from scio_recorder.analysis.comparing.findings import (
+    Findings,
+    FirstDifference,
+    LayerDifference,
+    Number,
+)
+from scio_recorder.display.listing import Listing
+from scio_recorder.display.outline import call_text, full_name, visible
+from scio_recorder.display.page import number_text
+from scio_recorder.display.profile import Profile
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import Layer
+
+Measure = Literal["relative_error", "max_abs", "max_rel", "share_different"]
+FRAME_COLUMNS = (
+    *("label", "name", "type", "candidate_label", "candidate_name", "differs"),
+    *("max_abs", "max_rel", "relative_error", "cosine", "num_different", "num_elements"),
+    *("first_sample_id", "inputs_equal", "noise", "error"),
+)
+# Digits with which two numbers are tried to be told apart; the last ones always do.
+_DIGITS = (4, 6, 9, 17)
+_FEW = 5
+
+
+def sentence(found: Findings) -> str:
+    """Return where two runs begin to differ."""
+    first = found.first
+    if first is None:
+        compared = f"{_counted(len(found), 'layer')}, {_counted(found.num_samples, 'sample')}"
+        return f"No difference in {compared}{_beyond(found)}."
+    said = f"First difference: {layer_text(first.layer)}"
+    if first.sample_id is not None:
+        said += f", sample {first.sample_id}"
+    if first.index is not None:
+        part = f" of output {first.part}" if first.part else ""
+        said += f", index {first.index}{part}: {arrow(first.reference, first.candidate)}"
+    if first.error is not None:
+        said += f": {first.error}"
+    return f"{said}; {_inputs_said(first)}."
+
+
+def layer_text(layer: Layer) -> str:
+    """Return how a sentence names a layer."""
+    call = f", {call_text(layer)}" if layer.call else ""
+    return visible(f"{layer.label} ({layer.name or layer.type_name}{call})")
+
+
+def arrow(reference: Number | None, candidate: Number | None) -> str:
+    """Return two numbers, in as many digits as tell them apart.
+
+    Examples
+    --------
+    >>> arrow(0.12, 0.13), arrow(1.0, 1.0000001), arrow(True, False)
+    ('0.12 -> 0.13', '1 -> 1.0000001', 'True -> False')
+    """
+    texts: tuple[str, ...] = ()
+    for digits in _DIGITS:
+        texts = tuple(
+            f"{one:.{digits}g}" if isinstance(one, float | complex) else str(one)
+            for one in (reference, candidate)
+        )
+        if texts[0] != texts[1]:
+            break
+    return " -> ".join(texts)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'s' * (number != 1)}"
+
+
+def count(found: Findings) -> str:
+    """Return how many layers differ."""
+    differing = sum(one.differs for one in found.values())
+    verb = f"differ{'s' * (differing == 1)}"
+    return f"{differing:,} of {_counted(len(found), 'layer')} {verb}{_beyond(found)}"
+
+
+def _beyond(found: Findings) -> str:
+    """Return what is no difference, if anything."""
+    limits = [f"{name}={value:g}" for name in ("rtol", "atol") if (value := getattr(found, name))]
+    limits += ["the noise of the floor"] * has_noise(found)
+    return f" beyond {' and '.join(limits)}" if limits else ""
+
+
+def has_noise(found: Findings) -> bool:
+    """Whether a third run says what is noise."""
+    return any(one.noise is not None for one in found.values())
+
+
+def _inputs_said(first: FirstDifference) -> str:
+    if first.inputs_equal is None:
+        return "its inputs are not known"
+    return "its inputs are equal" if first.inputs_equal else "some of its inputs differ already"
+
+
+def notes(found: Findings) -> list[str]:
+    """Return what a reader should know besides, and what to do about it."""
+    first, said = found.first, []
+    if first is not None:
+        said.append(f"{count(found)}, in {_counted(found.num_samples, 'sample')}.")
+        if first.inputs_equal is None:
+            said.append(
+                "Inputs tell the layer that makes a difference from one that passes it on: compare "
+                "the networks themselves, or collect after record(..., inputs=True)."
+            )
+        elif not first.inputs_equal:
+            said.append(
+                "What makes the difference is not among the layers that were compared: record more."
+            )
+    names = ("reference", "candidate")
+    for name, left_out in zip(names, found.unmatched, strict=True):
+        if left_out:
+            few = ", ".join(left_out[:_FEW]) + ", ..." * (len(left_out) > _FEW)
+            said.append(f"Without a partner: {len(left_out):,} of the {name}, {few}")
+    errors = [(found.architecture[key], one.error) for key, one in found.items() if one.error]
+    said += [f"{layer_text(layer)}: {error}" for layer, error in errors[:_FEW]]
+    if len(errors) > _FEW:
+        said.append(f"{len(errors) - _FEW:,} more layers can't be compared.")
+    return said
+
+
+def is_first(found: Findings, one: LayerDifference) -> bool:
+    """Whether this is the layer that makes the difference."""
+    return found.first is not None and found.first.layer.label == one.label
+
+
+def differs_text(found: Findings, one: LayerDifference) -> str:
+    """Return whether a layer differs, in a word."""
+    return "first" if is_first(found, one) else "yes" if one.differs else "no"
+
+
+def inputs_text(one: LayerDifference | FirstDifference) -> str:
+    """Return whether the inputs of a layer are equal, in a word."""
+    return {True: "equal", False: "differ", None: "?"}[one.inputs_equal]
+
+
+def has_other_names(found: Findings) -> bool:
+    """Whether layers of the candidate go by other names."""
+    return any(one.name != one.candidate_name for one in found.values())
+
+
+def listing(found: Findings) -> Listing:
+    """Return the table for a terminal."""
+    other_names, noise = has_other_names(found), has_noise(found)
+    rows = []
+    for one in found.values():
+        numbers = [one.max_abs, one.relative_error, *([one.noise] * noise)]
+        rows.append(
+            [
+                str(one.label),
+                full_name(found.architecture[one.label]),
+                *([one.candidate_name] * other_names),
+                differs_text(found, one),
+                inputs_text(one),
+                *map(number_text, numbers),
+                f"{one.cosine:.6g}",
+                f"{one.num_different:,}" if one.error is None else "",
+            ]
+        )
+    return Listing(
+        sentence(found),
+        ("Label", "Name", *(["Candidate"] * other_names), "Differs", "Inputs"),
+        ("Max abs", "Rel. error", *(["Noise"] * noise), "Cosine", "Different"),
+        rows,
+        {place for place, one in enumerate(found.values()) if is_first(found, one)},
+        notes(found),
+    )
+
+
+def frame_rows(found: Findings) -> list[dict[str, Any]]:
+    """Return a row for each layer."""
+    return [
+        {
+            **{name: getattr(one, name, None) for name in FRAME_COLUMNS},
+            "label": str(one.label),
+            "type": found.architecture[one.label].type_name,
+            "candidate_label": str(one.candidate_label),
+        }
+        for one in found.values()
+    ]
+
+
+def profile(found: Findings, measure: str) -> Profile:
+    """Return what is drawn.
+
+    Raises
+    ------
+    ComparisonError
+        There is no such measure.
+    """
+    if measure not in get_args(Measure):
+        known = ", ".join(map(repr, get_args(Measure)))
+        raise ComparisonError(f"plot({measure!r}): write one of {known}")
+    layers = list(found.values())
+    values = _numbers([getattr(one, measure, None) for one in layers])
+    # Of digests it is only known how many differ.
+    if np.isnan(values).all():
+        measure = "share_different"
+        values = _numbers([one.num_different / max(1, one.num_elements) for one in layers])
+        values[[one.error is not None for one in layers]] = np.nan
+    noise = _numbers([one.noise for one in layers])
+    return Profile(
+        sentence(found),
+        measure.replace("_", " "),
+        [full_name(found.architecture[one.label]) for one in layers],
+        values,
+        np.array([one.differs for one in layers], dtype=bool),
+        noise if measure == "relative_error" and has_noise(found) else None,
+        next((place for place, one in enumerate(layers) if is_first(found, one)), None),
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

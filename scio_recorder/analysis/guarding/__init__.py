@@ -1,0 +1,1 @@
+"""Which call of a network makes the first NaN or infinity."""

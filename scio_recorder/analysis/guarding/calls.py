@@ -1,0 +1,285 @@
+"""Looking at what every call of a network is given and gives, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.guarding.gradients import GuardedGradients, Passing
+from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
+from scio_recorder.analysis.guarding.kept_call import CallBefore
+from scio_recorder.analysis.guarding.vouching import Link, can_wait, followed, is_harmless, tells
+from scio_recorder.capture.engine import refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.hooks import Bracket, bracketed
+from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors import private
+from scio_recorder.tensors.digests import Weights
+from scio_recorder.tensors.finite import Found, Known
+from scio_recorder.tensors.structures import tensors
+
+_WITHOUT_TENSORS = (str, int, float)
+
+
+@contextlib.contextmanager
+def guarded(
+    architecture: Architecture, guard: Guard, *, gradients: bool, keep_inputs: bool
+) -> Iterator[Guard]:
+    """Let a guard judge every call of the modules of a network inside a block.
+
+    Backward passes of passes made in the block are judged after it too, as long as somebody holds
+    the guard. Inputs are kept until a call returns, and those of the one that fails from then on.
+
+    Raises
+    ------
+    FlowError
+        No module of the network was called.
+    UnsupportedNetError
+        The network is compiled, in part or as a whole.
+    """
+    names = {
+        row.module: row.name for row in architecture.values() if row.module is not None
+    }.items()
+    if any(private.is_compiled(module) for module, _ in names):
+        raise UnsupportedNetError(
+            "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
+            "guard it uncompiled"
+        )
+    watched = GuardedGradients(guard) if gradients else None
+    guard.gradients = watched
+    shared = _Shared(architecture, guard, watched)
+    compiled: dict[str, bool] = {}
+    keeps = _Keeper(architecture) if keep_inputs else None
+    brackets = {
+        module: _GuardedCall(module, name, compiled, shared, keeps) for module, name in names
+    }
+    # What is kept of calls is kept as they return.
+    for module, parent in {} if keep_inputs else followed(module for module, _ in names).items():
+        if module in brackets and parent in brackets:
+            brackets[module].chained_in = brackets[parent].name
+    try:
+        with bracketed(brackets):
+            yield guard
+    except BaseException:
+        guard.is_settled = True
+        raise
+    if compiled:
+        raise UnsupportedNetError(
+            f"the module {next(iter(compiled))!r} ran as compiled code inside the block, which "
+            "can't be guarded: leave the network uncompiled there"
+        )
+    if not guard.num_passes:
+        raise FlowError(
+            "nothing was guarded: the network was not called inside the block, or what was called "
+            "is a copy of it, or was compiled before"
+        )
+
+
+# A call that has not returned yet: its name, its arguments, what of them is not finite, what it is
+# in the backward pass, what is kept of it, and what it vouches for. A bare tuple, as one is made in
+# each call.
+_Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None, CallBefore | None, list[Link]]
+_NOTHING: list[Found] = []
+_NO_LINKS: list[Link] = []
+
+
+class _State:
+    """The pass that a thread runs."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.known = Known()
+        self.counts: dict[str, int] = {}
+        self.pass_number = 0
+        self.cases = Cases()
+        # What has been returned and nobody has looked at, the first first.
+        self.links = _NO_LINKS
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+class _Shared:
+    """What the modules of one block share."""
+
+    def __init__(
+        self, architecture: Architecture, guard: Guard, gradients: GuardedGradients | None
+    ) -> None:
+        self._architecture = architecture
+        self._has_warned = False
+        self.guard = guard
+        self.gradients = gradients
+        self.local = _Local()
+
+    def begin_pass(self, state: _State) -> None:
+        """Take up a call that is part of no other."""
+        refuse_transforms("guarded")
+        state.known.forget()
+        state.cases.reset()
+        # A pass that was broken off by what is no Exception has left its frames.
+        state.frames.clear()
+        state.links = _NO_LINKS
+        if not self._has_warned:
+            self._has_warned = warn_of_other_kernels(
+                self._architecture, {row.module for row in self._architecture.values()}, "guarded"
+            )
+        if private.backward_pass() != -1:
+            # Checkpointing runs again what belongs to a pass that was counted.
+            return
+        state.counts.clear()
+        state.pass_number = self.guard.begin_pass()
+
+    def judge(self, state: _State, case: Case) -> None:
+        """Judge a call; at the end of a pass, all that still wait for a device."""
+        if case.made:
+            state.cases.add(self.guard, case)
+        if case.call.is_outermost and case.made:
+            state.cases.add(self.guard, case._replace(given=(), is_handed_on=True))
+        if case.call.is_outermost or case.kept is not None:
+            state.cases.read(self.guard)
+
+    def settle(self, state: _State, links: list[Link]) -> list[Found]:
+        """Judge calls that were not looked at when they returned; return what the last one made."""
+        state.links = _NO_LINKS
+        found = links[0].given
+        for link in links:
+            given, found = found, link.look(state.known)
+            call = Call(link.name, link.number, state.pass_number, is_outermost=False)
+            self.judge(state, Case(call, "forward", given, found))
+        return found
+
+
+class _Keeper:
+    """Keeps calls before they run."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        self._architecture = architecture
+        self._weights = Weights()
+
+    def keep(self, name: str, inputs: Inputs) -> CallBefore:
+        """Keep a call of a module."""
+        layer = self._architecture[self._architecture.rows_of(name)[0]]
+        assert layer.module is not None, "the architecture of a recorder has modules"
+        return CallBefore(layer, layer.module, inputs, self._weights)
+
+
+class _GuardedCall(Bracket):
+    """Looks at inputs before each call of a module, and at what it returned after it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        unseen: dict[str, bool],
+        shared: _Shared,
+        keeper: _Keeper | None,
+    ) -> None:
+        super().__init__(name, unseen)
+        self._shared = shared
+        self._keeper = keeper
+        self._is_harmless = is_harmless(module)
+        self._tells = tells(module)
+        # The Sequential in which the next module tells of this one's output, if there is one.
+        self.chained_in: str | None = None
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Look at what the module is about to receive, since it may work in place."""
+        shared = self._shared
+        state = shared.local.state
+        frames = state.frames
+        if not frames or not self.name:
+            shared.begin_pass(state)
+        passing, kept, given, links = None, None, _NOTHING, state.links
+        if links:
+            state.links, last = _NO_LINKS, links[-1]
+            is_next = self._tells and len(args) == 1 and args[0] is last.tensor and not kwargs
+            if not is_next or last.tensor._version != last.version:
+                shared.settle(state, links)
+                links = _NO_LINKS
+        if not shared.guard.is_settled:
+            if not links:
+                given = _look(state.known, args)
+            if kwargs:
+                given = given + _look(state.known, kwargs.values())
+            if shared.gradients is not None and torch.is_grad_enabled():
+                passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
+            if self._keeper is not None:
+                kept = self._keeper.keep(self.name, Inputs(args, kwargs))
+        frames.append((self.name, args, given, passing, kept, links))
+
+    def end(self, args: Any, output: Any) -> None:
+        """Judge what the module has returned."""
+        shared, name = self._shared, self.name
+        state = shared.local.state
+        frame = _popped(state.frames, name, args)
+        if frame is None:
+            return
+        _, _, given, passing, kept, links = frame
+        number = state.counts.get(name, 0)
+        state.counts[name] = number + 1
+        is_outermost = not state.frames
+        if state.links:
+            shared.settle(state, state.links)
+        if not shared.guard.is_settled:
+            made = _NOTHING
+            if self._is_harmless and not given and can_wait(output, links):
+                state.known.note_finite(output)
+            elif self.chained_in is not None and self._waits(state, output, links):
+                state.links = [*links, Link(output, output._version, name, number, given)]
+            else:
+                made = _look(state.known, (output,))
+                if links and (made or output is None):
+                    given = shared.settle(state, links)
+            if made or is_outermost or passing is not None:
+                call = Call(name, number, state.pass_number, is_outermost)
+                if made or is_outermost:
+                    if made and kept is not None:
+                        kept.end(output)
+                    shared.judge(state, Case(call, "forward", given, made, kept=kept))
+                if passing is not None and shared.gradients is not None:
+                    shared.gradients.listen(passing, call, output)
+        if is_outermost:
+            state.known.forget()
+
+    def _waits(self, state: _State, output: Any, links: list[Link]) -> bool:
+        return (
+            bool(state.frames)
+            and state.frames[-1][0] == self.chained_in
+            and can_wait(output, links)
+        )
+
+
+def _look(known: Known, values: Iterable[Any]) -> list[Found]:
+    """Return what is not finite, or may not be, among the tensors of some arguments."""
+    found = _NOTHING
+    for value in values:
+        # Taking structures apart takes longer than looking at most tensors.
+        if isinstance(value, Tensor):
+            one = known.look(value)
+            if one is not None:
+                found = [*found, one]
+        elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+            seen = [known.look(tensor) for tensor in tensors(value)]
+            found = [*found, *(one for one in seen if one is not None)]
+    return found
+
+
+def _popped(frames: list[_Frame], name: str, args: Any) -> _Frame | None:
+    """Take the frame of a call that returns, and those of calls that failed in it."""
+    if frames and frames[-1][1] is args:
+        return frames.pop()
+    own = [at for at, frame in enumerate(frames) if frame[0] == name]
+    if not own:
+        return None
+    at = next((at for at in reversed(own) if frames[at][1] is args), own[-1])
+    frame = frames[at]
+    del frames[at:]
+    return frame

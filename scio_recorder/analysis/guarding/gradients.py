@@ -1,0 +1,235 @@
+"""Looking at the gradients that every call of a network is given and gives.
+
+NOTE [Gradients of a call]
+
+A hook on a tensor sees the sum of the gradients that all its users send, and would blame one of
+them for another. So a call is told by its operations: the nodes of the graph that its outputs lead
+to, and that autograd has numbered since the call began. Gradients come in at the nodes that made
+its outputs. They go out where a node of the call leads to an older one, which has made an input, or
+to a leaf, which is a parameter as a rule. What leaves a node is what this node alone has made.
+
+Each such exit is noted once, for the innermost call that it belongs to; those around it are asked
+only where a gradient there is not finite. So the walk over the nodes of a call leaps over the calls
+inside it. Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
+from scio_recorder.tensors import private
+from scio_recorder.tensors.finite import Found, Known, look
+from scio_recorder.tensors.structures import tensors
+
+# Leaves are numbered as if they came after everything else.
+_LEAF = 1 << 63
+
+
+class Passing:
+    """A call in the backward pass.
+
+    Parameters
+    ----------
+    start : int
+        How many operations autograd had noted when the call began.
+    around : Passing or None
+        The call that it is part of.
+    """
+
+    __slots__ = ("_given", "_task", "around", "call", "start", "targets")
+
+    def __init__(self, start: int, around: Passing | None) -> None:
+        self.start = start
+        self.around = around
+        self.call: Call | None = None
+        # The nodes that gradients go to from here, without leaves.
+        self.targets: list[Any] = []
+        self._task = -1
+        self._given: list[Found] = []
+
+    def given(self, task: int) -> list[Found]:
+        """Return what has come in a backward pass that is not finite, or may not be."""
+        if task != self._task:
+            self._task, self._given = task, []
+        return self._given
+
+
+class _Thread(threading.local):
+    """The backward pass that runs on a thread."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.known = Known()
+        self.cases = Cases()
+
+
+class GuardedGradients:
+    """The gradients of the calls of one guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        # The guard holds this.
+        self._guard = weakref.ref(guard)
+        # What nodes of a graph keep of this guard is under this key: it must not lead to it.
+        self._key = object()
+        self._own = weakref.ref(self)
+        self._local = _Thread()
+
+    def listen(self, passing: Passing, call: Call, output: Any) -> None:
+        """Look at the gradients of a call that has just returned.
+
+        Parameters
+        ----------
+        passing : Passing
+            The call, as it began.
+        call : Call
+            The same, as it ended.
+        output : Any
+            What it returned.
+        """
+        passing.call = call
+        waiting: list[Any] = []
+        for tensor in [output] if isinstance(output, Tensor) else tensors(output):
+            node = tensor.grad_fn
+            if node is not None and private.place_of(node) >= passing.start:
+                self._at(node).entries.append((tensor.output_nr, passing))
+                waiting.append(node)
+        seen = set(waiting)
+        for node in waiting:
+            for target in self._ends(node, passing):
+                if private.place_of(target) < passing.start:
+                    passing.targets.append(target)
+                elif target not in seen:
+                    seen.add(target)
+                    waiting.append(target)
+        for node in waiting:
+            at = node.metadata.get(self._key)
+            if at is not None:
+                at.attach(node)
+
+    def _ends(self, node: Any, passing: Passing) -> list[Any]:
+        """Return where a node of a call leads, or the call inside it that it ends."""
+        at: _AtNode | None = node.metadata.get(self._key)
+        inner = None if at is None else at.call_inside(passing)
+        if inner is not None:
+            return inner.targets
+        found = []
+        for index, (target, _) in enumerate(node.next_functions):
+            place = -1 if target is None else private.place_of(target)
+            if place > _LEAF:
+                self._at(node).exits.append((index, passing, place, weakref.ref(target.variable)))
+            elif place >= 0:
+                found.append(target)
+                if place < passing.start:
+                    self._at(node).exits.append((index, passing, place, None))
+        return found
+
+    def _at(self, node: Any) -> _AtNode:
+        at: _AtNode | None = node.metadata.get(self._key)
+        if at is None:
+            at = node.metadata[self._key] = _AtNode(self._own)
+        return at
+
+    # -- in the backward pass ----------------------------------------------------------------------
+
+    def begin(self) -> _Thread | None:
+        """Return what is known in the backward pass under way, None where nobody asks."""
+        guard = self._guard()
+        if guard is None or guard.is_settled:
+            return None
+        thread, task = self._local, private.backward_pass()
+        if thread.task != task:
+            thread.task = task
+            thread.known.forget()
+            thread.cases.reset()
+        return thread
+
+    def take(self, found: Found, passing: Passing) -> None:
+        """Note what a call is given."""
+        passing.given(self._local.task).append(found)
+        if passing.around is None and passing.call is not None:
+            self._add(Case(passing.call, "gradient", (), [found], is_handed_on=True))
+
+    def judge(
+        self, found: Found, passing: Passing, place: int, leaf: weakref.ref[Any] | None
+    ) -> None:
+        """Judge a call by what it gives, and the calls around it that give it too."""
+        around: Passing | None = passing
+        while around is not None and around.call is not None and not place >= around.start:
+            given = list(around.given(self._local.task))
+            self._add(Case(around.call, "gradient", given, [found], leaf))
+            around = around.around
+
+    def _add(self, case: Case) -> None:
+        guard, cases = self._guard(), self._local.cases
+        is_first = not cases.is_waiting
+        if guard is not None and cases.add(guard, case) and is_first:
+            private.call_at_end_of_backward(partial(cases.read, guard))
+
+
+class _AtNode:
+    """What one guard does at a node of the graph, for all calls that begin or end there."""
+
+    __slots__ = ("_judges", "_owner", "_sees", "entries", "exits")
+
+    def __init__(self, owner: weakref.ref[GuardedGradients]) -> None:
+        self._owner = owner
+        # Which of the two hooks hang on the node.
+        self._judges = self._sees = False
+        # The calls that returned an output of the node.
+        self.entries: list[tuple[int, Passing]] = []
+        # Edges, the call that they leave, the place of what they lead to, or the leaf.
+        self.exits: list[tuple[int, Passing, int, weakref.ref[Any] | None]] = []
+
+    def attach(self, node: Any) -> None:
+        """Hang hooks on the node, once it is known what for."""
+        if self.exits and not self._judges:
+            # A hook behind the node sees what comes in, too.
+            self._judges = True
+            node.register_hook(self._after)
+        elif not self._judges and not self._sees:
+            self._sees = True
+            node.register_prehook(self._before)
+
+    def call_inside(self, passing: Passing) -> Passing | None:
+        """Return the outermost call inside another one that returned an output of the node."""
+        inside = [one for _, one in self.entries if one is not passing]
+        return inside[-1] if inside else None
+
+    def _before(self, gradients: Sequence[Tensor | None]) -> None:
+        owner = self._owner()
+        thread = None if owner is None else owner.begin()
+        if owner is not None and thread is not None:
+            self._take(owner, thread, gradients)
+
+    def _take(
+        self, owner: GuardedGradients, thread: _Thread, gradients: Sequence[Tensor | None]
+    ) -> None:
+        last, found = -1, None
+        for index, passing in self.entries:
+            if index != last:
+                gradient = gradients[index]
+                last, found = index, None if gradient is None else thread.known.look(gradient)
+            if found is not None:
+                owner.take(found, passing)
+
+    def _after(self, made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        owner = self._owner()
+        thread = None if owner is None else owner.begin()
+        if owner is None or thread is None:
+            return
+        if self.entries and not self._sees:
+            self._take(owner, thread, given)
+        for index, passing, place, leaf in self.exits:
+            gradient = made[index]
+            if gradient is not None:
+                # Nobody is given the gradient of a leaf again.
+                found = look(gradient) if leaf is not None else thread.known.look(gradient)
+                if found is not None:
+                    owner.judge(found, passing, place if leaf is None else -1, leaf)

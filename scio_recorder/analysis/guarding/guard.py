@@ -1,0 +1,386 @@
+"""Where a NaN or an infinity was made: what a guard is asked, and what it finds.
+
+NOTE [Who made it]
+
+A call makes a kind of number that is not finite if it gives some and was not given any: a NaN
+without a NaN among its inputs, an infinity from inputs that are all finite. Calls are judged when
+they return, the innermost first, so the first that qualifies is the maker and not a container that
+hands it on. Inputs are judged before the call, since modules work in place. In the backward pass
+the same is asked of gradients: those of its outputs go in, those of its inputs and of its
+parameters come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from torch import nn
+
+from scio_recorder.analysis.guarding.kept_call import CallBefore
+from scio_recorder.analysis.guarding.loss_scaling import LossScaling
+from scio_recorder.errors import ArgumentError, NonFiniteError
+from scio_recorder.layer import Layer
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read
+
+Action: TypeAlias = Literal["raise", "warn", "record"]
+Direction: TypeAlias = Literal["forward", "gradient"]
+_WORDS = {"nan": "NaN", "inf": "infinite"}
+
+
+class Call(NamedTuple):
+    """One call of a module, without what would keep the network alive."""
+
+    name: str
+    number: int  # how many calls of the module returned before it in its pass
+    pass_number: int
+    is_outermost: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The call that made the first NaN or infinity.
+
+    Parameters
+    ----------
+    layer : Layer
+        The call; of a module that ran more often than at labelling, the last that is labelled.
+    direction : {"forward", "gradient"}
+        Whether it made it in what it returned, or in the gradients that it gave back.
+    pass_number : int
+        In which pass of the block, from 0 on; of a gradient, the pass that was differentiated.
+    num_nan, num_inf : int
+        How many it made: in all that it returned, or in the first gradient of which some are not
+        finite.
+    num_values : int
+        Among how many values.
+    index : tuple of int
+        Where the first is, in the first tensor that has any.
+    parameter : str or None
+        Name of the module's parameter whose gradient that is; None otherwise.
+    inputs_finite : bool
+        Whether all was finite that it was given: its inputs, or the gradients of its outputs.
+    weights_finite : bool
+        Whether the module's parameters and buffers are finite.
+    """
+
+    layer: Layer
+    direction: Direction
+    pass_number: int
+    num_nan: int
+    num_inf: int
+    num_values: int
+    index: tuple[int, ...]
+    parameter: str | None
+    inputs_finite: bool
+    weights_finite: bool
+    _architecture: Architecture = field(repr=False)
+    _kept: CallBefore | None = field(repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the inputs of the call, and the state in which it ran, as a recording.
+
+        ``open_recording(path).recompute(rnet, label)`` runs the module again, which makes the same
+        NaNs, and ``.inputs[label][0]`` is what it received. Nothing of the net is needed to read.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder: empty, or not there yet.
+
+        Raises
+        ------
+        ArgumentError
+            Inputs were not kept.
+        CollectError
+            There are inputs of a type that can't be kept on disk.
+        RecordingError
+            The folder is not empty, or the disk fails.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder, open_recording
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0)), input_size=(1, 2))
+        >>> with rnet.guard(action="record", keep_inputs=True) as guard:
+        ...     out = rnet(torch.tensor([[3.0, 3.0]]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     guard.origin.save(f"{folder}/fault")
+        ...     recording = open_recording(f"{folder}/fault")
+        ...     recording.inputs["1"][0].args, recording.recompute(rnet, "1")["1"]
+        ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
+        """
+        if self._kept is None:
+            if self.direction == "forward":
+                raise ArgumentError(
+                    "the inputs of the call were not kept: write guard(keep_inputs=True)"
+                )
+            raise ArgumentError(
+                "it was made in a backward pass, of which no part can be run again on its own: "
+                "save the weights and the batch instead, and run the step again"
+            )
+        self._kept.save(path, self._architecture, self.layer)
+
+    @property
+    def sample(self) -> int | None:
+        """The index of the first sample concerned, None of a parameter's gradient."""
+        return self.index[0] if self.index and self.parameter is None else None
+
+    def __str__(self) -> str:
+        counts = ((self.num_nan, "nan"), (self.num_inf, "inf"))
+        made = " and ".join(f"{count:,} {_WORDS[kind]}" for count, kind in counts if count)
+        what, given = "what it returned", "its inputs"
+        if self.direction == "gradient":
+            of = "its inputs" if self.parameter is None else f"its parameter {self.parameter!r}"
+            what, given = f"the gradient of {of}", "the gradients of its outputs"
+        first = f", the first at {list(self.index)}" if self.index else ""
+        states = ((given, self.inputs_finite), ("its weights", self.weights_finite))
+        said = [f"{name} were {'' if is_so else 'not '}finite" for name, is_so in states]
+        if self.inputs_finite and self.weights_finite:
+            said = [f"{given} and its weights were finite"]
+        return (
+            f"layer {self.layer} made {made} of {self.num_values:,} values in {what}, in pass "
+            f"{self.pass_number}{first}: {' and '.join(said)}"
+        )
+
+
+class Case(NamedTuple):
+    """What a call was given and what it gave, as far as any of that may not be finite."""
+
+    call: Call
+    direction: Direction
+    given: Sequence[Found]
+    made: Sequence[Found]
+    # The leaf whose gradient was made, if it is one.
+    parameter: weakref.ref[Any] | None = None
+    # The call as it was before, where that is kept.
+    kept: CallBefore | None = None
+    # Whether it is no call that is judged, but the network that hands on what it was given.
+    is_handed_on: bool = False
+
+
+class Cases:
+    """Cases in their order, judged at once where all is known, and else when they are read.
+
+    Attributes
+    ----------
+    has_origin : bool
+        Whether one of them was a maker, since the last `reset`.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self._waiting: list[Case] = []
+        self.has_origin = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are cases to be read."""
+        return bool(self._waiting)
+
+    def add(self, guard: Guard, case: Case) -> bool:
+        """Take up a case, and return whether it has to be read once the device is waited for."""
+        self._waiting.append(case)
+        is_known = len(self._waiting) == 1 and not any(
+            isinstance(one, Unread) for one in (*case.given, *case.made)
+        )
+        if is_known:
+            self.read(guard)
+        return not is_known
+
+    def read(self, guard: Guard) -> None:
+        """Judge all that wait; every device is waited for once."""
+        waiting, self._waiting = self._waiting, []
+        found = iter(read([one for case in waiting for one in (*case.given, *case.made)]))
+        for case in waiting:
+            given, made = (
+                [one for one in [next(found) for _ in part] if one is not None]
+                for part in (case.given, case.made)
+            )
+            if not case.is_handed_on:
+                self.has_origin |= guard.judge(case, given, made)
+            elif not self.has_origin:
+                guard.hand_on(case.direction, made)
+
+
+class Guard:
+    """What a guard has found so far.
+
+    Attributes
+    ----------
+    origin : Origin or None
+        The first call that made a NaN or an infinity, None as long as there is none.
+    num_passes : int
+        How many calls of the network there were.
+    num_passed_on : int
+        In how many passes the network only handed on what it was given: NaNs in its inputs, or in
+        the gradients that came from the loss.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder
+    >>> net = nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0))
+    >>> with Recorder(net, input_size=(1, 2)).guard(action="record") as guard:
+    ...     _ = net(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
+    >>> print(guard)
+    layer 1-2 1 (LayerNorm) made 2 NaN of 4 values in what it returned, in pass 0, the first at ...
+    >>> guard.origin.layer.name, guard.origin.sample, guard.origin.inputs_finite
+    ('1', 1, True)
+    """
+
+    def __init__(self, architecture: Architecture, action: Action, kinds: Collection[str]) -> None:
+        if action not in ("raise", "warn", "record"):
+            raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
+        chosen = {kinds} if isinstance(kinds, str) else set(kinds)
+        if not chosen or not chosen <= set(KINDS):
+            raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
+        self.origin: Origin | None = None
+        self.num_passes = 0
+        self.num_passed_on = 0
+        self._architecture = architecture
+        self._action = action
+        self._kinds = frozenset(chosen)
+        self._scaling = LossScaling()
+        self._has_warned = False
+        self._numbers = itertools.count()
+        # What looks at gradients lives as long as this, and graphs hold it weakly.
+        self.gradients: object = None
+        # Whether there is nothing more to be found out: so it is after an exception in the block,
+        # whatever graphs are left.
+        self.is_settled = False
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that a ``GradScaler`` has skipped, since gradients of a scaled loss overflowed."""
+        return self._scaling.num_skipped_steps
+
+    def __str__(self) -> str:
+        passes = f"{self.num_passes} pass{'' if self.num_passes == 1 else 'es'}"
+        if self.origin is not None:
+            return str(self.origin)
+        said = f"no layer has made a NaN or an infinity in {passes}"
+        if self.num_passed_on:
+            said += f"; {self.num_passed_on} handed on what the network was given"
+        if self.num_skipped_steps:
+            said += f"; the scaler of the loss has skipped {self.num_skipped_steps} steps"
+        return said
+
+    def __repr__(self) -> str:
+        return f"Guard({self})"
+
+    # -- what those who look at tensors say --------------------------------------------------------
+
+    def begin_pass(self) -> int:
+        """Count a pass, and return its number."""
+        self._scaling.settle()
+        number = next(self._numbers)
+        self.num_passes = number + 1
+        return number
+
+    def judge(self, case: Case, given: Sequence[NonFinite], made: Sequence[NonFinite]) -> bool:
+        """Judge a case whose numbers are known, and return whether the call is the maker.
+
+        Raises
+        ------
+        NonFiniteError
+            It is, and this is what the guard was asked to do.
+        """
+        kinds = _made(given, made) & self._kinds
+        if not kinds or self.is_settled:
+            return False
+        if case.direction == "gradient" and self._scaling.explains_overflow():
+            return False
+        origin = self._origin(case, kinds, given, made)
+        self.origin = self.origin or origin
+        self.is_settled = self._action != "raise"
+        self._act(origin)
+        return True
+
+    def hand_on(self, direction: Direction, found: Sequence[NonFinite]) -> None:
+        """Note that the network has handed on what it was given, and has made none of it."""
+        held = {kind for one in found for kind in one.kinds} & self._kinds
+        if not held or self.is_settled:
+            return
+        if direction == "gradient" and self._scaling.explains_overflow():
+            return
+        self.num_passed_on += 1
+        if self._action != "record" and not self._has_warned:
+            self._has_warned = True
+            what = " and ".join(sorted("NaNs" if kind == "nan" else "infinities" for kind in held))
+            source = (
+                f"the network has returned {what} that its inputs held"
+                if direction == "forward"
+                else f"the gradient of what the network returned holds {what}: the loss made them"
+            )
+            warnings.warn(f"{source}; no layer has made any", stacklevel=2)
+
+    def _origin(
+        self,
+        case: Case,
+        kinds: frozenset[str],
+        given: Sequence[NonFinite],
+        made: Sequence[NonFinite],
+    ) -> Origin:
+        layer = self._layer_of(case.call)
+        module = layer.module
+        first = next(one for one in made if one.kinds & kinds)
+        place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
+        held = () if module is None else (*module.parameters(), *module.buffers())
+        return Origin(
+            layer=layer,
+            direction=case.direction,
+            pass_number=case.call.pass_number,
+            num_nan=sum(one.nan for one in made),
+            num_inf=sum(one.inf for one in made),
+            num_values=sum(math.prod(one.shape) for one in made),
+            index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
+            parameter=_name_of(module, case.parameter),
+            inputs_finite=not given,
+            weights_finite=not any(read([look(tensor) for tensor in held])),
+            _architecture=self._architecture,
+            _kept=case.kept,
+        )
+
+    def _layer_of(self, call: Call) -> Layer:
+        """Return the row of a call in the architecture."""
+        architecture = self._architecture
+        labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
+        rows = sorted(
+            (architecture[label] for label in labels), key=lambda row: row.completion or 0
+        )
+        return rows[min(call.number, len(rows) - 1)]
+
+    def _act(self, origin: Origin) -> None:
+        if self._action == "raise":
+            error = NonFiniteError(str(origin))
+            error.origin = origin
+            raise error
+        if self._action == "warn":
+            warnings.warn(str(origin), stacklevel=2)
+
+
+def _made(had: Sequence[NonFinite], gives: Sequence[NonFinite]) -> frozenset[str]:
+    """Return the kinds that are given back and were not given, see NOTE [Who made it]."""
+    given = frozenset[str]().union(*(one.kinds for one in had))
+    kinds = frozenset[str]().union(*(one.kinds for one in gives))
+    return (kinds - given) if not given else (kinds & {"nan"}) - given
+
+
+def _name_of(module: nn.Module | None, parameter: weakref.ref[Any] | None) -> str | None:
+    leaf = None if parameter is None else parameter()
+    if module is None or leaf is None:
+        return None
+    named = module.named_parameters(remove_duplicate=False)
+    return next((name for name, own in named if own is leaf), None)

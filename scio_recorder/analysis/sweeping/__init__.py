@@ -1,0 +1,1 @@
+"""What each layer causes: runs in which it returns what it did in another."""

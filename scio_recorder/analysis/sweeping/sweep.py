@@ -1,0 +1,214 @@
+"""What each recorded layer causes: the corrupted run with that layer as in the clean run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.sweeping.bench import Bench
+from scio_recorder.analysis.sweeping.effects import Effects
+from scio_recorder.analysis.sweeping.estimate import differentiable, estimates, gradients
+from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patched, resolved
+from scio_recorder.capture.engine import Capture
+from scio_recorder.capture.program import Options
+from scio_recorder.capture.replay import Replay
+from scio_recorder.errors import ComparisonError, UnsupportedNetError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.records import Inputs
+from scio_recorder.postprocessors.base import describe
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import map_tensors
+
+
+class Sweep:
+    """Two runs of a network, and what its recorded layers cause of their difference.
+
+    Parameters
+    ----------
+    capture : Capture
+        Says which layers are recorded. It runs nothing.
+    net : torch.nn.Module
+        The network.
+    clean, corrupted : Tensor, tuple or mapping
+        Its inputs in both runs.
+    metric : callable
+        Of what the network returns.
+
+    Raises
+    ------
+    ComparisonError, UnsupportedNetError
+        There is nothing that could be swept.
+    """
+
+    def __init__(
+        self, capture: Capture, net: nn.Module, clean: Any, corrupted: Any, metric: Any
+    ) -> None:
+        _check(capture, net, metric)
+        self._net = net
+        self._architecture = capture.program.architecture
+        self._labels = capture.program.recording
+        self._clean = _inputs("clean", clean)
+        self._corrupted = _inputs("corrupted", corrupted)
+        self._metric = metric
+        # One of its own: that of the recorder keeps its records.
+        self._capture = Capture(net, self._architecture, self._labels, Options(copy="always"))
+
+    def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
+        """Return the metric of a run for each layer and position.
+
+        Parameters
+        ----------
+        positions : None, "all" or list of int
+            The positions.
+        whole_runs : bool
+            Whether each run starts at its beginning.
+        """
+        bench = Bench(self._net)
+        replay = Replay(
+            self._net, self._architecture, self._labels, None if whole_runs else bench.surroundings
+        )
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            return replay.noted(lambda: self._recorded(*args, **kwargs))
+
+        def value(label: DepthIdx, position: int | None) -> float:
+            def patch(output: Any) -> Any:
+                return patched(output, found[label], position)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return replay.replaced(label, patch, lambda: self._net(*args, **kwargs))
+
+            return bench.run(self._corrupted, run, self._number)
+
+        with self._leaving_no_hooks(), replay.installed(), bench.open():
+            clean = bench.run(self._clean, self._recorded, self._number)
+            found = dict(self._capture.activations)
+            corrupted = bench.run(self._corrupted, noted, self._number)
+            check_alike(self._architecture, found, self._capture.activations)
+            if replay.is_incomplete:
+                bench.run(self._corrupted, noted, self._number)
+            # Its records take memory.
+            self._capture.remove()
+            chosen = resolved(self._architecture, found, positions)
+            rows = [
+                [value(label, at) for at in ([None] if chosen is None else chosen)]
+                for label in self._labels
+            ]
+        values = torch.tensor(rows, dtype=torch.float64)
+        values = values.squeeze(1) if chosen is None else values
+        return Effects(self._architecture, self._labels, chosen, values, clean, corrupted)
+
+    def estimated(self, positions: Positions) -> Effects:
+        """Return estimates of first order of the same, from one pass forward and backward.
+
+        Parameters
+        ----------
+        positions : None, "all" or list of int
+            The positions.
+        """
+        bench = Bench(self._net)
+
+        def slopes(output: Any) -> tuple[float, Any, Any]:
+            with torch.enable_grad():
+                metric, records = self._metric(output), dict(self._capture.activations)
+            return self._number_of(metric), records, gradients(metric, records)
+
+        with self._leaving_no_hooks(), bench.open(), differentiable(self._net):
+            # Kernels may be others where gradients are on: both runs take the same.
+            clean = bench.run(self._clean, self._with_graph, self._number)
+            found = map_tensors(Tensor.detach, dict(self._capture.activations))
+            corrupted, records, slope = bench.run(self._corrupted, self._with_graph, slopes)
+        check_alike(self._architecture, found, records)
+        chosen = resolved(self._architecture, found, positions)
+        # Records are in the order in which layers returned.
+        records = {label: records[label] for label in self._labels}
+        changes = estimates(self._architecture, found, records, slope, chosen)
+        return Effects(
+            self._architecture,
+            self._labels,
+            chosen,
+            corrupted + changes,
+            clean,
+            corrupted,
+            is_estimate=True,
+        )
+
+    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
+        return self._capture.run(self._net, args, kwargs)
+
+    def _with_graph(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            given = map_tensors(_on_graph, Inputs(args, kwargs))
+            return self._recorded(*given.args, **given.kwargs)
+
+    @contextlib.contextmanager
+    def _leaving_no_hooks(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._capture.remove()
+
+    def _number(self, output: Any) -> float:
+        return self._number_of(self._metric(output))
+
+    @staticmethod
+    def _number_of(value: Any) -> float:
+        try:
+            if isinstance(value, str) or getattr(value, "shape", ()) != ():
+                raise TypeError
+            return float(value.detach() if isinstance(value, Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ComparisonError(
+                f"the metric returned {describe(value)}: it must return one real number, a float "
+                "or a tensor of shape (), such as output[0, 3] or output.mean()"
+            ) from None
+
+
+def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
+    """Refuse what can't be swept, before anything runs."""
+    if not capture.program.recording:
+        raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
+    if not capture.program.counts_calls:
+        raise ComparisonError(
+            'after record(..., calls="any") a layer is any number of calls: record without calls= '
+            "to sweep over single ones"
+        )
+    if capture.watchers or capture.is_running:
+        raise ComparisonError(
+            "a sweep runs the network itself, and its runs are no passes of the block that it is "
+            "in: leave that of watch(...) or collecting(...) first"
+        )
+    if not callable(metric):
+        raise ComparisonError(f"metric={metric!r}: give a function of what the network returns")
+    if any(map(private.is_compiled, net.modules())):
+        raise UnsupportedNetError(
+            "the network is compiled, in whole or in part, and runs of compiled code can't be "
+            "patched: sweep over the network as it is without torch.compile"
+        )
+
+
+def _inputs(name: str, given: Any) -> Inputs:
+    if isinstance(given, Tensor):
+        return Inputs((given,), {})
+    if isinstance(given, Mapping):
+        return Inputs((), dict(given))
+    if isinstance(given, tuple) and [*map(type, given)] == [tuple, dict]:
+        return Inputs(*given)
+    if isinstance(given, tuple):
+        return Inputs(given, {})
+    raise ComparisonError(
+        f"{name} is {describe(given)}: give a tensor, a tuple of positional inputs, a dict of "
+        "keyword inputs, or both as a pair (tuple, dict)"
+    )
+
+
+def _on_graph(tensor: Tensor) -> Tensor:
+    """Make an input require gradients where it can, so that layers without parameters do too."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    # No leaf: modules may work in place on what they receive.
+    return tensor.requires_grad_().clone()

@@ -1,0 +1,107 @@
+"""Two networks side by side: the layer that makes the difference, and how far others are apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, compare
+from scio_recorder.tensors.structures import tensors
+from tests.analysis.comparing.faults import FAULTS, batches, make_net, planted
+
+
+def recorder(net: nn.Module) -> Recorder:
+    return Recorder(net, input_size=(2, 8))
+
+
+Call = tuple[str, Any, Any]
+
+
+def calls_of(net: nn.Module, x: Tensor) -> list[Call]:
+    """Return the name, inputs and outputs of every call, in order of return, by plain hooks."""
+    found: list[Call] = []
+    pending: dict[str, list[Any]] = {}
+
+    def copied(value: Any) -> list[Tensor]:
+        return [leaf.clone() for leaf in tensors(value)]
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: pending.setdefault(name, []).append(copied((args, kwargs)))
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda _, args, out: found.append((name, pending[name].pop(), copied(out)))
+
+    handles = []
+    for name, module in net.named_modules():
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(after(name)))
+    with torch.no_grad():
+        net(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def same(one: list[Tensor], two: list[Tensor]) -> bool:
+    pairs = zip(one, two, strict=True)
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_maker_of_a_difference_is_named(fault: str) -> None:
+    net = make_net()
+    other = planted(net, fault)
+    difference = compare(recorder(net), recorder(other), batches(), progress=False)
+    first = difference.first
+    assert first is not None
+    assert first.layer.name == FAULTS[fault][0]
+    assert first.inputs_equal is True
+    # The same by hooks: of all calls of a batch, the first to return that differs by itself.
+    for start, x in enumerate(batches()):
+        torch.manual_seed(7)
+        pairs = list(zip(calls_of(net, x), calls_of(other, x), strict=True))
+        made = [a for a, b in pairs if same(a[1], b[1]) and not same(a[2], b[2])]
+        if made and fault != "dropout left on":
+            assert first.layer.name == made[0][0]
+            assert first.sample_id in range(5 * start, 5 * start + 5)
+            break
+
+
+def test_nothing_differs_from_a_copy() -> None:
+    net = make_net()
+    difference = compare(recorder(net), recorder(copy.deepcopy(net)), batches(), progress=False)
+    assert difference.first is None
+    # The list of blocks does not run, and one module does twice.
+    assert len(difference) == len(list(net.modules()))
+    assert not any(layer.differs for layer in difference.values())
+    assert all(layer.max_abs == 0 and layer.cosine == 1 for layer in difference.values())
+
+
+def test_figures_are_those_of_float64() -> None:
+    net, other = make_net(), planted(make_net(), "sign")
+    difference = compare(recorder(net), recorder(other), batches(), progress=False)
+    own: dict[str, list[Tensor]] = {}
+    others: dict[str, list[Tensor]] = {}
+    for x in batches():
+        for kept, one in ((own, net), (others, other)):
+            for name, _, out in calls_of(one, x):
+                if name != "shared":
+                    kept.setdefault(name, []).extend(out)
+    for name in own:
+        a = torch.cat([leaf.double().reshape(-1) for leaf in own[name]])
+        b = torch.cat([leaf.double().reshape(-1) for leaf in others[name]])
+        layer = difference[name]
+        assert layer.num_elements == a.numel()
+        assert layer.max_abs == float((a - b).abs().max())
+        assert layer.num_different == int((a != b).sum())
+        apart = torch.where(a == b, 0.0, (a - b).abs() / a.abs())
+        assert layer.max_rel == pytest.approx(float(apart.max()), rel=1e-12)
+        norms = float((a - b).norm()), float(a.norm())
+        assert layer.relative_error == pytest.approx(norms[0] / norms[1], rel=1e-12)
+        cosine = torch.nn.functional.cosine_similarity(a, b, dim=0)
+        assert layer.cosine == pytest.approx(float(cosine), rel=1e-12)

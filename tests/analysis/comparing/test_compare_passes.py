@@ -1,0 +1,378 @@
+"""What comparing does to networks: nothing that stays, and each side from the same start."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from scio_recorder import Nodes, Recorder, Tokens, compare
+from scio_recorder.errors import ComparisonError, FlowError
+from tests.analysis.comparing.faults import batches, make_net, planted
+from tests.analysis.comparing.test_compare import recorder
+
+
+def hooks_of(net: nn.Module) -> list[int]:
+    return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in net.modules()]
+
+
+def test_nothing_stays() -> None:
+    net = make_net().train()
+    other = planted(net, "sign").train()
+    one, two = recorder(net), recorder(other)
+    one.record("embed", inputs=True)
+    two.record("head")
+    for rnet in (one, two):
+        rnet(batches()[0])
+    selections = one.recording, two.recording
+    records = one.activations["embed"], two.activations["head"]
+    before = [copy.deepcopy(each.state_dict()) for each in (net, other)]
+    hooks, flags = hooks_of(net), [module.training for module in net.modules()]
+    difference = compare(one, two, iter(batches()), progress=False)
+    assert list(difference) == [(1, 1)]
+    assert hooks_of(net) == hooks
+    assert [module.training for module in net.modules()] == flags
+    for state, each in zip(before, (net, other), strict=True):
+        for name, value in each.state_dict().items():
+            assert torch.equal(state[name], value)
+    assert (one.recording, two.recording) == selections
+    assert one.activations["embed"] is records[0]
+    assert two.activations["head"] is records[1]
+
+
+def test_nothing_stays_after_an_exception() -> None:
+    net = make_net().train()
+    rnet = recorder(net)
+    before, hooks = copy.deepcopy(net.state_dict()), hooks_of(net)
+
+    def loader() -> Iterator[Tensor]:
+        yield batches()[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(rnet, recorder(copy.deepcopy(net)), loader(), progress=False)
+    assert hooks_of(net) == hooks
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_both_sides_start_from_the_same_random_numbers() -> None:
+    net = make_net().train()
+    torch.manual_seed(5)
+    assert compare(recorder(net), recorder(copy.deepcopy(net)), batches()).first is None
+    after = torch.rand(3), np.random.rand()
+    torch.manual_seed(5)
+    for batch in batches():
+        copy.deepcopy(net)(batch)
+    assert torch.equal(after[0], torch.rand(3))
+
+
+def test_random_numbers_are_left_as_the_reference_leaves_them() -> None:
+    net = make_net()
+    before = torch.get_rng_state()
+    difference = compare(recorder(net), recorder(planted(net, "dropout left on")), batches())
+    assert difference.first is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_that_is_on_in_both_is_no_difference_and_a_fault_behind_it_is() -> None:
+    net = make_net()
+    net.drop.train()
+    first = compare(recorder(net), recorder(planted(net, "last")), batches()).first
+    assert first is not None
+    assert first.layer.name == "head"
+
+
+class Counting(nn.Module):
+    """Has a state, as a buffer and as an attribute, that decides what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.number = 0
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.number += 1
+        result: Tensor = self.act(x + self.count + self.number)
+        return result
+
+
+def test_one_network_on_both_sides() -> None:
+    net = Counting()
+    one = Recorder(net, input_size=(2, 3))
+    same, twin = (Recorder(each, input_size=(2, 3)) for each in (net, copy.deepcopy(net)))
+    for two in (one, same, twin):
+        given = [torch.ones(2, 3)] * 3
+        difference = compare(one, two, given)
+        assert difference.first is None
+        noise = compare(one, two, given, floor=same)[""].noise
+        assert noise == 0.0
+        assert (float(net.count), net.number) == (0.0, 0)
+
+
+def test_parts_of_one_network() -> None:
+    shared = nn.BatchNorm1d(4)
+    one, two = nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)
+    two[0].load_state_dict(one[0].state_dict())
+    sides = [Recorder(net.train(), input_size=(3, 4)) for net in (one, two)]
+    assert compare(*sides, [torch.randn(3, 4) for _ in range(3)]).first is None
+    assert int(shared.num_batches_tracked) == 0
+
+
+class Overwrites(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+def test_a_network_that_works_on_its_batch_in_place() -> None:
+    net = nn.Sequential(Overwrites(), nn.Linear(3, 3))
+    given = torch.ones(2, 3)
+    sides = [Recorder(each, input_size=(2, 3)) for each in (net, copy.deepcopy(net))]
+    assert compare(*sides, [given]).first is None
+
+
+class Late(nn.Module):
+    """Is wrong for large numbers only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(max=100.0)
+
+
+def test_the_earliest_layer_of_all_batches_is_first() -> None:
+    net = nn.Sequential(nn.Identity(), nn.Hardtanh(-1e9, 1e9), nn.Tanh())
+    other = nn.Sequential(Late(), nn.Hardtanh(-1e9, 1e9), nn.Sigmoid())
+    sides = [Recorder(each, input_size=(2, 3)) for each in (net, other)]
+    small, large = torch.zeros(2, 3), torch.zeros(2, 3)
+    large[1, 2] = 1000.0
+    first = compare(*sides, [small, small, large]).first
+    assert first is not None
+    assert (first.layer.name, first.sample_id, first.index) == ("0", 5, (2,))
+    assert (first.reference, first.candidate, first.inputs_equal) == (1000.0, 100.0, True)
+    # Where the early one is not recorded, the later one makes a difference of its own.
+    sides[0].record("1", "2")
+    first = compare(*sides, [large, small]).first
+    assert first is not None
+    assert (first.layer.name, first.sample_id, first.inputs_equal) == ("2", 2, True)
+    sides[0].record("1")
+    first = compare(*sides, [small, large]).first
+    assert first is not None
+    assert (first.layer.name, first.sample_id, first.inputs_equal) == ("1", 3, False)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, factor: float = 1.0, *, offset: Any = None) -> Any:
+        return {"scaled": x * factor, "all": (x, [offset]), "factor": factor}
+
+
+class Passes(nn.Module):
+    """Hands a number, and a dictionary, to the module inside it."""
+
+    def __init__(self, factor: float, offset: Any = None) -> None:
+        super().__init__()
+        self.inner, self.factor, self.offset = Scaled(), factor, offset
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, self.factor, offset=self.offset)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [Passes(2.5), Passes(2.0, {"a": torch.zeros(1)}), Passes(float("nan"))],
+    ids=["number", "dictionary", "nan"],
+)
+def test_inputs_that_are_no_tensors_count(changed: nn.Module) -> None:
+    plain = Passes(2.0, {"a": torch.ones(1)} if changed.offset else None)
+    sides = [Recorder(each, input_size=(2, 3)) for each in (plain, changed)]
+    difference = compare(*sides, [torch.ones(2, 3)])
+    assert difference["inner"].inputs_equal is False
+    assert difference.first is not None
+    assert (difference.first.layer.name, difference.first.inputs_equal) == ("", True)
+
+
+def test_equal_calls_may_be_written_otherwise() -> None:
+    class Keyword(Passes):
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x, offset=None, factor=2.0)
+
+    sides = [Recorder(each, input_size=(2, 3)) for each in (Passes(2.0), Keyword(2.0))]
+    assert compare(*sides, [torch.ones(2, 3)])["inner"].inputs_equal is True
+
+
+def test_another_number_of_tensors_is_an_error_of_the_layer() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x + 1
+
+    class Single(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x,)
+
+    class Bare(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x
+
+    pair, single, bare = (
+        Recorder(nn.Sequential(each()), input_size=(2, 3)) for each in (Pair, Single, Bare)
+    )
+    difference = compare(pair, bare, [torch.ones(2, 3)])
+    assert "returns 2 tensors in the reference and 1 tensor" in str(difference["0"].error)
+    assert difference["0"].differs
+    assert compare(single, bare, [torch.ones(2, 3)]).first is None
+
+
+def test_autocast_around_it_counts() -> None:
+    net = make_net()
+    with torch.autocast("cpu", torch.bfloat16):
+        difference = compare(recorder(net), recorder(copy.deepcopy(net)), batches())
+        wide = net(batches()[0])["logits"]
+    assert difference.first is None
+    assert wide.dtype is torch.bfloat16
+
+
+def test_modules_that_run_another_number_of_times() -> None:
+    class Experts(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.expert, self.scale = nn.Linear(3, 3), scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(int(x.shape[1])):
+                x = self.expert(x) * self.scale
+            return x
+
+    torch.manual_seed(0)
+    one, two = Experts(1.0), Experts(1.0)
+    two.load_state_dict(one.state_dict())
+    sides = [Recorder(each, input_size=(2, 1, 3)) for each in (one, two)]
+    given = [torch.randn(2, 1, 3), torch.randn(2, 4, 3)]
+    with pytest.raises(FlowError):
+        compare(*sides, given)
+    sides[0].record("expert", calls="any")
+    assert compare(*sides, given).first is None
+    two.expert.bias.data.add_(1)
+    first = compare(*sides, given).first
+    assert first is not None
+    assert first.layer.name == "expert"
+
+
+def test_one_batch_at_a_time_is_in_memory() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    made: list[Any] = []
+    net[2].register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    alive = []
+
+    def loader() -> Iterator[Tensor]:
+        for _ in range(6):
+            gc.collect()
+            alive.append(sum(one() is not None for one in made))
+            yield torch.randn(3, 4)
+
+    compare(*(Recorder(net, input_size=(3, 4)) for _ in range(2)), loader(), progress=False)
+    assert max(alive) <= 2
+
+
+@pytest.mark.parametrize("compiles", ["recorder", "method"])
+def test_a_compiled_candidate(compiles: str) -> None:
+    net = make_net()
+    other = planted(net, "transposed")
+    names = "blocks.0.up", "blocks.1", "head"
+    for candidate, wanted in ((copy.deepcopy(net), None), (other, "blocks.0.up")):
+        one, two = recorder(net), recorder(candidate)
+        one.record(*names)
+        two.record(*names)
+        given: Any = two
+        if compiles == "recorder":
+            given = torch.compile(two, backend="eager")
+        else:
+            two.compile(backend="eager")
+        first = compare(one, given, batches()).first
+        assert (first and first.layer.name) == wanted
+        assert first is None or first.inputs_equal is None
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        result: Tensor = self.head(functional.gelu(self.mix(self.embed(input_ids))))
+        return result
+
+
+def texts(pad: int) -> list[dict[str, Tensor]]:
+    masks = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    ids = torch.arange(12).view(3, 4) % 8
+    ids = torch.where(masks.bool(), ids, pad)
+    return [{"input_ids": ids, "attention_mask": masks}] * 1
+
+
+def test_padding_is_not_compared() -> None:
+    net = Tagger()
+    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    pads = [lambda batch: batch, lambda batch: texts(3)[0]]
+    with_padding = compare(one, two, texts(8), to_inputs=pads)
+    assert with_padding.first is not None
+    assert compare(one, two, texts(8), to_inputs=pads, rows=Tokens()).first is None
+    with torch.no_grad():
+        two.net.mix.bias[1] += 1
+    first = compare(one, two, texts(8), rows=Tokens()).first
+    assert first is not None
+    assert (first.layer.name, first.sample_id, first.index) == ("mix", 0, (0, 1))
+
+
+def test_recordings_of_tokens() -> None:
+    net = Tagger()
+    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    two.net.mix.weight.data[:, 2] += torch.tensor([0.0, 0.0, 0.0, 1.0])
+    for rnet in (one, two):
+        rnet.record("?*")
+    options: Any = {"rows": Tokens(), "progress": False}
+    recordings = [rnet.collect(texts(8), **options) for rnet in (one, two)]
+    reference = recordings[0]
+    wanted = [compare(*recordings), compare(reference, two, texts(8), rows=Tokens())]
+    wanted.append(compare(one, recordings[1], texts(8), rows=Tokens()))
+    for difference in wanted:
+        assert difference.first is not None
+        assert (difference.first.layer.name, difference.first.index) == ("mix", (0, 3))
+        assert difference["mix"].num_elements == 9 * 4
+        worst = difference["mix"].worst
+        assert worst is not None
+        apart = (reference["embed"][:, 2]).abs()
+        row = int(apart.argmax())
+        assert worst.sample_id == int(reference.rows["sample"][row])
+        assert worst.index == (int(reference.rows["position"][row]), 3)
+    with pytest.raises(ComparisonError, match=r"rows=Tokens\(\)"):
+        compare(reference, two, texts(8))
+    other = [{**texts(8)[0], "attention_mask": torch.ones(3, 4, dtype=torch.long)}]
+    with pytest.raises(ComparisonError, match="sample 0 has 4 rows in the candidate and 3"):
+        compare(reference, one.collect(other, **options))
+    plain = one.collect(texts(8), progress=False)
+    with pytest.raises(ComparisonError, match="the reference has a row for each token"):
+        compare(reference, plain)
+
+
+def test_nodes() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    other = copy.deepcopy(net)
+    other[0].bias.data += 1
+    sides = [Recorder(each, input_size=(5, 3)) for each in (net, other)]
+    graphs = [{"x": torch.randn(5, 3), "batch": torch.tensor([0, 0, 1, 1, 1])}]
+    difference = compare(
+        *sides, graphs, to_inputs=lambda batch: batch["x"], rows=Nodes(sample="batch")
+    )
+    assert difference.num_samples == 2
+    assert difference["0"].num_elements == 10

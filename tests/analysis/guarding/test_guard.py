@@ -1,0 +1,680 @@
+"""Guards, beside plain hooks on every module and torch's own backward hooks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import (
+    FlowError,
+    NonFiniteError,
+    Recorder,
+    RecorderError,
+    UnsupportedNetError,
+    open_recording,
+)
+from scio_recorder.tensors import private
+from tests.analysis.guarding.nonfinite import (
+    INF,
+    NAN,
+    Do,
+    Residual,
+    first_maker,
+    forward_faults,
+    linear,
+)
+
+X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [-1.0, 0.0, 2.0, -0.5], [0.0, 1.0, -1.0, 4.0]])
+
+
+def recorder(net: nn.Module) -> Recorder:
+    torch.manual_seed(0)
+    return Recorder(net, input_data=torch.ones(1, 4), force_static_flow=False, verbose=0)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+# -- the forward pass ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["rnet", "net"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", list(forward_faults()))
+def test_the_maker_is_the_one_that_plain_hooks_find(name: str, mode: Any, by: str) -> None:
+    torch.manual_seed(0)
+    net, expected = forward_faults()[name]
+    rnet = recorder(net)
+    with mode():
+        seen = first_maker(net, lambda: net(X.clone()))
+        with rnet.guard(action="record") as guard:
+            (rnet if by == "rnet" else net)(X.clone())
+    assert (seen and seen.name) == expected
+    origin = guard.origin
+    if seen is None:
+        assert origin is None
+        assert str(guard) == "no layer has made a NaN or an infinity in 1 pass"
+        return
+    assert origin is not None
+    assert origin.layer.name == seen.name
+    assert origin.direction == "forward"
+    assert (origin.num_nan, origin.num_inf) == (seen.num_nan, seen.num_inf)
+    assert origin.inputs_finite == seen.inputs_finite
+    weights = [*net.get_submodule(seen.name).parameters()]
+    assert origin.weights_finite == all(bool(one.isfinite().all()) for one in weights)
+
+
+def test_the_error_says_where_in_a_sentence() -> None:
+    net = nn.Sequential(nn.ReLU(), nn.LayerNorm(4, eps=0.0))
+    x = X.clone()
+    x[2] = 5.0
+    with (
+        pytest.raises(NonFiniteError, match=r"layer 1-2 1 \(LayerNorm\) made 4 NaN") as caught,
+        recorder(net).guard() as guard,
+    ):
+        net(x)
+    assert isinstance(caught.value, ArithmeticError)
+    assert caught.value.origin is guard.origin
+    assert guard.origin is not None
+    assert (guard.origin.sample, guard.origin.index) == (2, (2, 0))
+    assert str(caught.value) == str(guard.origin) == str(guard)
+    assert "in pass 0, the first at [2, 0]: its inputs and its weights were finite" in str(guard)
+
+
+def test_the_traceback_leads_to_the_call() -> None:
+    def fails(x: Tensor) -> Tensor:
+        return net[1](net[0](x))  # type: ignore[no-any-return]  # a module's call
+
+    net = nn.Sequential(nn.ReLU(), Do(torch.log))
+    rnet = recorder(net)
+    with pytest.raises(NonFiniteError) as caught, rnet.guard():
+        fails(X)
+    assert "fails" in [entry.name for entry in caught.traceback]
+
+
+def test_calls_of_a_module_are_told_apart() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = Do(lambda x: x.log())
+
+        def forward(self, x: Tensor) -> Any:
+            return self.shared(self.shared(x.abs() + 0.5))
+
+    net = Twice()
+    rnet = recorder(net)
+    assert len(rnet.architecture.labels_of("shared")) == 2
+    with rnet.guard(action="record") as guard:
+        net(torch.full((2, 4), 3.0))
+        net(X)
+    assert guard.origin is not None
+    assert guard.origin.layer.call == 1
+    assert guard.origin.pass_number == 1
+    assert guard.num_passes == 2
+
+
+def test_kinds_choose_what_is_looked_for() -> None:
+    net = nn.Sequential(nn.ReLU(), Do(torch.reciprocal), Do(lambda x: x - x))
+    rnet = recorder(net)
+    with rnet.guard(action="record", kinds=("nan",)) as guard:
+        net(X)
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "2"
+    assert not guard.origin.inputs_finite
+
+
+def test_an_infinity_that_is_made_of_a_nan_is_no_fault() -> None:
+    net = nn.Sequential(Do(lambda x: torch.nan_to_num(x, nan=INF)))
+    with recorder(net).guard(action="record") as guard:
+        net(X * NAN)
+    assert guard.origin is None
+
+
+def test_the_first_of_several_passes_stays_the_origin() -> None:
+    net = nn.Sequential(Do(torch.log), nn.Softmax(-1))
+    with recorder(net).guard(action="record") as guard:
+        net(X.abs() + 1)
+        net(torch.full((1, 4), -1.0))
+        net(torch.zeros(1, 4))
+    assert guard.origin is not None
+    assert (guard.origin.pass_number, guard.origin.num_nan) == (1, 4)
+
+
+def test_who_goes_on_after_an_error_is_told_again() -> None:
+    net = nn.Sequential(Do(torch.log))
+    with recorder(net).guard() as guard:
+        for _ in range(2):
+            with pytest.raises(NonFiniteError):
+                net(X)
+        net(X.abs() + 1)
+    assert guard.num_passes == 3
+
+
+def test_warning_says_the_same() -> None:
+    net = nn.Sequential(Do(torch.log))
+    with (
+        pytest.warns(UserWarning, match="layer 1-1 0 .Do. made"),
+        recorder(net).guard(action="warn"),
+    ):
+        net(X)
+
+
+@pytest.mark.parametrize("action", ["raise", "warn"])
+def test_what_is_given_is_nobodys_fault(action: Any) -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    bad = X.clone()
+    bad[1, 1] = NAN
+    with recorder(net).guard(action=action) as guard:
+        with pytest.warns(UserWarning, match="its inputs held"):
+            net(bad)
+        net(bad)
+    assert guard.origin is None
+    assert guard.num_passed_on == 2
+    assert "2 handed on what the network was given" in str(guard)
+
+
+def test_modules_that_are_called_alone_are_guarded() -> None:
+    net = nn.Sequential(nn.ReLU(), Do(torch.log))
+    with recorder(net).guard(action="record") as guard:
+        net[1](net[0](X))
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "1"
+
+
+def test_half_precision_overflows() -> None:
+    net = nn.Sequential(linear(), Do(lambda x: x * 300), Do(lambda x: x * 300))
+    rnet = recorder(net)
+    with torch.autocast("cpu", torch.float16):
+        with rnet.guard(action="record") as guard:
+            net(X * 10)
+        seen = first_maker(net, lambda: net(X * 10))
+    assert guard.origin is not None
+    assert seen is not None
+    assert guard.origin.layer.name == seen.name == "2"
+    net = nn.Sequential(linear(), Do(lambda x: x * 300), Do(lambda x: x * 300)).bfloat16()
+    with Recorder(net, input_data=X.bfloat16(), verbose=0).guard():
+        net(X.bfloat16() * 10)
+
+
+# -- the backward pass -----------------------------------------------------------------------------
+
+
+def sqrt_at_zero() -> nn.Module:
+    # The backward pass of a ReLU would take the infinities back.
+    return nn.Sequential(Do(lambda x: x * 0), Do(lambda x: x.sqrt()))
+
+
+class Used(nn.Module):
+    """Uses its input twice: in a module, and in its own code."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) + self.function(x * 0)
+
+
+class OfAWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale.sqrt()
+
+
+class Inside(nn.Module):
+    """Its own code makes a NaN that reaches a module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last((self.first(x) * 0).sqrt())
+
+
+GRADIENTS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "nothing": (lambda: nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(4)), None),
+    "sqrt at zero": (lambda: nn.Sequential(linear(), sqrt_at_zero(), linear()), "1.1"),
+    "residual": (lambda: nn.Sequential(linear(), Residual(sqrt_at_zero()), linear()), "1.inner.1"),
+    "sibling of a module": (lambda: nn.Sequential(linear(), Used(torch.sqrt)), "1"),
+    "a weight": (lambda: nn.Sequential(linear(), nn.Sequential(OfAWeight())), "1.0"),
+    "between, in a first module": (lambda: nn.Sequential(Inside()), "0"),
+    "between": (lambda: nn.Sequential(linear(), Residual(Inside())), "1.inner"),
+    "taken back inside": (
+        lambda: nn.Sequential(linear(), Do(lambda x: x.relu().sqrt())),
+        None,
+    ),
+    "where": (lambda: nn.Sequential(linear(), Do(lambda x: (x * 0).pow(0.5))), "1"),
+    "in place": (lambda: nn.Sequential(linear(), Do(lambda x: x.mul_(0)), Do(Tensor.sqrt_)), "2"),
+}
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output * torch.linspace(0.5, 1.5, output.numel()).view_as(output)).sum()
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_maker_of_a_gradient_is_named(name: str) -> None:
+    make, expected = GRADIENTS[name]
+    net = make()
+    # What goes out of the network is finite, so that only gradients are not.
+    with recorder(net).guard(action="record") as guard:
+        loss_of(net(X)).backward()
+    assert (guard.origin and guard.origin.layer.name) == expected
+    is_bad = any(p.grad is not None and not p.grad.isfinite().all() for p in net.parameters())
+    assert is_bad == (expected is not None)
+    if guard.origin is not None:
+        assert guard.origin.direction == "gradient"
+        assert guard.origin.inputs_finite
+        assert guard.origin.weights_finite
+        assert (guard.origin.parameter == "scale") == (name == "a weight")
+
+
+@pytest.mark.filterwarnings("ignore")  # of anomaly detection, about itself
+def test_backward_hooks_of_torch_agree_on_chains() -> None:
+    for position in range(1, 4):
+        modules: list[nn.Module] = [linear(), nn.Tanh(), linear(), nn.Tanh()]
+        modules.insert(position, sqrt_at_zero())
+        net = nn.Sequential(*modules)
+        found: list[str] = []
+
+        def hook(
+            module: nn.Module, made: Any, given: Any, name: str = "", found: list[str] = found
+        ) -> None:
+            is_given = any(one is not None and not one.isfinite().all() for one in given)
+            if not is_given and any(one is not None and not one.isfinite().all() for one in made):
+                found.append(name)
+
+        handles = [
+            module.register_full_backward_hook(
+                lambda m, made, given, name=name: hook(m, made, given, name)
+            )
+            for name, module in net.named_modules()
+        ]
+        # Torch sees gradients of inputs only where there are some.
+        loss_of(net(X.clone().requires_grad_())).backward()
+        for handle in handles:
+            handle.remove()
+        with pytest.raises(NonFiniteError) as caught, recorder(net).guard():
+            loss_of(net(X)).backward()
+        assert caught.value.origin.layer.name == found[0] == f"{position}.1"
+        # Torch looks for NaNs alone, which the multiplication makes of the infinities.
+        with (
+            pytest.raises(RuntimeError, match="'MulBackward0' returned nan"),
+            torch.autograd.detect_anomaly(),
+        ):
+            loss_of(net(X)).backward()
+        with pytest.raises(NonFiniteError) as caught, recorder(net).guard(kinds=("nan",)):
+            loss_of(net(X)).backward()
+        assert caught.value.origin.layer.name == f"{position}.0"
+        assert not caught.value.origin.inputs_finite
+
+
+def test_the_loss_may_be_the_maker() -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    with (
+        pytest.warns(UserWarning, match="gradient of what the network returned"),
+        recorder(net).guard() as guard,
+    ):
+        net(X).sqrt().sum().backward()
+    assert guard.origin is None
+    assert guard.num_passed_on == 1
+
+
+def test_backward_after_the_block_belongs_to_its_passes() -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    with recorder(net).guard(action="record") as guard:
+        output = net(X)
+    unguarded = net(X)
+    loss_of(unguarded).backward()
+    assert guard.origin is None
+    loss_of(output).backward()
+    assert guard.origin is not None
+
+
+def test_gradients_are_left_alone_where_nobody_asks() -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    with recorder(net).guard(gradients=False):
+        loss_of(net(X)).backward()
+
+
+def test_two_backward_passes_are_judged_each_by_itself() -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    with recorder(net).guard() as guard:
+        output = net(X)
+        with pytest.warns(UserWarning, match="the loss"):
+            (output * NAN).sum().backward(retain_graph=True)
+        (output * 2).sum().backward()
+    assert guard.origin is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_regions_are_guarded(use_reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = linear()
+            self.inner = sqrt_at_zero()
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.first(x)
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    net = Checkpointed()
+    with recorder(net).guard(action="record") as guard:
+        loss_of(net(X)).backward()
+    assert guard.num_passes == 1
+    assert guard.origin is not None
+    assert (guard.origin.layer.name, guard.origin.direction) == ("inner.1", "gradient")
+    assert guard.origin.pass_number == 0
+
+
+# -- what is around it -----------------------------------------------------------------------------
+
+
+def state_of(net: nn.Module) -> list[Any]:
+    return [
+        (list(hooks), vars(hooks)) for m in net.modules() for hooks in private.forward_hooks(m)
+    ] + [len(vars(module)) for module in net.modules()]
+
+
+def test_nothing_is_changed_and_nothing_stays() -> None:
+    net = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(), linear())
+    twin = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(), linear())
+    rnet = recorder(net)
+    twin.load_state_dict(net.state_dict())
+    before = state_of(net)
+    results = []
+    for one in (net, twin):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        if one is net:
+            with rnet.guard():
+                output = one(x)
+                output.square().sum().backward()
+        else:
+            output = one(x)
+            output.square().sum().backward()
+        gradients = [p.grad for p in one.parameters()]
+        results.append([output, x.grad, *gradients, *one.buffers(), torch.get_rng_state()])
+    for ours, plain in zip(*results, strict=True):
+        assert ours is not None
+        assert plain is not None
+        assert torch.equal(ours, plain)
+    assert state_of(net) == before
+
+
+def test_after_an_error_nothing_is_kept() -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    rnet = recorder(net)
+    before = state_of(net)
+    x = X.clone().requires_grad_()
+    with pytest.raises(NonFiniteError), rnet.guard() as guard:
+        net[1][1](torch.stack([output := net(x), X])[1])
+    assert state_of(net) == before
+    # The guard is over, also for the graph that is left.
+    origin = guard.origin
+    loss_of(output).backward()
+    assert guard.origin is origin
+    reference = weakref.ref(x)
+    del output, x
+    gc.collect()
+    assert reference() is None
+
+
+def test_the_graph_goes_without_the_collector() -> None:
+    net = nn.Sequential(linear(), Residual(sqrt_at_zero()))
+    rnet = recorder(net)
+    gc.collect()
+    gc.disable()
+    try:
+        with rnet.guard():
+            x = X.clone().requires_grad_()
+            hidden = x * 1
+            reference = weakref.ref(hidden)
+            output = net(hidden)
+            del hidden, output
+            assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_guards_recorders_and_blocks_go_together() -> None:
+    net = nn.Sequential(linear(), nn.ReLU(), Do(torch.log))
+    rnet = recorder(net)
+    rnet.record("*")
+    with (
+        rnet.guard(action="record") as outer,
+        rnet.watch() as passes,
+        rnet.guard(action="record", kinds=("nan",)) as inner,
+        recorder(net).guard(action="record") as other,
+    ):
+        net(X)
+        rnet.extract(X)
+        rnet(X)
+    assert len(passes) == 3
+    assert torch.equal(passes[0]["1"], net[1](net[0](X)))
+    assert inner.origin is None
+    for guard in (outer, other):
+        assert guard.origin is not None
+        assert guard.origin.layer.name == "2"
+        assert guard.num_passes == 3
+    with rnet.guard(action="record") as guard, rnet.collecting() as collection:
+        net(X)
+    assert guard.origin is not None
+    assert collection.recording.num_samples == 3
+
+
+def test_threads_have_passes_of_their_own() -> None:
+    net = nn.Sequential(linear(), nn.Sequential(nn.ReLU(), Do(torch.reciprocal)))
+    rnet = recorder(net)
+    good = net[0](X).abs() * 0 + 1
+    barrier = threading.Barrier(3)
+
+    def work() -> None:
+        for _ in range(30):
+            barrier.wait()
+            net[1](good).sum()
+
+    with rnet.guard() as guard:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert guard.num_passes == 90
+
+
+def test_a_pass_that_is_broken_off_leaves_no_calls_open() -> None:
+    class Breaks(BaseException):
+        pass
+
+    def maybe(x: Tensor) -> Tensor:
+        if x[0, 0] > 9:
+            raise Breaks
+        return x.log()
+
+    net = nn.Sequential(nn.ReLU(), nn.Sequential(Do(maybe)))
+    with recorder(net).guard(action="record") as guard:
+        for _ in range(2):
+            with pytest.raises(Breaks):
+                net(torch.full((1, 4), 10.0))
+        net(X)
+    assert guard.origin is not None
+    assert (guard.origin.layer.name, guard.origin.pass_number) == ("1.0", 2)
+
+
+def test_a_failing_call_is_passed_over() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = Do(fails)
+            self.log = Do(torch.log)
+
+        def forward(self, x: Tensor) -> Any:
+            try:
+                x = self.fails(x)
+            except ValueError:
+                return self.log(x)
+
+    net = Tries()
+    with recorder(net).guard(action="record") as guard:
+        net(X.abs())
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "log"
+
+
+def test_a_guard_around_nothing_is_an_error() -> None:
+    rnet = recorder(nn.Sequential(nn.ReLU()))
+    with pytest.raises(FlowError, match="not called inside the block"), rnet.guard():
+        pass
+    with pytest.raises(KeyError), rnet.guard():
+        raise KeyError
+    with pytest.raises(FlowError, match="copy"), rnet.guard():
+        nn.Sequential(nn.ReLU())(X)
+
+
+@pytest.mark.parametrize(
+    "options", [{"action": "stop"}, {"kinds": ("Nan",)}, {"kinds": ()}, {"kinds": "inf nan"}]
+)
+def test_bad_arguments_say_what_to_write(options: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.ReLU())
+    with pytest.raises(RecorderError, match="write"), recorder(net).guard(**options):
+        net(X)
+
+
+def test_compiled_networks_are_refused() -> None:
+    net = nn.Sequential(linear(), nn.Sequential(linear()))
+    rnet = recorder(net)
+    with pytest.raises(UnsupportedNetError, match="compiled"), rnet.guard():
+        torch.compile(net, backend="eager")(X)
+    torch.compiler.reset()
+    net[1].compile(backend="eager")
+    with pytest.raises(UnsupportedNetError, match="compiled"), rnet.guard():
+        net(X)
+
+
+def test_transforms_are_refused() -> None:
+    net = nn.Sequential(linear())
+    with pytest.raises(UnsupportedNetError, match="vmap"), recorder(net).guard():
+        torch.vmap(net)(X)
+
+
+def test_infinities_of_a_mask_are_the_callers() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return x if mask is None else torch.softmax(x + mask, -1)
+
+    net = Masked()
+    rnet = recorder(net)
+    with rnet.guard():
+        net(X, mask=torch.tensor([0.0, -INF, 0.0, 0.0]))
+    with pytest.raises(NonFiniteError) as caught, rnet.guard():
+        net(X, mask=torch.full((4,), -INF))
+    assert not caught.value.origin.inputs_finite
+    assert caught.value.origin.weights_finite
+
+
+# -- keeping the call ------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, counts its calls, works in place and takes the logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        self.calls += 1
+        x = x.mul_(scale) if scale.dim() else x
+        return (nn.functional.dropout(self.linear(x)) + self.calls).log()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.noisy = Noisy()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.noisy(self.first(x), scale=torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_saved_call_runs_again_bit_for_bit(mode: Any, tmp_path: Path) -> None:
+    net = Outer()
+    rnet = recorder(net)
+    seen: list[Tensor] = []
+    net.noisy.register_forward_hook(lambda m, a, output: seen.append(output.clone()))
+    with rnet.guard(action="record", keep_inputs=True) as guard, mode():
+        net(X.abs())
+        net(X * 3)
+        net(X.abs())
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "noisy"
+    seen, x = [seen[guard.origin.pass_number]], (X.abs(), X * 3)[guard.origin.pass_number]
+    guard.origin.save(tmp_path / "fault")
+    recording = open_recording(tmp_path / "fault", verify=True)
+    again = recording.recompute(rnet, "noisy")["noisy"]
+    assert again.isnan().any()
+    assert same(again, seen[0])
+    assert same(recording["noisy"][:], seen[0])
+    assert torch.equal(recording.inputs["noisy"][0].args[0], net.first(x))
+    # Inside it, and in another precision, by hand.
+    inner = recording.recompute(rnet, "noisy.linear")["noisy.linear"]
+    assert torch.equal(inner, net.noisy.linear(net.first(x) * 2))
+
+
+def test_a_structure_is_kept_by_its_call(tmp_path: Path) -> None:
+    net, _ = forward_faults()["in a structure"]
+    rnet = recorder(net)
+    with rnet.guard(action="record", keep_inputs=True) as guard:
+        net(X)
+    assert guard.origin is not None
+    guard.origin.save(tmp_path / "fault")
+    recording = open_recording(tmp_path / "fault")
+    (found,) = recording.recompute_batches(rnet, "1")
+    assert same(found["1"]["pair"][1][0], net(X)["pair"][1][0])
+
+
+def test_what_was_not_kept_is_not_saved(tmp_path: Path) -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    rnet = recorder(net)
+    with rnet.guard(action="record", keep_inputs=True) as guard:
+        loss_of(net(X)).backward()
+    assert guard.origin is not None
+    with pytest.raises(RecorderError, match="backward pass"):
+        guard.origin.save(tmp_path / "fault")
+    with rnet.guard(action="record") as guard:
+        net[1][1](-X.abs() - 1)
+    assert guard.origin is not None
+    with pytest.raises(RecorderError, match="keep_inputs=True"):
+        guard.origin.save(tmp_path / "fault")
+    assert not (tmp_path / "fault").exists()
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))

@@ -1,0 +1,579 @@
+"""Sweeps beside loops by hand: what is left out and what is not, estimates, and errors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers.pytorch_utils import Conv1D
+
+from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
+from scio_recorder.errors import ArgumentError
+from tests.analysis.sweeping.sweeping import ByHand, weighed
+from tests.harness import trace
+from tests.oracle import differences, seed_everything
+from tests.zoo import Net
+
+
+class Counted(nn.Linear):
+    """Counts its runs outside of everything that a sweep can see."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def chain(depth: int = 4, kind: Callable[..., nn.Module] = Counted) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(kind(3, 3), nn.Tanh()) for _ in range(depth)))
+
+
+def recorder(net: nn.Module, *names: Any, **settings: Any) -> Recorder:
+    rnet = Recorder(net, verbose=0, **settings)
+    rnet.record(*names)
+    return rnet
+
+
+X, Y = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(3))
+
+
+def test_runs_start_where_the_patch_begins() -> None:
+    rnet = recorder(chain(), "0", "1", "2", "3", input_size=(2, 3))
+    Counted.runs = 0
+    rnet.sweep(X, Y, weighed)
+    # Two whole runs, then what lies behind each of the four blocks.
+    assert Counted.runs == 2 * 4 + (3 + 2 + 1 + 0)
+    Counted.runs = 0
+    rnet.sweep(X, Y, weighed, positions="all")
+    assert Counted.runs == 2 * 4 + 3 * (3 + 2 + 1 + 0)
+    Counted.runs = 0
+    rnet.sweep(X, Y, weighed, whole_runs=True)
+    assert Counted.runs == 6 * 4
+
+
+def test_layers_inside_others() -> None:
+    rnet = recorder(chain(), "1", "1.0", "2.1", input_size=(2, 3))
+    hand = ByHand(chain, weighed)
+    _, found = hand.run(((X,), {}))
+    Counted.runs = 0
+    effects = rnet.sweep(X, Y, weighed)
+    assert Counted.runs == 2 * 4 + 2 + 2 + 1
+    for name in ("1", "1.0", "2.1"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+def test_a_patch_that_changes_nothing_gives_the_corrupted_metric() -> None:
+    rnet = recorder(chain(), "*", input_size=(2, 3))
+    effects = rnet.sweep(Y, Y.clone(), weighed)
+    assert set(effects.values.tolist()) == {effects.corrupted} == {effects.clean}
+    estimated = rnet.sweep(Y, Y.clone(), lambda out: out.sum(), estimate=True)
+    assert set(estimated.values.tolist()) == {estimated.corrupted}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(2)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2, bos_token_id=0)
+    config.eos_token_id = 0
+    return GPT2LMHeadModel(config)
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = ViTConfig(intermediate_size=32, image_size=8, patch_size=4, **sizes)
+    return ViTForImageClassification(config)
+
+
+IDS = torch.randint(50, (2, 2, 5), generator=torch.Generator().manual_seed(4))
+IMAGES = torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(4))
+
+
+def logit(output: Any) -> Tensor:
+    return output.logits.flatten(0, -2)[-1, 1] - output.logits.flatten(0, -2)[-1, 0]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("positions", [None, [0, -1, 2]], ids=["whole", "positions"])
+@pytest.mark.parametrize(
+    ("build", "inputs", "pattern"),
+    [
+        (gpt2, IDS, "transformer.h.?"),
+        (gpt2, IDS, "*.attn"),
+        (gpt2, IDS, "*.mlp*"),
+        (vit, IMAGES, "*layer*.?"),
+    ],
+)
+def test_transformers(
+    build: Any, inputs: Any, pattern: str, positions: list[int] | None, training: bool
+) -> None:
+    clean, corrupted = inputs
+    net = build().train(training)
+    mode = "train" if training else "eval"
+    rnet = recorder(net, pattern, input_data=clean, mode=mode)
+    hand = ByHand(build, logit, training=training)
+    before, found = hand.run(((clean,), {}))
+    after, _ = hand.run(((corrupted,), {}))
+    seed_everything(5)
+    state = trace(net)
+    effects = rnet.sweep(clean, corrupted, logit, positions)
+    assert not differences(trace(net), state)
+    assert (effects.clean, effects.corrupted) == (before, after)
+    for layer in effects.layers:
+        places = [None] if positions is None else positions
+        wanted = [
+            hand.patched(((corrupted,), {}), (layer.name, 0), found[layer.name, 0], at)
+            for at in places
+        ]
+        assert effects[layer.label].flatten().tolist() == wanted
+
+
+def test_caches_and_other_outputs_are_as_in_whole_runs() -> None:
+    net = gpt2().eval()
+    rnet = recorder(net, "transformer.h.?", input_data=IDS[0])
+
+    def metric(output: Any) -> float:
+        return weighed((output.logits, [list(layer) for layer in output.past_key_values]))
+
+    effects = rnet.sweep(*IDS, metric)
+    whole = rnet.sweep(*IDS, metric, whole_runs=True)
+    assert torch.equal(effects.values, whole.values)
+    assert len(set(effects.values.tolist())) == 3
+    # Blocks fill the cache that they are given, and are left out all the same.
+    for name in ("transformer.h.0", "transformer.h.1", "transformer.h.2"):
+        net.get_submodule(name).mlp.c_fc.__class__ = CountedConv
+    CountedConv.runs = 0
+    assert torch.equal(rnet.sweep(*IDS, metric).values, whole.values)
+    assert CountedConv.runs == 2 * 3 + 2 + 1
+
+
+class CountedConv(Conv1D):
+    """Counts its runs outside of everything that a sweep can see."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def test_whatever_a_call_puts_into_its_inputs_is_put_there_again() -> None:
+    class Context:
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Tensor]] = []
+            self.by_name: dict[Any, Any] = {"first": 0}
+            self.last: int | None = None
+
+    def note(own: Any, x: Tensor, context: Any) -> Tensor:
+        result = own.linear(x)
+        context.seen.append({"x": x + 1})
+        context.by_name[len(context.seen)] = result * 2
+        context.last = context.by_name["first"] = len(context.seen)
+        return result
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [Net(note, linear=Counted(3, 3)) for _ in range(3)]
+
+        def forward(net: Any, x: Tensor) -> Tensor:
+            context = Context()
+            for block in (net.one, net.two, net.three):
+                x = block(x, context)
+            found = [*context.by_name.values(), *(item["x"] for item in context.seen)]
+            return x + sum(found) * context.last
+
+        return Net(forward, one=blocks[0], two=blocks[1], three=blocks[2])
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "one", "two", "three", input_size=(2, 3))
+    Counted.runs = 0
+    effects = rnet.sweep(X, Y, weighed)
+    assert Counted.runs == 2 * 3 + 2 + 1
+    for name in ("one", "two", "three"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+class Noting(nn.Module):
+    """Writes what it gets to somewhere, for a later module to read."""
+
+    def __init__(self, write: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.write = write
+        self.last: Any = None
+        self.notes: list[Any] = []
+        self.state: dict[str, Any] = {"inner": {}}
+        self.others: list[nn.Module] = []
+        self.generator = torch.Generator().manual_seed(0)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self, x)
+        return self.linear(x)
+
+
+def swap(module: Any, x: Tensor) -> None:
+    module.total = x.mean(0)
+
+
+def by_buffer(module: Any, x: Tensor) -> None:
+    module.total.add_(x.mean(0))
+
+
+WRITES: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] = {
+    "attribute": (lambda own, x: setattr(own, "last", x + 1), lambda own: own.last),
+    "list": (lambda own, x: own.notes.append(x), lambda own: own.notes[-1]),
+    "nested": (lambda own, x: own.state["inner"].update(x=x), lambda own: own.state["inner"]["x"]),
+    "buffer": (by_buffer, lambda own: own.total),
+    "new buffer": (swap, lambda own: own.total),
+    "parent": (lambda own, x: setattr(own.others[0], "x", x), lambda own: own.others[0].x),
+    "data": (lambda own, x: x.mul_(2), lambda own: 0),
+    "generator": (
+        lambda own, x: torch.rand(3, generator=own.generator),
+        lambda own: torch.rand(3, generator=own.generator),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_calls_that_leave_something_behind_are_not_left_out(kind: str) -> None:
+    write, read = WRITES[kind]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        first = Noting(write)
+        last = nn.Linear(3, 3)
+
+        def forward(net: Any, x: Tensor) -> Tensor:
+            hidden = net.first(net.before(x * 1))
+            return net.last(net.second(hidden) + read(net.first) + x)
+
+        net = Net(forward, before=Counted(3, 3), first=first, second=nn.Linear(3, 3), last=last)
+        first.others.append(net)
+        return net
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "before", "first", "second", "last", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed)
+    for layer in effects.layers:
+        key = layer.name, 0
+        assert float(effects[layer.label]) == hand.patched(((Y,), {}), key, found[key])
+
+
+@pytest.mark.parametrize("share", [nn.Identity, lambda: nn.Unflatten(1, (1, 3))])
+def test_calls_that_return_memory_of_their_inputs_run(share: Callable[[], nn.Module]) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        net.share(hidden).add_(1)
+        return net.last(net.second(x)) * hidden
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = {name: nn.Linear(3, 3) for name in ("first", "second", "last")}
+        return Net(forward, share=share(), **layers)
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    effects = recorder(build(), "second", "last", input_size=(2, 3)).sweep(X, Y, weighed)
+    for name in ("second", "last"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        noisy = Net(lambda own, x: own.linear(x) * draw(), linear=Counted(3, 3))
+        later = Net(lambda own, x: own.linear(x) + draw(), linear=Counted(3, 3))
+        return nn.Sequential(noisy, later, nn.Linear(3, 3))
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "0", "1", input_size=(2, 3))
+    seed_everything(5)
+    effects = rnet.sweep(X, Y, weighed)
+    for name in ("0", "1"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+def test_modules_with_hooks_of_others_run() -> None:
+    def build() -> nn.Module:
+        net, seen = chain(kind=nn.Linear), []
+        net[0][0].register_forward_hook(lambda module, args, output: seen.append(output))
+        net[2].register_forward_hook(lambda module, args, output: output + seen.pop())
+        return net
+
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    rnet = recorder(build(), "0", "1", "2", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed)
+    for name in ("0", "1", "2"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+def test_estimates_are_gradient_times_difference() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Softmax(-1))
+    net.double().requires_grad_(False)
+    clean, corrupted = torch.randn(2, 2, 4, 3, dtype=torch.float64)
+    rnet = recorder(net, "0", "2", input_data=clean)
+    effects = rnet.sweep(clean, corrupted, lambda out: out[0, :, 1].sum(), "all", estimate=True)
+    first, second = net[0](clean), net[2](net[0](clean).relu())
+    own = net[0](corrupted).requires_grad_()
+    inner = net[2](own.relu())
+    metric = inner.softmax(-1)[0, :, 1].sum()
+    slopes = torch.autograd.grad(metric, (own, inner))
+    for row, slope, change in zip(
+        effects.values, slopes, (first - own, second - inner), strict=True
+    ):
+        torch.testing.assert_close(row, metric.detach() + (slope * change).sum((0, 2)))
+    assert effects.is_estimate
+    assert effects.corrupted == metric.item()
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_estimates_stand_beside_their_layers() -> None:
+    """A module returns after those inside it, and comes before them among the labels."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2)).double()
+    clean, corrupted = torch.randn(2, 5, 3, dtype=torch.float64)
+    rnet = recorder(net, "*", input_data=clean)
+    effects = rnet.sweep(clean, corrupted, lambda out: out.square().sum(), estimate=True)
+    kept, other = {}, {}
+    for x, values in ((clean, kept), (corrupted, other)):
+        values["0.0"] = net[0][0](x)
+        values["0.1"] = values["0"] = values["0.0"].tanh()
+        values["1"] = values[""] = net[1](values["0"])
+    metric = other["1"].square().sum()
+    slopes = torch.autograd.grad(metric, [other[name] for name in kept])
+    expected = {
+        name: metric + (slope * (kept[name] - other[name])).sum()
+        for name, slope in zip(kept, slopes, strict=True)
+    }
+    for layer, value in zip(effects.layers, effects.values, strict=True):
+        torch.testing.assert_close(value, expected[layer.name].detach())
+    assert len({round(value.item(), 9) for value in expected.values()}) == 2
+
+
+def test_estimates_come_close_to_small_patches() -> None:
+    net = gpt2().eval()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    rnet = recorder(net, "transformer.h.?", input_data={"inputs_embeds": torch.randn(2, 5, 16)})
+    clean = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    corrupted = {"inputs_embeds": clean + 1e-3 * torch.randn(2, 5, 16)}
+    state = trace(net)
+    exact = rnet.sweep({"inputs_embeds": clean}, corrupted, logit, "all")
+    estimated = rnet.sweep({"inputs_embeds": clean}, corrupted, logit, "all", estimate=True)
+    assert not differences(trace(net), state)
+    change, guess = exact.values - exact.corrupted, estimated.values - estimated.corrupted
+    assert (change - guess).norm() < 0.02 * change.norm()
+
+
+def test_the_recorder_stays_as_it_is() -> None:
+    rnet = recorder(chain(), "0", "2", input_size=(2, 3))
+    rnet(X)
+    kept = {label: value.clone() for label, value in rnet.activations.items()}
+    rnet.sweep(Y, X, weighed)
+    rnet.sweep(Y, X, torch.sum, estimate=True)
+    assert rnet.recording == tuple(kept)
+    assert all(torch.equal(rnet.activations[label], kept[label]) for label in kept)
+
+
+def test_nothing_is_left_after_an_error() -> None:
+    net = chain()
+    rnet = recorder(net, "0", "2", input_size=(2, 3))
+    state = trace(net)
+    calls = []
+
+    def metric(output: Tensor) -> float:
+        calls.append(output)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return 0.0
+
+    with pytest.raises(ZeroDivisionError):
+        rnet.sweep(X, Y, metric)
+    assert not differences(trace(net), state)
+
+
+def test_other_threads_are_left_alone() -> None:
+    import threading
+
+    net = chain(kind=nn.Linear)
+    rnet = recorder(net, "0", "2", input_size=(2, 3))
+    wanted, found = net(X), []
+
+    def metric(output: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.append(net(X)))
+        thread.start()
+        thread.join()
+        return output.sum()
+
+    rnet.sweep(X, Y, metric)
+    assert found
+    assert all(torch.equal(one, wanted) for one in found)
+
+
+def test_numbers_that_metrics_may_return() -> None:
+    rnet = recorder(chain(), "0", input_size=(2, 3))
+    for metric in (
+        lambda out: out[0, 0],
+        lambda out: out[0, 0].item(),
+        lambda out: out[0, 0].numpy(),
+        lambda out: out[0].argmax() == 1,
+        lambda out: 3,
+    ):
+        assert rnet.sweep(X, Y, metric).values.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        (lambda out: out[0], r"float32 tensor of shape \(3,\): it must return one real number"),
+        (lambda out: out[:1, 0], r"shape \(1,\)"),
+        (lambda out: None, "returned None"),
+        (lambda out: "0.5", "'0.5'"),
+        (lambda out: [1.0], "a list"),
+        (lambda out: out.sum() * 1j, "complex"),
+        ("accuracy", "metric='accuracy': give a function"),
+    ],
+)
+def test_metrics_that_are_refused(metric: Any, says: str) -> None:
+    rnet = recorder(chain(), "0", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=says):
+        rnet.sweep(X, Y, metric)
+
+
+@pytest.mark.parametrize("metric", [lambda out: out.sum().item(), lambda out: out.argmax()])
+def test_estimates_need_a_gradient(metric: Any) -> None:
+    rnet = recorder(chain(), "0", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match="needs the gradient of the metric"):
+        rnet.sweep(X, Y, metric, estimate=True)
+
+
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        ([3], "no position 3 in layer 1-1 0 .* length of 3"),
+        ([-4], "no position -4"),
+        ("last", "positions='last': write"),
+        (2, "positions=2: write"),
+        ([], "write positions=None"),
+        ([1.5], "write positions=None"),
+        ([True], "write positions=None"),
+    ],
+)
+@pytest.mark.parametrize("estimate", [False, True])
+def test_positions_that_are_refused(positions: Any, says: str, estimate: bool) -> None:
+    rnet = recorder(chain(), "0", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=says):
+        rnet.sweep(X, Y, torch.sum, positions, estimate=estimate)
+
+
+def test_runs_that_are_refused() -> None:
+    net = chain()
+    rnet = Recorder(net, input_size=(2, 3))
+    with pytest.raises(ComparisonError, match="choose layers with record"):
+        rnet.sweep(X, Y, torch.sum)
+    rnet.record("0", calls="any")
+    with pytest.raises(ComparisonError, match='calls="any"'):
+        rnet.sweep(X, Y, torch.sum)
+    rnet.record("0", "2")
+    for estimate in (False, True):
+        with pytest.raises(ComparisonError, match=r"layer 1-1 0 .*\(2, 3\) and \(1, 3\)"):
+            rnet.sweep(X, Y[:1], torch.sum, estimate=estimate)
+    with pytest.raises(ComparisonError, match="clean is None"):
+        rnet.sweep(None, Y, torch.sum)
+    with rnet.watch(), pytest.raises(ComparisonError, match="leave that of watch"):
+        rnet.sweep(X, Y, torch.sum)
+    flat = recorder(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), "0", "1", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=r"layer 1-2 1 .* has no dimension 1"):
+        flat.sweep(X, Y, torch.sum, "all")
+    wide = recorder(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5)), "?", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=r"layer 1-1 0 .* has 3, layer 1-2 1 .* 5"):
+        wide.sweep(X, Y, torch.sum, "all")
+    net[1].compile(backend="eager")
+    with pytest.raises(UnsupportedNetError, match="compiled"):
+        rnet.sweep(X, Y, torch.sum)
+
+
+def test_a_layer_that_did_not_run_is_named() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.last(net.first(x) if len(x) > 1 else x)
+
+    rnet = recorder(Net(forward, first=Counted(3, 3), last=Counted(3, 3)), "*", input_size=(2, 3))
+    with pytest.raises(FlowError, match="1-1 first"):
+        rnet.sweep(X, Y[:1], torch.sum)
+
+
+def test_layers_without_a_gradient_are_named() -> None:
+    net = Net(lambda own, x: own.last(own.first(x).detach() + x), first=nn.ReLU(), last=nn.ReLU())
+    rnet = recorder(net, "first", input_size=(2, 3))
+    # Nothing of the metric depends on it, as far as autograd knows.
+    effects = rnet.sweep(X, Y, torch.sum, estimate=True)
+    assert float(effects["first"]) == effects.corrupted
+    inner = Net(lambda own, x: x.argmax(-1))
+    rounded = Net(lambda own, x: own.inner(x) + own.last(x).sum(), inner=inner, last=nn.ReLU())
+    rnet = recorder(rounded, "inner", "last", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=r"layer 1-1 inner .* is not on autograd's graph"):
+        rnet.sweep(X, Y, torch.sum, estimate=True)
+
+
+def test_results_show_themselves() -> None:
+    rnet = recorder(chain(2), "0", "1", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed, positions=[0, -1])
+    frame = effects.to_frame()
+    assert list(frame.columns) == ["name", "type", "position", "metric", "recovered"]
+    assert list(frame.index) == ["1-1", "1-1", "1-2", "1-2"]
+    assert list(frame["position"]) == [0, -1, 0, -1]
+    assert frame["metric"].tolist() == effects.values.flatten().tolist()
+    assert "Sweep of 2 layers at 2 positions" in str(effects)
+    whole = rnet.sweep(X, Y, weighed)
+    assert list(whole.to_frame().columns) == ["name", "type", "metric", "recovered"]
+    assert whole.positions is None
+    assert whole.values.shape == (2,)
+    same = rnet.sweep(X, X, weighed)
+    assert "-" in str(same).splitlines()[2]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("positions", [None, [2, -1]])
+def test_results_are_drawn(positions: list[int] | None, sign: int) -> None:
+    net = chain(2)
+    rnet = recorder(net, "0", "1", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, lambda out: sign * weighed(out), positions)
+    figure = effects.plot(None if positions is None else ["$a_1", "last"])
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    axis = figure.axes[0]
+    names = axis.get_xticklabels() if positions is None else axis.get_yticklabels()
+    assert [name.get_text() for name in names] == ["1-1 0", "1-2 1"]
+    if positions is None:
+        tops = [bar.get_y() + bar.get_height() for bar in axis.patches]
+        assert tops == pytest.approx(effects.values.tolist())
+        assert {bar.get_y() for bar in axis.patches} == {effects.corrupted}
+    else:
+        assert [name.get_text() for name in axis.get_xticklabels()] == ["$a_1", "last"]
+        (image,) = axis.get_images()
+        drawn = image.to_rgba([effects.corrupted, effects.clean])
+        assert drawn[0, :3].min() > 0.95
+        assert drawn[1, 2] > drawn[1, 0]
+        with pytest.raises(ArgumentError, match="1 position_names for 2 positions"):
+            effects.plot(["a"])
+
+
+def test_nothing_finite_is_drawn_all_the_same() -> None:
+    rnet = recorder(chain(2), "0", "1", input_size=(2, 3))
+    for positions in (None, "all"):
+        effects = rnet.sweep(X, Y, lambda out: out.sum() * float("nan"), positions)
+        assert effects.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
