@@ -34,8 +34,8 @@ from scio_recorder.stores.disk_format.jsons import Packed
 from scio_recorder.stores.disk_format.lease import Lease, seconds
 from scio_recorder.stores.disk_format.writer import RunWriter
 
-LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 100
-NUM_PROCESSES, PARTS_OF_EACH = 2, 4
+LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 200
+NUM_PROCESSES, PARTS_OF_EACH = 2, 2
 CHUNK_BYTES = 16 << 20
 
 
@@ -118,6 +118,7 @@ def time_to_open(folder: Path, number: int) -> tuple[float, float]:
         lambda part: [torch.zeros(1, FEATURES)], 1, store=f"disk:{folder}/one", progress=False
     )
     one = open_recording(f"{folder}/one")
+    Path(path).mkdir()
     header = {"architecture": one.architecture.to_dict(), **one.settings}
     layers = {"1-1": TensorSpec((2,), torch.float32)}
     state = Packed(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +23,10 @@ from scio_recorder.reductions import Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import lease as leases
 from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.description import chunk_name
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.recording.nets import assert_same, batches, expected, recorder
+from tests.stores.disk_format.by_the_book import read_run
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 ROOT = Path(__file__).parents[2]
@@ -75,6 +79,47 @@ def test_one_process(tmp_path):
 
     check(fill(tmp_path / "run", unused), tmp_path / "run")
     assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+def test_what_is_written_is_what_the_format_says(tmp_path):
+    fill(tmp_path)
+    ids, found = read_run(tmp_path)
+    assert ids == IDS
+    recording = open_recording(tmp_path)
+    for label in recording:
+        assert torch.equal(found[f"{label[0]}-{label[1]}"], recording[label][:])
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_damage_to_what_tells_of_commits_is_noticed(tmp_path, has_index):
+    fill(tmp_path, rnet=seeded("0"))
+    index, manifest = tmp_path / "index.safetensors", tmp_path / "manifest-00001.safetensors"
+    index.unlink() if not has_index else None
+    file = index if has_index else manifest
+    whole, dice = file.read_bytes(), random.Random(0)
+    for position in range(0, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << dice.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(RecordingError, match=file.name):
+            open_recording(tmp_path)
+    file.write_bytes(whole)
+    # A commit that the index lists is read when it is used, and has to be that very one.
+    chunk = tmp_path / chunk_name(1, 0)
+    chunk.unlink()
+    shutil.copy(tmp_path / chunk_name(1, 1), chunk)
+    with pytest.raises(RecordingError, match=chunk.name):
+        open_recording(tmp_path)["0"][:]
+    with pytest.raises(RecordingError, match=chunk.name):
+        open_recording(tmp_path, verify=True)
+
+
+def test_what_two_holders_of_a_part_leave_never_counts_behind_its_end(tmp_path):
+    fill(tmp_path, rnet=seeded("0"))
+    shutil.copy(tmp_path / chunk_name(1, 1), tmp_path / chunk_name(1, 3))
+    assert list(open_recording(tmp_path).sample_ids) == IDS
+    (tmp_path / "index.safetensors").unlink()
+    assert list(open_recording(tmp_path, verify=True).sample_ids) == IDS
 
 
 def test_ids_by_default_do_not_depend_on_other_parts(tmp_path):

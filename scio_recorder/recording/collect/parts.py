@@ -29,7 +29,7 @@ from scio_recorder.stores.disk_format.lease import Keeper, Lease, machine, secon
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.tensors.arguments import whole
 
-# Between two looks for a part that can be taken: longer and longer while there is none.
+# Between two looks for a part that can be taken: an eighth of the time that was waited so far.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
@@ -88,7 +88,7 @@ class Parts:
         return opened(RunReader(path), options.reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
-        shown, pause = 0, _FIRST_PAUSE
+        shown, busy_at = 0, time.monotonic()
         while not claims.is_finished:
             lease = claims.take()
             self._advance(0, 0, claims.num_done - shown)
@@ -96,7 +96,7 @@ class Parts:
             if lease is not None:
                 with self._keeper.holding(lease):
                     self._do(claims, lease)
-                pause = _FIRST_PAUSE
+                busy_at = time.monotonic()
                 continue
             if self._medium.has(DESCRIPTION_NAME):
                 if not wait and not claims.later:
@@ -108,8 +108,8 @@ class Parts:
                     f"all {self.num_parts} parts are empty: make_batches(part) gave no batch to "
                     "run the net on"
                 )
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = max(_FIRST_PAUSE, (time.monotonic() - busy_at) / 8)
+            time.sleep(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))
 
     def _do(self, claims: Claims, lease: Lease) -> None:
         if lease.part == self.num_parts:

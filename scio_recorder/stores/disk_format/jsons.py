@@ -10,9 +10,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy
 import torch
 import xxhash
 from torch import Tensor
@@ -29,7 +29,8 @@ MAX_DEPTH = 64
 MAX_SIZE = 1 << 48
 
 _T = TypeVar("_T")
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -98,8 +99,10 @@ def _short(value: object) -> str:
 
 
 def _depth(data: bytes) -> int:
-    tokens = (match[0] for match in _TOKEN.finditer(data))
-    return max(accumulate((token in b"[{") - (token in b"]}") for token in tokens))
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    signs = numpy.frombuffer(brackets, numpy.uint8)
+    is_opening = (signs == ord("[")) | (signs == ord("{"))
+    return int(numpy.cumsum(numpy.where(is_opening, 1, -1)).max(initial=0))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

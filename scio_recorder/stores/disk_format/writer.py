@@ -70,7 +70,8 @@ class RunWriter:
         with accessing(path):
             if new is not None:
                 new.check_rank(path, rank)
-                make_folder(path)
+                if lease is None:
+                    make_folder(path)
             self._folder = Folder(path)
             try:
                 self._begin(rank, new)
@@ -100,9 +101,9 @@ class RunWriter:
         self._states = list(filter(None, [run.state_file(rank)]))
         # Those that others have left and that count no more, unless one of them still commits.
         self._orphans: list[str] = []
-        # What was found need not be durable: its writer may have been killed before that.
-        folder.sync()
         if self._lease is None or self._lease.is_inherited or self._commits:
+            # What was found need not be durable: its writer may have been killed before that.
+            folder.sync()
             self._clear()
 
     @classmethod
