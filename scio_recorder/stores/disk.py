@@ -17,9 +17,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,13 +33,14 @@ from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.folder import Folder, make_folder
-from scio_recorder.stores.disk_format.ids import Ids, to_ids
+from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
 from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.joined import check_shards, joined
 from scio_recorder.tensors.arguments import whole
 
 CHUNK_BYTES = 64 << 20
@@ -291,7 +291,7 @@ class DiskWriter(StoreWriter):
         for key, column in self._columns.items():
             chunk[_name_of(key)] = column.array[: self.start]
             self._resting[key] = column.turn_to(self._resting[key])
-        ids, kept = _joined(self._staged), self.calls.take()
+        ids, kept = joined_ids(self._staged), self.calls.take()
         rows = self.start if self.counts_rows else None
 
         def append() -> None:
@@ -307,6 +307,9 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
+        # Which layers are shards is known after the first pass.
+        check_shards(self._architecture, self._header, self._store)
+        self._header["architecture"] = self._architecture.to_dict()
         specs = [(key, column.spec) for key, column in self._columns.items()]
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
         return RunWriter.create(
@@ -373,28 +376,20 @@ def header_of(
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
     """Return what a recording on disk holds; its samples are read when they are used."""
+    whole = joined(reader, architecture)
     # Tensors made in inference mode could not be used outside it.
     with torch.inference_mode(False):
-        values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
-        rows = {name: DiskTensor(reader, row_column(name)) for name in reader.rows or ()}
+        values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
+        rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
     layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
     calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
     return Held(
         values,
-        reader.sample_ids,
+        whole.sample_ids,
         calls,
         reader.complete,
         reader.path,
         "disk",
         rows,
-        None if reader.rows is None else reader.num_rows,
+        None if whole.rows is None else whole.num_rows,
     )
-
-
-def _joined(parts: Sequence[Ids]) -> Ids:
-    # Passes that go on with earlier samples have no new ones.
-    parts = [part for part in parts if len(part)]
-    ranges = [part for part in parts if isinstance(part, range)]
-    if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
-        return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)
-    return to_ids([value for part in parts for value in part])

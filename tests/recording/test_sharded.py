@@ -66,7 +66,77 @@ def run_rank(rank: int, folder: Path) -> None:
     found |= {"alone": alone.compute()}
     assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
     torch.save(found, folder / f"found-{rank}")
+    collect_shards(rank, folder, mesh)
     dist.destroy_process_group()
+
+
+def collect_shards(rank: int, folder: Path, mesh: object) -> None:
+    """Collect layers of which each process has a shard only."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+    from scio_recorder import CollectError, Recorder
+    from scio_recorder.errors import ShardWarning
+    from scio_recorder.reductions import Mean
+    from scio_recorder.stores import Disk
+
+    net = nn.Sequential(*make_net(), nn.Tanh(), nn.Linear(3, 4), nn.Unflatten(1, (2, -1)))
+    styles = {
+        "0": ColwiseParallel(),
+        "1": RowwiseParallel(output_layouts=Replicate()),
+        "3": ColwiseParallel(),
+    }
+    rnet = Recorder(net, input_size=(2, 4))
+    parallelize(net, mesh, styles)
+    data = make_data()
+    rnet.record("0", "1")
+
+    def ids_of(batch: torch.Tensor) -> list[str]:
+        return [f"{first:.4f}" for first in batch[:, 0].tolist()]
+
+    def disk(name: str) -> Disk:
+        return Disk(folder / name, rank=rank, world_size=WORLD, chunk_bytes=64)
+
+    # Before a pass has shown that there are shards, ids have to be given.
+    with pytest.warns(ShardWarning, match=f"1-1 0 .Linear.: the record is shard {rank} of 2"):
+        own = rnet.collect(data, store=disk("run"), sample_ids=ids_of)
+    assert own["0"].shape == (11, 3)
+    with pytest.warns(ShardWarning):
+        again = rnet.collect(data, store=disk("index"))
+    assert torch.equal(again["0"][:], own["0"][:])
+    with pytest.raises(CollectError, match="work on shards alone"), pytest.warns(ShardWarning):
+        rnet.collect(data, store=disk("mean"), reduce={"0": Mean()})
+    with pytest.raises(CollectError, match="write as many parts"), pytest.warns(ShardWarning):
+        rnet.collect(data, store=Disk(folder / "three", rank=rank, world_size=3))
+    rnet.record("4")
+    with (
+        pytest.raises(CollectError, match="can't be known along which"),
+        pytest.warns(ShardWarning),
+    ):
+        rnet.collect(data, store=disk("unknown"))
+
+
+def check_shards(folder: Path) -> None:
+    from scio_recorder import open_recording
+
+    net, data = make_net(), make_data()
+    with torch.no_grad():
+        wanted = [torch.cat([net[: last + 1](x) for x in data]) for last in range(2)]
+    for name, ids in (
+        ("run", [f"{first:.4f}" for first in torch.cat(data)[:, 0].tolist()]),
+        ("index", list(range(11))),
+    ):
+        recording = open_recording(folder / name, verify=True)
+        assert recording.complete
+        assert list(recording.sample_ids) == ids
+        assert recording["0"].shape == (11, 6)
+        assert recording.architecture["0"].shard is None
+        for layer, whole in zip(("0", "1"), wanted, strict=True):
+            torch.testing.assert_close(recording[layer][:], whole)
+            torch.testing.assert_close(recording[layer][[7, 2, 9]], whole[[7, 2, 9]])
+            batches = recording.loader(layer, batch_size=4)
+            torch.testing.assert_close(torch.cat(list(batches)), whole)
 
 
 def test_sharded_activations(tmp_path: Path) -> None:
@@ -78,6 +148,7 @@ def test_sharded_activations(tmp_path: Path) -> None:
         for rank in range(WORLD)
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0] * WORLD
+    check_shards(tmp_path)
     net, data = make_net(), make_data()
     with torch.no_grad():
         wanted = torch.cat([net[0](x) for x in data])

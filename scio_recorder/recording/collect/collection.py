@@ -119,7 +119,7 @@ class Collection:
                 f"store=None keeps reductions only, and there is none for {layers}: give "
                 'reduce=, or a store such as "host"'
             )
-        if store.is_shared and self.feed.sample_ids is None and self.feed.part is None:
+        if store.is_shared and not (self.feed.has_ids or self.options.has_shards):
             raise CollectError(
                 "each of several processes sees samples of its own, and a running index would give "
                 "different ones the same id: write sample_ids=lambda batch: ..."

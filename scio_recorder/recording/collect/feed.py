@@ -119,6 +119,11 @@ class Feed:
             "inputs, a dict of keyword inputs, or both as a pair (tuple, dict)"
         )
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether ids tell samples of several processes apart."""
+        return self.sample_ids is not None or self.part is not None
+
     def ids(self, batch: Any, inputs: Inputs, first: int, number: int | None = None) -> Ids:
         """Return the ids of a batch's samples, which also say how many there are.
 

@@ -85,6 +85,11 @@ class Options:
                         f"{one.why_not_merged}"
                     )
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether processes see the same samples, as far as is known, and have shards of layers."""
+        return any(self.architecture[label].shard is not None for label in self.recording)
+
     def settings(
         self, net: nn.Module, every: int, posts: Iterable[DepthIdx], **has: bool
     ) -> dict[str, Any]:

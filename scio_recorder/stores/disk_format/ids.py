@@ -159,3 +159,13 @@ def ids_from_json(value: Any) -> Ids:
     if kinds != {int}:
         raise ValueError("sample ids that are neither all integers nor all strings")
     return array("q", value)
+
+
+def joined_ids(parts: Sequence[Ids]) -> Ids:
+    """Return ids one after the other, as a range where they are one."""
+    # Passes that go on with earlier samples have no new ones.
+    parts = [part for part in parts if len(part)]
+    ranges = [part for part in parts if isinstance(part, range)]
+    if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
+        return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)
+    return to_ids([value for part in parts for value in part])
