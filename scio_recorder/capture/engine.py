@@ -175,6 +175,7 @@ class Capture:
             records_outputs = False
         else:
             self._forget_latest()
+        stop = stop and self._shards.can_stop
         posts = _NO_POSTS
         if given is not None:
             posts = Assigned(assign(program.architecture, program.order, given))

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.errors import ShardWarning
 from scio_recorder.layer import DepthIdx, Shard
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.state.sharded import is_dtensor
+from scio_recorder.nets.state.sharded import is_dtensor, is_sharded
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
@@ -180,6 +180,12 @@ class Shards:
         # Whether any recorded layer is marked.
         self.are_recorded = False
         self._warned: set[int] = set()
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether a pass may be broken off: FSDP waits for the end of what it has begun."""
+        net = self._net()
+        return net is None or not is_sharded(net)
 
     @property
     def are_to_be_found(self) -> bool:

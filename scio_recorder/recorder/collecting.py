@@ -254,6 +254,7 @@ class Collecting(Reading):
         """Run the network over the batches of a collection."""
         from scio_recorder.recording.collect.loop import go_through
 
+        self._refuse_inside_fsdp()
         # torch.compile(rnet) is another module, and can't be told from here.
         module: Any = self
         compiled = module if private.calls_compiled(module) else None

@@ -12,8 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.saved_tensors import SavedTensors
-from scio_recorder.errors import SelectorTypeError
+from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.tensors import private_distributed
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ class Reading:
     architecture: Architecture
     _capture: Capture
     _net: nn.Module
+
+    def _refuse_inside_fsdp(self) -> None:
+        module: Any = self
+        if private_distributed.is_inside_fsdp(module):
+            raise UnsupportedNetError(
+                "the recorder itself is sharded by FSDP, whose parameters are there only while "
+                "the wrapper is called: call it, inside `with rnet.collecting(...):`, or "
+                "shard the network, as in fully_shard(rnet.net)"
+            )
 
     @property
     def recording(self) -> tuple[DepthIdx, ...]:

@@ -294,6 +294,7 @@ class Recorder(Analysing, Collecting, Recomputing, Watching, Outlined, nn.Module
         """
         if not self.recording:
             raise SelectorTypeError("nothing to extract: choose layers with record(...) first")
+        self._refuse_inside_fsdp()
         given = kwargs.pop("activation_postproc", None)
         self._capture.run(self._net, args, kwargs, given=given, stop=True)
         return self.activations

@@ -71,3 +71,8 @@ def take_whole_parameters(module: nn.Module) -> None:
         with _naming("FlatParamHandle.reshard"):
             handle.reshard(handle.uses_sharded_strategy)
             handle.post_reshard()
+
+
+def is_inside_fsdp(module: nn.Module) -> bool:
+    """Whether a module runs as FSDP lets it only where what FSDP wrapped around it is called."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scio_recorder import LabellingError, Recorder, layer
+from scio_recorder import LabellingError, Recorder, UnsupportedNetError, layer
 from scio_recorder.errors import ShardWarning
 
 CPU = torch.device("cpu")
@@ -205,6 +205,39 @@ def compare(
     rnet.zero_grad()
 
 
+def stop_nowhere(data: Tensor) -> None:
+    """FSDP is not left in the middle of a pass: training goes on with the new weights."""
+    for shard in (fsdp2, fsdp1):
+        net = shard(make_net())
+        rnet = Recorder(net, input_size=SIZE)
+        first = plain_names(net)["0"]
+        rnet.record(first)
+        alone = make_net()
+        pairs = zip(trained(rnet, rnet, data), trained(alone, alone, data), strict=True)
+        for found, wanted in pairs:
+            torch.testing.assert_close(found, wanted)
+            expected = alone[0](data).detach()
+            torch.testing.assert_close(rnet.extract(data)[first].detach(), expected)
+            collected = rnet.collect([data], stop_early=True)
+            torch.testing.assert_close(collected[first], expected)
+
+
+def refuse_a_recorder_that_is_sharded(data: Tensor) -> None:
+    """Its network can't run without what shards the recorder."""
+    for shard in (fully_shard, fsdp1, fsdp1_with_original_parameters):
+        rnet = Recorder(make_net(), input_size=SIZE)
+        rnet.record("0")
+        call = shard(rnet)
+        call(data).sum().backward()
+        with pytest.raises(UnsupportedNetError, match="sharded by FSDP"):
+            rnet.collect([data])
+        with pytest.raises(UnsupportedNetError, match="sharded by FSDP"):
+            rnet.extract(data)
+        with rnet.collecting() as collection:
+            call(data)
+        assert torch.equal(collection.recording["0"], make_net()[0](data))
+
+
 def shard_the_rest_after(data: Tensor) -> None:
     """A part that was labelled is not the root of what is sharded around it."""
     net = make_net()
@@ -270,6 +303,8 @@ def main(rank: int, processes: int, store: str) -> None:
             check(kind, data)
     if processes == 2:
         tell_shards()
+    stop_nowhere(data)
+    refuse_a_recorder_that_is_sharded(data)
     shard_the_rest_after(data)
     dist.destroy_process_group()
     print("done")

@@ -43,6 +43,8 @@ def is_sharded(net: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(2, 1))
     False
     """
+    if not (_classes(_FSDP, "FSDPModule") or _classes("torch.distributed.tensor", "DTensor")):
+        return False
     tensors = (*net.parameters(), *net.buffers())
     return any(map(_is_fsdp, net.modules())) or any(map(is_dtensor, tensors))
 
