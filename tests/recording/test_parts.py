@@ -26,7 +26,7 @@ from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import chunk_name
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.recording.nets import assert_same, batches, expected, recorder
-from tests.stores.disk_format.by_the_book import read_run
+from tests.stores.disk_format.by_the_book import put_together, read_run, take_apart
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 ROOT = Path(__file__).parents[2]
@@ -112,6 +112,20 @@ def test_damage_to_what_tells_of_commits_is_noticed(tmp_path, has_index):
         open_recording(tmp_path)["0"][:]
     with pytest.raises(RecordingError, match=chunk.name):
         open_recording(tmp_path, verify=True)
+
+
+def test_a_commit_that_is_in_order_and_not_the_one_that_was_listed(tmp_path):
+    fill(tmp_path, rnet=seeded("0"))
+    chunk = tmp_path / chunk_name(1, 0)
+    parts = take_apart(chunk.read_bytes())
+    other = parts._replace(content={**parts.content, "ids": ["1-0", "1-1", "1-2", "9-9"]})
+    chunk.unlink()
+    chunk.write_bytes(put_together(other))
+    with pytest.raises(RecordingError, match="not the one that the manifest lists"):
+        open_recording(tmp_path)["0"][:]
+    (tmp_path / "index.safetensors").unlink()
+    with pytest.raises(RecordingError, match="not the one that the manifest lists"):
+        open_recording(tmp_path)
 
 
 def test_what_two_holders_of_a_part_leave_never_counts_behind_its_end(tmp_path):
