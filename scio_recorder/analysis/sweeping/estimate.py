@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from scio_recorder.analysis.sweeping.patches import has_positions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.structures import map_tensors, tensors
+
+# For each tensor that a layer handed on, by label: its place in the graph, None for none.
+Marks: TypeAlias = dict[DepthIdx, list[GradientEdge | None]]
+# What `gradients` returns.
+Slopes: TypeAlias = dict[DepthIdx, list[tuple[bool, Tensor | None]]]
 
 
 @contextlib.contextmanager
@@ -45,20 +51,53 @@ def differentiable(net: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def gradients(metric: Any, records: Mapping[DepthIdx, Any]) -> dict[int, Tensor]:
-    """Differentiate the metric with respect to what layers returned.
+def mark(marks: Marks, label: DepthIdx, output: Any) -> Any:
+    """Hand a copy of what a layer returned on, and note its place in the graph.
+
+    Parameters
+    ----------
+    marks : dict
+        Where the places are noted, by label.
+    label : (int, int)
+        The layer.
+    output : any
+        What it returned.
+
+    Returns
+    -------
+    any
+        The same of copies. What a layer returned may have been in use before, as the input that an
+        ``Identity`` returns, and a patch changes only what goes on from the layer.
+    """
+    marks[label] = []
+
+    def handed(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            marks[label].append(None)
+            return tensor
+        copy = tensor.clone()
+        # Of now: the network may work on the copy in place.
+        marks[label].append(get_gradient_edge(copy))
+        return copy
+
+    return map_tensors(handed, output)
+
+
+def gradients(metric: Any, marks: Marks) -> Slopes:
+    """Differentiate the metric with respect to what layers handed on.
 
     Parameters
     ----------
     metric : torch.Tensor
         What the metric returned.
-    records : mapping
-        What each layer returned, on the graph.
+    marks : dict
+        What `mark` noted.
 
     Returns
     -------
     dict
-        By the identity of a tensor; without those on which the metric does not depend.
+        For each tensor that a layer returned, by label: whether it was on the graph, and the
+        gradient, None where the metric does not depend on it.
 
     Raises
     ------
@@ -71,16 +110,19 @@ def gradients(metric: Any, records: Mapping[DepthIdx, Any]) -> dict[int, Tensor]
             "return a tensor that is computed of the output by differentiable functions, without "
             "item(), detach(), argmax() or no_grad()"
         )
-    leaves = [leaf for value in records.values() for leaf in tensors(value) if leaf.requires_grad]
-    found = torch.autograd.grad(metric, leaves, allow_unused=True) if leaves else ()
-    return {id(leaf): slope for leaf, slope in zip(leaves, found, strict=True) if slope is not None}
+    edges = [edge for own in marks.values() for edge in own if edge is not None]
+    found = iter(torch.autograd.grad(metric, edges, allow_unused=True) if edges else ())
+    return {
+        label: [(edge is not None, None if edge is None else next(found)) for edge in own]
+        for label, own in marks.items()
+    }
 
 
 def estimates(
     architecture: Architecture,
     clean: Mapping[DepthIdx, Any],
     corrupted: Mapping[DepthIdx, Any],
-    slopes: Mapping[int, Tensor],
+    slopes: Slopes,
     positions: Sequence[int] | None,
 ) -> Tensor:
     """Return by how much each patch changes the metric, to first order.
@@ -111,8 +153,9 @@ def estimates(
     for label, value in corrupted.items():
         row = torch.zeros(size, dtype=torch.float64)
         leaves = tensors(value)
-        for own, other in zip(leaves, tensors(clean[label]), strict=True):
-            change = _change(own, other, slopes.get(id(own)), architecture[label])
+        others = tensors(clean[label])
+        for own, other, slope in zip(leaves, others, slopes[label], strict=True):
+            change = _change(own, other, *slope, architecture[label])
             if change is None:
                 continue
             if positions is None:
@@ -124,19 +167,21 @@ def estimates(
     return torch.stack(rows)
 
 
-def _change(own: Tensor, other: Tensor, slope: Tensor | None, layer: Layer) -> Tensor | None:
+def _change(
+    own: Tensor, other: Tensor, is_on_graph: bool, slope: Tensor | None, layer: Layer
+) -> Tensor | None:
     """Return gradient times difference, where they differ; None for nothing."""
-    differs = own.detach() != other
+    differs = own != other
     if not differs.any():
         return None
-    if not own.requires_grad:
+    if not is_on_graph:
         raise ComparisonError(
             f"layer {layer} can't be estimated: what it returned is not on autograd's graph, "
-            f"since it is of {own.dtype}, was made without gradients, or shares memory that the "
-            "network writes to later. Sweep without estimate=, or record the layers around it"
+            f"since it is of {own.dtype}, or was made without gradients. Sweep without estimate=, "
+            "or record the layers around it"
         )
     if slope is None:
         return None
     wide = torch.complex128 if own.is_complex() else torch.float64
-    step = torch.where(differs, other.to(wide) - own.detach().to(wide), 0)
+    step = torch.where(differs, other.to(wide) - own.to(wide), 0)
     return (slope.to(wide).conj() * step).real

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.sweeping.bench import Bench
 from scio_recorder.analysis.sweeping.effects import Effects
-from scio_recorder.analysis.sweeping.estimate import differentiable, estimates, gradients
+from scio_recorder.analysis.sweeping.estimate import (
+    Marks,
+    differentiable,
+    estimates,
+    gradients,
+    mark,
+)
 from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patched, resolved
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
@@ -56,6 +63,7 @@ class Sweep:
         self._metric = metric
         # One of its own: that of the recorder keeps its records.
         self._capture = Capture(net, self._architecture, self._labels, Options(copy="always"))
+        self._marks: Marks = {}
 
     def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
         """Return the metric of a run for each layer and position.
@@ -115,7 +123,7 @@ class Sweep:
         def slopes(output: Any) -> tuple[float, Any, Any]:
             with torch.enable_grad():
                 metric, records = self._metric(output), dict(self._capture.activations)
-            return self._number_of(metric), records, gradients(metric, records)
+            return self._number_of(metric), records, gradients(metric, self._marks)
 
         with self._leaving_no_hooks(), bench.open(), differentiable(self._net):
             # Kernels may be others where gradients are on: both runs take the same.
@@ -125,7 +133,7 @@ class Sweep:
         check_alike(self._architecture, found, records)
         chosen = resolved(self._architecture, found, positions)
         # Records are in the order in which layers returned.
-        records = {label: records[label] for label in self._labels}
+        records = {label: map_tensors(Tensor.detach, records[label]) for label in self._labels}
         changes = estimates(self._architecture, found, records, slope, chosen)
         return Effects(
             self._architecture,
@@ -141,9 +149,11 @@ class Sweep:
         return self._capture.run(self._net, args, kwargs)
 
     def _with_graph(self, *args: Any, **kwargs: Any) -> Any:
+        self._marks = {}
+        posts = {label: partial(mark, self._marks, label) for label in self._labels}
         with torch.enable_grad():
             given = map_tensors(_on_graph, Inputs(args, kwargs))
-            return self._recorded(*given.args, **given.kwargs)
+            return self._capture.run(self._net, given.args, given.kwargs, given=posts)
 
     @contextlib.contextmanager
     def _leaving_no_hooks(self) -> Iterator[None]:

@@ -365,6 +365,35 @@ def test_estimates_stand_beside_their_layers() -> None:
     assert len({round(value.item(), 9) for value in expected.values()}) == 2
 
 
+class Shortcut(nn.Module):
+    """Has layers that return what they were given, which goes on beside them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.skip, self.inplace = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.inner(x).tanh() + self.skip(x)
+        return y + self.inplace(y * 2) * self.skip(y)
+
+
+def test_estimates_count_what_goes_on_from_a_layer_alone() -> None:
+    torch.manual_seed(0)
+    net = Shortcut().double()
+    corrupted = torch.randn(4, 3, dtype=torch.float64)
+    clean = corrupted + 1e-7 * torch.randn(4, 3, dtype=torch.float64)
+    rnet = recorder(net, "*", input_data=clean)
+    patched, estimated = (
+        rnet.sweep(clean, corrupted, lambda out: out[0, 0] - out[1, 2] ** 2, estimate=estimate)
+        for estimate in (False, True)
+    )
+    change, guess = (effects.values - effects.corrupted for effects in (patched, estimated))
+    torch.testing.assert_close(guess, change, rtol=1e-5, atol=1e-13)
+    assert len(change) == 6
+
+
 def test_estimates_come_close_to_small_patches() -> None:
     net = gpt2().eval()
     for parameter in net.parameters():
