@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from scio_recorder.errors import ArgumentError
 from scio_recorder.recorder.reading import Reading
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ class Analysing(Reading):
         from scio_recorder.analysis.guarding.calls import guarded
         from scio_recorder.analysis.guarding.guard import Guard
 
+        if not isinstance(gradients, bool):
+            raise ArgumentError(f"gradients={gradients!r}: write True or False")
         watching = Guard(self.architecture, action, kinds)
         with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):
             yield watching

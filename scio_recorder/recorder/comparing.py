@@ -131,8 +131,8 @@ def _feeds(
     """Return what feeds each side; the first one counts the samples."""
     from scio_recorder.recording.collect.feed import Feed
 
-    is_one = to_inputs is None or callable(to_inputs)
-    several: list[Any] = [to_inputs] * 3 if is_one else [*to_inputs]  # type: ignore[misc]  # seen above
+    is_several = isinstance(to_inputs, Sequence)
+    several: list[Any] = [*to_inputs] if is_several else [to_inputs] * 3  # type: ignore[misc]  # seen
     if len(several) == 2:
         several.append(several[1])
     if len(several) != 3 or not all(one is None or callable(one) for one in several):

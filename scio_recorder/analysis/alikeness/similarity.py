@@ -50,7 +50,7 @@ def similarity(
     Returns
     -------
     Similarity
-        ``values`` is [layers of a, layers of b].
+        ``values`` is [layers of a, layers of b], in the order of the recordings.
 
     Raises
     ------

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.errors import ComparisonError
@@ -72,16 +73,29 @@ class Match:
                 yield _filled(other, found.groups())
         yield name
 
-    def check_used(self, architecture: Architecture) -> None:
+    def check_used(self, reference: Architecture) -> None:
         """Refuse an entry that matches no name of the reference: it is a slip of the pen."""
         for name in self.given:
-            pattern = re.compile(_pattern(name), re.DOTALL)
-            if not any(map(pattern.fullmatch, architecture.names)):
-                close = difflib.get_close_matches(name, architecture.names, n=4, cutoff=0.4)
-                shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
-                raise ComparisonError(
-                    f"match has {name!r}, which matches no name of the reference; there are {shown}"
-                )
+            if not self._partners(name, reference):
+                _refuse_name(name, "reference", reference)
+
+    def check_reached(self, reference: Architecture, candidate: Architecture) -> None:
+        """Refuse an entry that leads to no name of the candidate."""
+        for name, other in self.given.items():
+            if self._partners(name, reference).isdisjoint(candidate.names):
+                _refuse_name(other, "candidate", candidate)
+
+    def _partners(self, name: str, reference: Architecture) -> set[str]:
+        matched = map(re.compile(_pattern(name), re.DOTALL).fullmatch, reference.names)
+        return {_filled(self.given[name], one.groups()) for one in matched if one is not None}
+
+
+def _refuse_name(name: str, side: str, architecture: Architecture) -> NoReturn:
+    close = difflib.get_close_matches(name, architecture.names, n=4, cutoff=0.4)
+    shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
+    raise ComparisonError(
+        f"match has {name!r}, which matches no name of the {side}; there are {shown}"
+    )
 
 
 def match_layers(

@@ -16,6 +16,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.feed import Feed
+from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.structures import map_tensors
 
 
@@ -47,6 +48,8 @@ class NetworkSide:
         self.digests: frozenset[DepthIdx] = frozenset()
         self._own = self._capture = capture
         self._compiled = compiled
+        # Whether others run on the same batches.
+        self.shares_batches = False
         self._keeps_digests = False
 
     @property
@@ -96,7 +99,9 @@ class NetworkSide:
 
     def at(self, block: Block) -> Values:
         """Run the network on a batch."""
-        args, kwargs = self.feed.inputs(block.batch)
+        given = self.feed.inputs(block.batch)
+        # Networks write into tensors, and fill caches.
+        args, kwargs = map_tensors(twin, given) if self.shares_batches else given
         capture = self._capture
         if self._compiled is None and not self._keeps_digests:
             capture.run(self.net, args, kwargs)

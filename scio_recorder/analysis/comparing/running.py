@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,9 +23,6 @@ from scio_recorder.nets.state.restoring import random_state, restore_random, res
 from scio_recorder.recording.collect.feed import Feed, advise_second_element, refuse_keywords
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
-from scio_recorder.tensors.copies import same_bits
-from scio_recorder.tensors.ownership import version_of
-from scio_recorder.tensors.structures import tensors
 
 # Bytes of a layer that are read at once from each recording.
 _BLOCK_BYTES = 1 << 26
@@ -48,6 +44,10 @@ class Sides:
     reference: Side
     candidate: Side
     floor: Side | None = None
+
+    def __post_init__(self) -> None:
+        for side in self.networks:
+            side.shares_batches = len(self.networks) > 1
 
     @property
     def all(self) -> list[Side]:
@@ -73,12 +73,10 @@ class Sides:
         if len(self.networks) < 2:
             return [side.at(block) for side in self.all]
         before, after = random_state(), None
-        put_back = _changes_of(block.batch)
         found = []
         for number, side in enumerate(self.all):
             if isinstance(side, NetworkSide):
                 restore_random(before)
-                put_back()
                 with self._put_back(side, number):
                     found.append(side.at(block))
                 after = after or random_state()
@@ -95,19 +93,6 @@ class Sides:
         if any(id(module) in own for other in later for module in other.net.modules()):
             return restored(side.net, keep_hooks=True, keep_parameters=True)
         return contextlib.nullcontext()
-
-
-def _changes_of(batch: Any) -> Callable[[], None]:
-    """Return what undoes changes to the tensors of a batch: networks may work on it in place."""
-    leaves = tensors(batch)
-    kept = [(leaf, leaf.detach().clone(), version_of(leaf)) for leaf in leaves]
-
-    def put_back() -> None:
-        for leaf, values, version in kept:
-            if version_of(leaf) != version or (version < 0 and not same_bits(leaf, values)):
-                leaf.data.copy_(values)
-
-    return put_back
 
 
 @torch.no_grad()
@@ -144,6 +129,7 @@ def compare_sides(
         reference.architecture, chosen, candidate.architecture, candidate.labels, match
     )
     refuse_strangers(reference.architecture, pairs, unmatched, match)
+    match.check_reached(reference.architecture, candidate.architecture)
     mine, theirs = unmatched
     unmatched = Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
     floors = None if floor is None else _floors(reference, floor, pairs, match)

@@ -243,7 +243,7 @@ class Guard:
     def __init__(self, architecture: Architecture, action: Action, kinds: Collection[str]) -> None:
         if action not in ("raise", "warn", "record"):
             raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
-        chosen = {kinds} if isinstance(kinds, str) else set(kinds)
+        chosen = {kinds} if isinstance(kinds, str) else set(kinds or ())
         if not chosen or not chosen <= set(KINDS):
             raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
         self.origin: Origin | None = None

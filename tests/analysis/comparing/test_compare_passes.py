@@ -140,6 +140,30 @@ def test_a_network_that_works_on_its_batch_in_place() -> None:
     assert compare(*sides, [given]).first is None
 
 
+class Remembers(nn.Module):
+    """Goes on with the tokens that a cache holds, and fills it further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x)
+        return self.linear(torch.cat(cache))
+
+
+def test_each_network_gets_what_the_batch_was() -> None:
+    net = Remembers()
+    batch = {"x": torch.randn(2, 3), "cache": [torch.randn(4, 3)]}
+    copies = (copy.deepcopy(batch) for _ in range(2))
+    one, two = (
+        Recorder(each, input_data=given)
+        for each, given in zip((net, copy.deepcopy(net)), copies, strict=True)
+    )
+    assert compare(one, two, [batch]).first is None
+    assert len(batch["cache"]) == 1
+
+
 class Late(nn.Module):
     """Is wrong for large numbers only."""
 

@@ -261,6 +261,7 @@ def test_bad_arguments() -> None:
     refused("reference", "open_recording('run')", one="run", two=net, given=[])
     refused("candidate", "NoneType", "Recorder or a Recording", one=net, two=None, given=[])
     refused("two of them", one=net, two=net, given=[DATA], to_inputs=[len])
+    refused("two of them", one=net, two=net, given=[DATA], to_inputs=3)
     refused("leave rows= out", one=recording, two=net, given=[DATA], rows=Tokens())
     sums = collected(rowwise(), FORWARD, 4, reduce=Digest(), store=None)
     refused("floor=", one=sums, two=net, given=batches(FORWARD, 4), floor=rowwise())

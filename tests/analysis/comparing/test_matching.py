@@ -99,6 +99,12 @@ def test_nothing_in_common(match: dict[str, str] | None) -> None:
         assert part in str(caught.value)
 
 
+def test_a_partner_that_the_candidate_does_not_have() -> None:
+    reference, candidate = recorder(named("a", "b")), recorder(named("a", "b"))
+    with pytest.raises(ComparisonError, match=r"'bb', which matches no name of the candidate.*'b'"):
+        compare(reference, candidate, X, match={"a": "bb"})
+
+
 @pytest.mark.parametrize(
     ("match", "parts"),
     [

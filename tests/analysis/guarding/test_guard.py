@@ -22,6 +22,7 @@ from scio_recorder import (
     UnsupportedNetError,
     open_recording,
 )
+from scio_recorder.errors import ArgumentError
 from scio_recorder.tensors import private
 from tests.analysis.guarding.nonfinite import (
     INF,
@@ -678,3 +679,10 @@ def test_what_was_not_kept_is_not_saved(tmp_path: Path) -> None:
 
 def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("given", [{"kinds": None}, {"kinds": ()}, {"gradients": "yes"}])
+def test_what_can_not_be_meant(given: dict[str, Any]) -> None:
+    rnet = Recorder(nn.ReLU(), input_size=(1, 2))
+    with pytest.raises(ArgumentError, match=rf"{next(iter(given))}=.*write"), rnet.guard(**given):
+        pass
