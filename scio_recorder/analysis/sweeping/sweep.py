@@ -63,7 +63,6 @@ class Sweep:
         self._metric = metric
         # One of its own: that of the recorder keeps its records.
         self._capture = Capture(net, self._architecture, self._labels, Options(copy="always"))
-        self._marks: Marks = {}
 
     def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
         """Return the metric of a run for each layer and position.
@@ -119,17 +118,20 @@ class Sweep:
             The positions.
         """
         bench = Bench(self._net)
+        marks: Marks = {}
 
         def slopes(output: Any) -> tuple[float, Any, Any]:
             with torch.enable_grad():
                 metric, records = self._metric(output), dict(self._capture.activations)
-            return self._number_of(metric), records, gradients(metric, self._marks)
+            return self._number_of(metric), records, gradients(metric, marks)
 
         with self._leaving_no_hooks(), bench.open(), differentiable(self._net):
             # Kernels may be others where gradients are on: both runs take the same.
-            clean = bench.run(self._clean, self._with_graph, self._number)
+            clean = bench.run(self._clean, partial(self._with_graph, None), self._number)
             found = map_tensors(Tensor.detach, dict(self._capture.activations))
-            corrupted, records, slope = bench.run(self._corrupted, self._with_graph, slopes)
+            corrupted, records, slope = bench.run(
+                self._corrupted, partial(self._with_graph, marks), slopes
+            )
         check_alike(self._architecture, found, records)
         chosen = resolved(self._architecture, found, positions)
         # Records are in the order in which layers returned.
@@ -148,9 +150,10 @@ class Sweep:
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         return self._capture.run(self._net, args, kwargs)
 
-    def _with_graph(self, *args: Any, **kwargs: Any) -> Any:
-        self._marks = {}
-        posts = {label: partial(mark, self._marks, label) for label in self._labels}
+    def _with_graph(self, marks: Marks | None, /, *args: Any, **kwargs: Any) -> Any:
+        posts = None
+        if marks is not None:
+            posts = {label: partial(mark, marks, label) for label in self._labels}
         with torch.enable_grad():
             given = map_tensors(_on_graph, Inputs(args, kwargs))
             return self._capture.run(self._net, given.args, given.kwargs, given=posts)
