@@ -29,7 +29,7 @@ from scio_recorder.reductions.covariance import CovarianceResult
 from tests.project.pages import run_page
 
 HERE = Path(__file__)
-PAGE = HERE.parents[2] / "docs/howto/out-of-distribution.md"
+PAGE = HERE.parents[2] / "docs/how-to/out-of-distribution.md"
 
 pytestmark = pytest.mark.skipif(
     find_spec("pytorch_ood") is None,
