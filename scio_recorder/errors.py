@@ -25,11 +25,13 @@ Warnings::
     ShardWarning    (UserWarning)   a record is only what this process has of an activation
 
 Each class also derives from the built-in that a caller would expect, so that code written without
-this package in mind catches the right thing.
+this package in mind catches the right thing. All warnings go through `warn`.
 """
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from typing import Any
 
 __all__ = [
@@ -52,6 +54,9 @@ __all__ = [
     "UnsupportedNetError",
     "UnsupportedTorchError",
 ]
+
+# Packages that stand between a line of the user's and what warns: modules, blocks and this one.
+_BETWEEN = ("contextlib", "scio_recorder", "torch")
 
 
 class RecorderError(Exception):
@@ -130,3 +135,15 @@ class CollectWarning(UserWarning):
 
 class ShardWarning(UserWarning):
     """A layer returns a shard: its record is only what this process has of the activation."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line of the user's that has led here, at whatever depth."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package_of(names: dict[str, Any]) -> str:
+    return str(names.get("__name__")).partition(".")[0]

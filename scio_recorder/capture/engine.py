@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.capture.watch import Watcher
-from scio_recorder.errors import PostprocessorError, UnsupportedNetError
+from scio_recorder.errors import PostprocessorError, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Records
@@ -283,10 +282,9 @@ class Capture:
     def _warn_of_detached(self, compiled: CompiledPass) -> None:
         if compiled.is_on_graph and not self._has_warned_of_detached:
             self._has_warned_of_detached = True
-            warnings.warn(
+            warn(
                 "activations of a compiled pass are detached copies: a loss on them has no "
-                "gradient. Call the recorder without torch.compile for such a loss",
-                stacklevel=4,
+                "gradient. Call the recorder without torch.compile for such a loss"
             )
 
     def _refuse_compiled(self, what: str) -> None:
@@ -364,10 +362,9 @@ def warn_of_other_kernels(
         if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
             continue
         if any(inner in modules for inner in module.modules()):
-            warnings.warn(
+            warn(
                 f"layer {row} runs without torch's fused kernel while it is {what}: torch takes "
-                "the plain one where modules have hooks, whose results can differ in the last bits",
-                stacklevel=7,
+                "the plain one where modules have hooks, whose results can differ in the last bits"
             )
             return True
     return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, warn
 from scio_recorder.tensors.structures import tensors
 
 if TYPE_CHECKING:
@@ -126,12 +126,11 @@ class Journal:
         """Name modules whose gradients are missing, each once."""
         for name in sorted(self.lost - self._warned):
             self._warned.add(name)
-            warnings.warn(
+            warn(
                 f"gradients of what the module {name!r} returns are missing from the log, or "
                 "incomplete: it returns a view that is changed in place later, which takes the "
                 "view as it was off autograd's graph. Write that operation out of place, as x + 1 "
-                "for x += 1 or ReLU() for ReLU(inplace=True)",
-                stacklevel=4,
+                "for x += 1 or ReLU() for ReLU(inplace=True)"
             )
 
 

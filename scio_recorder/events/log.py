@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
 from scio_recorder.capture.hooks import observe
-from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.nets.labelling.supported import check_supported
@@ -261,11 +260,10 @@ class Tracker:
     def _warn_of_compiled(self) -> None:
         names, self._compiled = list(self._compiled), {}
         if names:
-            warnings.warn(
+            warn(
                 f"calls of {len(names)} modules, of which one is {names[0]!r}, are missing from "
                 "the log: they ran as compiled code, which can't be logged. Run the net itself, "
-                "and not what torch.compile() made of it, inside the block of track()",
-                stacklevel=3,
+                "and not what torch.compile() made of it, inside the block of track()"
             )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.errors import ShardWarning
+from scio_recorder.errors import ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.state.sharded import is_dtensor, is_sharded
@@ -218,7 +217,7 @@ class Shards:
             if layer.shard is not None:
                 layers.setdefault(layer.shard, []).append(str(layer))
         for shard, names in layers.items():
-            warnings.warn(f"{', '.join(names)}: the record is {shard}", ShardWarning, stacklevel=6)
+            warn(f"{', '.join(names)}: the record is {shard}", ShardWarning)
 
     def _net(self) -> nn.Module | None:
         return next(iter(self._architecture.values())).module

@@ -12,7 +12,7 @@ from torch import nn
 from scio_recorder.capture.engine import Capture, detach_when_dead
 from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
-from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
+from scio_recorder.errors import SelectorTypeError
 from scio_recorder.events import Tracker, track
 from scio_recorder.layer import text_of
 from scio_recorder.nets.labelling.label import label_net
@@ -23,7 +23,7 @@ from scio_recorder.recorder.analysing import Analysing
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.recomputing import Recomputing
 from scio_recorder.recorder.watching import Watching
-from scio_recorder.tensors import private
+from scio_recorder.tensors import private, private_distributed
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
 
 
-class Recorder(Analysing, Collecting, Recomputing, Watching, Outlined, nn.Module):
+class Recorder(
+    Analysing, Collecting, Recomputing, Watching, Outlined, private_distributed.NotReplicated
+):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -334,17 +336,11 @@ class Recorder(Analysing, Collecting, Recomputing, Watching, Outlined, nn.Module
     def _outline(self) -> Outline:
         return outline("Recorder", list(self.architecture.values()), self.recording)
 
-    def _replicate_for_data_parallel(self) -> Self:
-        raise UnsupportedNetError(
-            "torch.nn.DataParallel runs replicas that share hooks, and would mix their records: "
-            "use DistributedDataParallel, or wrap the net in DataParallel without a recorder"
-        )
-
     # Hooks lead back to this recorder, so a copy attaches its own.
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for name in ("_capture", "_finalizer", "_compiled_call_impl", "_hooks_on_gradients"):
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module
+        for name in ("_capture", "_finalizer", "_hooks_on_gradients"):
             state.pop(name, None)
         state["_watchers"], state["_collected"] = [], None
         state["_selection"] = (self.recording, self._capture.program.options)

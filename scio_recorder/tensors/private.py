@@ -228,6 +228,7 @@ def is_any_autocast_on() -> bool:
 
 # The dictionaries of an ``nn.Module`` that hold what others attached to it.
 HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @checked("Module._forward_hooks", "recording", examples.finds_both_hooks)

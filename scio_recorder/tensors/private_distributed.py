@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.tensors.private import unsupported
 
 _FEATURE = "labelling a net that FSDP has sharded"
@@ -76,3 +77,13 @@ def take_whole_parameters(module: nn.Module) -> None:
 def is_inside_fsdp(module: nn.Module) -> bool:
     """Whether a module runs as FSDP lets it only where what FSDP wrapped around it is called."""
     return bool(vars(module).get("_is_fsdp_managed_module", False))
+
+
+class NotReplicated(nn.Module):
+    """A recorder, of which ``torch.nn.DataParallel`` makes no replicas."""
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise UnsupportedNetError(
+            "torch.nn.DataParallel runs replicas that share hooks, and would mix their records: "
+            "use DistributedDataParallel, or wrap the net in DataParallel without a recorder"
+        )

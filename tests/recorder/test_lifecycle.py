@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import replicate
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, UnsupportedNetError
 from tests.harness import hook_state, trace
 from tests.oracle import differences, same_bits
 from tests.zoo.base import linear
@@ -264,6 +265,12 @@ def test_pickled_recorder_records_again() -> None:
     assert twin.architecture.fingerprint == rnet.architecture.fingerprint
     assert same_bits(twin.activations["0"], rnet.net[0].forward(x))
     assert same_bits(twin.inputs["0"].args[0], x)
+
+
+def test_data_parallel_makes_no_replicas_of_a_recorder() -> None:
+    rnet = recorder(nn.Sequential(nn.ReLU()), "0")
+    with pytest.raises(UnsupportedNetError, match="DistributedDataParallel"):
+        replicate(rnet, [0])
 
 
 def test_wrapped_net_can_be_pickled_and_saved() -> None:

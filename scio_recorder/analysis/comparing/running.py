@@ -208,7 +208,7 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
     missing: dict[str, list[SampleId]] = {}
     for batch, _ in feed:
         is_empty = False
-        is_advised = is_advised or advise_second_element(net.net, batch, stacklevel=6)
+        is_advised = is_advised or advise_second_element(net.net, batch)
         inputs = net.feed.inputs(batch)
         found = None
         if rows is not None:

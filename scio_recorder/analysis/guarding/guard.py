@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from torch import nn
 
 from scio_recorder.analysis.guarding.kept_call import CallBefore
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
-from scio_recorder.errors import ArgumentError, NonFiniteError
+from scio_recorder.errors import ArgumentError, NonFiniteError, warn
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read
@@ -324,7 +323,7 @@ class Guard:
                 if direction == "forward"
                 else f"the gradient of what the network returned holds {what}: the loss made them"
             )
-            warnings.warn(f"{source}; no layer has made any", stacklevel=2)
+            warn(f"{source}; no layer has made any")
 
     def _origin(
         self,
@@ -368,7 +367,7 @@ class Guard:
             error.origin = origin
             raise error
         if self._action == "warn":
-            warnings.warn(str(origin), stacklevel=2)
+            warn(str(origin))
 
 
 def _made(had: Sequence[NonFinite], gives: Sequence[NonFinite]) -> frozenset[str]:

@@ -27,7 +27,6 @@ from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, s
 from scio_recorder.tensors import private, private_distributed
 
 _FSDP = "torch.distributed.fsdp"
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -108,9 +107,9 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
 def _leave_hooks_of_torch(net: nn.Module) -> None:
     """Take away the hooks that are not those of ``torch.distributed``, but not in place."""
     for module in net.modules():
-        for name in private.HOOK_DICTIONARIES:
+        for name in private.FORWARD_HOOKS:
             hooks = vars(module).get(name)
-            if name in _FORWARD_HOOKS and hooks:
+            if hooks:
                 kept = ((key, hook) for key, hook in hooks.items() if _is_of_torch(hook))
                 vars(module)[name] = OrderedDict(kept)
 

@@ -6,7 +6,6 @@ What is likely to be a mistake in how a net is fed is said here too, once a coll
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError, CollectWarning
+from scio_recorder.errors import CollectError, CollectWarning, warn
 from scio_recorder.nets.records import Inputs
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
@@ -249,15 +248,13 @@ def _num_samples(inputs: Inputs) -> int:
     )
 
 
-def advise_evaluation(net: nn.Module, *, stacklevel: int) -> None:
+def advise_evaluation(net: nn.Module) -> None:
     """Warn where a net is in training mode and has layers that do something else there.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net, which is about to run.
-    stacklevel : int
-        As for :func:`warnings.warn`, from here on.
     """
     if not net.training:
         return
@@ -268,16 +265,15 @@ def advise_evaluation(net: nn.Module, *, stacklevel: int) -> None:
     ]
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        warnings.warn(
+        warn(
             f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} return "
             "something else than in evaluation mode: call net.eval() before collect(...) unless "
             "that is meant",
             CollectWarning,
-            stacklevel=stacklevel + 1,
         )
 
 
-def advise_second_element(net: nn.Module, batch: Any, *, stacklevel: int) -> bool:
+def advise_second_element(net: nn.Module, batch: Any) -> bool:
     """Warn, and say so, where forward would take the second element of a batch beside the first.
 
     Only a tensor that looks like an input counts, and no labels, as in ``(ids, mask)``.
@@ -288,8 +284,6 @@ def advise_second_element(net: nn.Module, batch: Any, *, stacklevel: int) -> boo
         The net.
     batch : Any
         What the loader gave, of which the first element alone goes into the net.
-    stacklevel : int
-        As for :func:`warnings.warn`, from here on.
     """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return False
@@ -302,12 +296,11 @@ def advise_second_element(net: nn.Module, batch: Any, *, stacklevel: int) -> boo
     if parameter.default is not parameter.empty and second.ndim <= 1:
         # One number a sample is taken for a label where the net can do without it.
         return False
-    warnings.warn(
+    warn(
         "batch[0] alone goes into the net, whose forward would take batch[1] as well, a tensor of "
         f"shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) to give it "
         "both, or to_inputs=lambda batch: batch[0] where the first is all that it should get",
         CollectWarning,
-        stacklevel=stacklevel + 1,
     )
     return True
 

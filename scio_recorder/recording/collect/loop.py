@@ -56,7 +56,7 @@ def go_through(
     collection.open()
     if not collection.is_complete:
         try:
-            advise_evaluation(net, stacklevel=4)
+            advise_evaluation(net)
             _run_batches(collection, run, progress)
         except BaseException:
             collection.abandon()
@@ -79,7 +79,7 @@ def _run_batches(
             if not is_taken and feed.sample_ids is not None:
                 # Ids that are given need no running index.
                 continue
-            is_advised = is_advised or advise_second_element(net, batch, stacklevel=6)
+            is_advised = is_advised or advise_second_element(net, batch)
             inputs = feed.inputs(batch)
             if collection.begin(batch, inputs, is_taken=is_taken):
                 try:
