@@ -20,7 +20,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,9 +113,8 @@ class Replay:
         self._layers = set(layers)
         self._chosen = {architecture[label].module for label in layers}
         within = {module: {*module.modules()} - {module} for module in self._modules}
-        # Those that contain no layer, and what is inside them.
+        # Those that contain no layer.
         self._closed = {one for one, inner in within.items() if inner and not self._chosen & inner}
-        self._hidden = set[nn.Module]().union(*map(within.__getitem__, self._closed)) - self._chosen
         # Nothing tells what hooks do.
         hooked = set(filter(is_hooked_by_others, self._modules))
         self._running = {one for one, inner in within.items() if hooked & {one, *inner}}
@@ -139,11 +138,8 @@ class Replay:
                 private.set_compiled_call(module, _Noted(module, self))
             yield
         finally:
-            self._leave(self._modules)
-
-    def _leave(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
+            for module in self._modules:
+                take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
 
     def noted(self, run: Callable[[], T]) -> T:
         """Run the network, and note its calls; once more where it `is_incomplete` afterwards."""
@@ -160,9 +156,6 @@ class Replay:
         if _drawn_elsewhere() != before and self._surroundings is not None:
             # Which call it was that drew numbers outside of torch, nothing tells.
             self._surroundings, self.is_incomplete = None, True
-        if not (self._is_thorough or self.is_incomplete):
-            # They run behind the replaced layer only.
-            self._leave(self._hidden)
         return result
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
