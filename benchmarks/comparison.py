@@ -2,10 +2,14 @@
 
 Run ``python benchmarks/comparison.py``. Every recorder is used as its documentation shows, without
 a copy of one's own. What is right comes from a bare network with one hook that clones at once.
-"Wrong" is a value that differs, handed back without a word; "refused" is an exception, by its name.
-The last row is time, one layer of 48 recorded, set up once where the interface allows it: the
-median of 50 passes, beside bare passes in turn. torchextractor, captum, nnsight and torchlens are
-in no extra: install those that you want to see.
+"Wrong" is a value that differs, handed back without a word; "refused" is an exception, by its name;
+"to rounding" is a value that differs by no more than rounding. The last row is time, one layer of
+48 recorded, set up once where the interface allows it: the median of 50 passes, beside bare passes
+in turn. torchextractor, captum, nnsight, torchlens and transformer-lens are in no extra: install
+those that you want to see.
+
+TransformerLens records GPT-2 through its `TransformerBridge`, which computes attention by code of
+its own. In other networks it sees what passes its `HookPoint`s: one is put behind the layer.
 """
 
 from __future__ import annotations
@@ -100,8 +104,17 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2Model
 
     ids = {"bos_token_id": 0, "eos_token_id": 0}
+    # TransformerLens turns this kind of attention on, whose last bits are not those of another.
     return GPT2Model(
-        GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, **ids)
+        GPT2Config(
+            vocab_size=64,
+            n_positions=16,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            attn_implementation="eager",
+            **ids,
+        )
     )
 
 
@@ -172,7 +185,57 @@ def torchlens(net: nn.Module, case: Case) -> Callable[[], Any]:
     def run() -> Any:
         trace = peer.trace(net, case.args or None, case.kwargs or None)
         call = trace.modules[case.name].calls[0]
-        return call.outs if len(call.outs) > 1 else call.out
+        # They come in the order of computing: weights of an attention before its output.
+        return sorted(call.outs, key=Tensor.dim)
+
+    return run
+
+
+class _WithHookPoint(nn.Module):
+    def __init__(self, module: nn.Module, hook: nn.Module) -> None:
+        super().__init__()
+        self.module, self.hook = module, hook
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hook(self.module(*args, **kwargs))
+
+
+def transformer_lens(net: nn.Module, case: Case) -> Callable[[], Any]:
+    from transformer_lens import HookedRootModule
+    from transformer_lens.hook_points import HookPoint
+
+    if case.kwargs:
+        return bridged(net, case)
+    parent, _, name = case.name.rpartition(".")
+    layer = net.get_submodule(case.name)
+    setattr(net.get_submodule(parent), name, _WithHookPoint(layer, HookPoint()))
+    peer = type("Hooked", (HookedRootModule,), {"forward": lambda self, *args: self.net(*args)})()
+    peer.net = net
+    peer.setup()
+    hook = f"net.{case.name}.hook"
+
+    def run() -> Any:
+        return peer.run_with_cache(*case.args, names_filter=hook)[1][hook]
+
+    if case.first:
+        peer.run_with_cache(*case.first, names_filter=hook)
+    return run
+
+
+def bridged(net: nn.Module, case: Case) -> Callable[[], Any]:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+    from transformers import GPT2LMHeadModel
+
+    whole = GPT2LMHeadModel(net.config).eval()
+    whole.transformer = net
+    peer = build_bridge_from_module(whole, "GPT2LMHeadModel", hf_config=net.config)
+    name = case.name.replace("h.", "blocks.")
+    # What GPT-2's attention returns as a tuple, the bridge has as two entries.
+    hooks = [f"{name}.hook_out"] + ([f"{name}.hook_pattern"] if name.endswith("attn") else [])
+
+    def run() -> Any:
+        cache = peer.run_with_cache(case.kwargs["input_ids"])[1]
+        return [cache[hook] for hook in hooks]
 
     return run
 
@@ -183,6 +246,7 @@ PEERS: dict[str, Record] = {
     "captum": captum,
     "nnsight": nnsight,
     "torchlens": torchlens,
+    "transformer-lens": transformer_lens,
 }
 
 
@@ -214,8 +278,11 @@ def verdict(record: Record, case: Case) -> str:
         # What did not run has no value: an error is the right answer.
         return "right: error" if case.first else f"refused ({type(error).__name__})"
     right = expected(case)
-    same = len(got) == len(right) and all(map(torch.equal, got, right))
-    return "right" if same else "**wrong**"
+    if [one.shape for one in got] != [one.shape for one in right]:
+        return "**wrong**"
+    if all(map(torch.equal, got, right)):
+        return "right"
+    return "to rounding" if all(map(torch.allclose, got, right)) else "**wrong**"
 
 
 def main() -> None:

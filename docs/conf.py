@@ -47,6 +47,8 @@ html_theme = "furo"
 html_title = "scio-recorder"
 html_show_sphinx = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["gallery.css"]
 html_theme_options = {"footer_icons": []}
 html_math_renderer = "mathml"
 

@@ -336,11 +336,17 @@ def test_the_tested_set_covers_every_extra() -> None:
 def test_commands_are_the_same_everywhere() -> None:
     readme = (ROOT / "README.md").read_text()
     install = 'pip install -c constraints.txt -e ".[dev]"'
-    assert f"{install} && pytest\n" in readme
-    assert 'pip install -c constraints.txt -e ".[demo]" && scio-recorder demo\n' in readme
+    assert f"`{install} && pytest`" in readme
+    assert '`pip install -c constraints.txt -e ".[demo]" && scio-recorder demo`' in readme
     assert install.removeprefix("pip install") in (ROOT / ".ci" / "run").read_text()
     assert install in (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_changelog_knows_the_version() -> None:
+def test_version_and_address_are_the_same_everywhere() -> None:
+    address = project()["urls"]["Repository"]
     assert f"\n## [{project()['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"pip install git+{address}\n" in (ROOT / "README.md").read_text()
+    assert f"pip install git+{address}\n" in (ROOT / "docs" / "index.md").read_text()
+    citation = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {project()['version']}" in citation
+    assert f"repository-code: {address}" in citation
