@@ -28,7 +28,7 @@ from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.jsons import unpack
+from scio_recorder.stores.disk_format.jsons import Packed, unpack
 from scio_recorder.stores.disk_format.reader import RunReader
 
 
@@ -241,8 +241,7 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
     """Return the recording of a reader; ``given`` are its reductions, where they are at hand."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
-    found = [reader.read_state(rank) for rank in range(reader.world_size)]
-    states = [unpack(state) for state in found if state is not None]
+    states = _states(reader)
     try:
         held = held_by(reader, architecture)
         errors = _relative_errors(architecture, [_mapping(state, "rounding") for state in states])
@@ -267,6 +266,19 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
         relative_errors=errors,
         settings=header,
     )
+
+
+def _states(reader: RunReader) -> list[Any]:
+    """Return what each rank has committed besides samples: many often say the same, once read."""
+    states: list[Any] = []
+    last: Packed | None = None
+    for state in map(reader.read_state, range(reader.world_size)):
+        if state is not None:
+            is_as_last = last is not None and last.value == state.value
+            same = is_as_last and not state.tensors
+            states.append(states[-1] if same else unpack(state))
+            last = state
+    return states
 
 
 def _relative_errors(
