@@ -99,8 +99,12 @@ def test_parts_and_their_status(capsys):
     command = [*COMMAND[:-1], "collect_nets:part_of", "--layers", "0", "--out", "run"]
     assert main([*command, "--parts", "3"]) == 1
     assert "1 of 3 parts are complete, the same command goes on" in capsys.readouterr().err
+    # What nobody of ours has put there counts as nothing.
+    strange = Path("run", "manifest-of mine")
+    strange.touch()
     assert main(["status", "run"]) == 0
     assert "1 of 3 parts are complete, 0 are held; 0 samples/s" in capsys.readouterr().out
+    strange.unlink()
     assert main([*command, "--parts", "2"]) == 2
     assert "in 3 parts, and num_parts is 2 here" in capsys.readouterr().err
     assert main([*command, "--parts", "3"]) == 0

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from scio_recorder.stores.disk_format.description import INDEX_NAME, manifest_name
 from scio_recorder.stores.disk_format.lease import (
-    LEASE_NAME,
     PREFIX,
     RENEWED_EVERY,
     STALE_AFTER,
@@ -23,12 +22,26 @@ from scio_recorder.stores.disk_format.lease import (
 )
 from scio_recorder.stores.disk_format.medium import Medium
 
-_MANIFEST_NAME = re.compile(r"manifest-(\d{5})\.safetensors", re.ASCII)
+# Names are searched all at once, one a line: there may be 100,000, and workers look time and again.
+_MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.MULTILINE)
+_LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
 # After so many parts that others were faster to take, and one more for each thousand names that
 # listing costs a request for, looking again is cheaper than trying.
 _FAILURES = 8
 # By then whoever lives has renewed a lease.
 _LATE = 1.5 * RENEWED_EVERY
+
+
+def complete_parts(medium: Medium) -> set[int]:
+    """Return which parts are complete."""
+    return set(map(int, _MANIFEST_NAMES.findall("\n".join(medium.names("manifest-")))))
+
+
+def newest_leases(medium: Medium) -> dict[int, int]:
+    """Return the number of the newest lease of each part that somebody has taken."""
+    # Names are sorted: the newest of a part comes last.
+    found = _LEASE_NAMES.findall("\n".join(medium.names(PREFIX)))
+    return {int(part): int(number) for part, number in found}
 
 
 class _Seen(NamedTuple):
@@ -190,23 +203,21 @@ class Claims:
     def _look(self) -> None:
         """List what is complete and what is leased."""
         self._failures = 0
-        for match in map(_MANIFEST_NAME.fullmatch, self._medium.names("manifest-")):
-            if match is not None and int(match[1]) < self.num_parts:
-                self._done[int(match[1])] = 1
+        for part in complete_parts(self._medium):
+            if part < self.num_parts:
+                self._done[part] = 1
         self._look_at_leases()
 
     def _look_at_leases(self) -> None:
         self._looked_at = self._clock()
-        newest: dict[int, int] = {}
-        for match in map(LEASE_NAME.fullmatch, self._medium.names(PREFIX)):
-            if match is not None and int(match[1]) <= self.num_parts:
-                part = int(match[1])
-                newest[part] = max(int(match[2]), newest.get(part, 0))
+        newest = newest_leases(self._medium)
         # By then the names had been listed: it may have been the newest for as long.
         now, before = self._clock(), self._leases
         self._leases = {}
         self._busy = bytearray(self._done)
         for part, number in newest.items():
+            if part > self.num_parts:
+                continue
             seen = before.get(part)
             same = seen is not None and seen.number == number
             self._leases[part] = seen if same and seen is not None else _Seen(number, now)

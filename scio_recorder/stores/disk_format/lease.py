@@ -20,13 +20,13 @@ over only within 10 s of the look that showed the one before, in which no holder
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Self
 
 from scio_recorder.errors import RecordingError
@@ -39,7 +39,6 @@ STALE_AFTER = 60.0
 TAKEN_WITHIN = 10.0
 
 PREFIX = "lease-"
-LEASE_NAME = re.compile(r"lease-(\d{5,6})-(\d{8})", re.ASCII)
 # Those that put a lease under a name are asked who they are, which is a few words.
 _MAX_BYTES = 4096
 _TRIES = 3
@@ -56,6 +55,7 @@ def seconds() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+@cache
 def machine() -> str:
     """Return what tells this machine from others, as long as it is not started again."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -8,13 +8,8 @@ from typing import Any
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.beginning import agreed
-from scio_recorder.stores.disk_format.lease import (
-    LEASE_NAME,
-    PREFIX,
-    holder_of,
-    lease_name,
-    machine,
-)
+from scio_recorder.stores.disk_format.claims import complete_parts, newest_leases
+from scio_recorder.stores.disk_format.lease import holder_of, lease_name, machine
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 
 
@@ -87,12 +82,7 @@ def progress_of(medium: Medium) -> Progress:
     if begun is None:
         raise RecordingError(f"{medium.path} holds no recording, and nobody has begun one in parts")
     with accessing(medium.path):
-        newest: dict[int, int] = {}
-        for match in filter(None, map(LEASE_NAME.fullmatch, medium.names(PREFIX))):
-            part = int(match[1])
-            newest[part] = max(int(match[2]), newest.get(part, 0))
-        names = medium.names("manifest-")
-        done = {int(name[9:14]) for name in names if not name.endswith(".tmp")}
+        newest, done = newest_leases(medium), complete_parts(medium)
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
     return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
 

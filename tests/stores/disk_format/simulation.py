@@ -13,7 +13,8 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.claims import Claims
 from scio_recorder.stores.disk_format.description import INDEX_NAME, chunk_name, manifest_name
-from scio_recorder.stores.disk_format.lease import LEASE_NAME, STALE_AFTER, Lease
+from scio_recorder.stores.disk_format.lease import STALE_AFTER, Lease
 from scio_recorder.stores.disk_format.medium import Medium
 
 PAUSE = 2.0
@@ -102,8 +103,8 @@ class World:
     dice: random.Random
     clock: Clock = field(default_factory=Clock)
     files: dict[str, bytes] = field(default_factory=dict)
-    # Names by what they begin with, as they are asked for.
-    kinds: dict[str, set[str]] = field(default_factory=dict)
+    # Names by what they begin with, as they are asked for, sorted.
+    kinds: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     requests: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     # When a lease of a part was put or removed last.
@@ -127,16 +128,18 @@ class World:
         self._touch(name)
 
     def _touch(self, name: str) -> None:
-        kind = name[: name.index("-") + 1] if "-" in name else name
-        names = self.kinds.setdefault(kind, set())
-        (names.add if name in self.files else names.discard)(name)
-        match = LEASE_NAME.fullmatch(name)
-        if name.startswith("manifest-"):
-            self.undone.discard(int(name[9:14]))
+        kind, dash, rest = name.partition("-")
+        names = self.kinds[kind + dash]
+        if name in self.files:
+            insort(names, name)
+        else:
+            del names[bisect_left(names, name)]
+        if kind == "manifest":
+            self.undone.discard(int(rest[:5]))
             # From now on somebody can put the recording together.
             self.touched[self.num_parts] = self.clock.now
-        if match is not None:
-            self.touched[int(match[1])] = self.clock.now
+        if kind == "lease":
+            self.touched[int(rest.partition("-")[0])] = self.clock.now
 
 
 class Bucket(Medium):
@@ -184,13 +187,13 @@ class Bucket(Medium):
             raise Killed
 
     def names(self, prefix: str = "") -> list[str]:
-        found = self.world.kinds.get(prefix, set())
+        found = self.world.kinds[prefix]
         pages = 1 + len(found) // PAGE
 
         def listed() -> list[str]:
             with self._request(f"list {prefix}", pages):
                 # The list that is seen is one of an instant.
-                return list(self.world.kinds.get(prefix, ()))
+                return list(found)
 
         return retried(listed)
 
@@ -348,8 +351,8 @@ def check(world: World) -> None:
     assert not world.problems, world.problems[:5]
     parts = range(world.num_parts)
     chunks = {chunk_name(p, n) for p in parts for n in range(world.num_chunks(p))}
-    assert world.kinds["chunk-"] == chunks >= world.durable
-    assert world.kinds["manifest-"] == {manifest_name(part) for part in parts}
+    assert set(world.kinds["chunk-"]) == chunks >= world.durable
+    assert world.kinds["manifest-"] == [manifest_name(part) for part in parts]
     assert INDEX_NAME in world.files
     # Only those who died or stood still have computed anything in vain, the last chunk each.
     events = world.events
