@@ -40,6 +40,7 @@ from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
 from scio_recorder.display.outline import visible
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
+from scio_recorder.stores.disk_format.bucket import is_url
 
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.progress import Progress
@@ -104,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_collect(_command(commands, collect))
     for run in (status, inspect, verify, report):
         command = _command(commands, run)
-        command.add_argument("path", metavar="PATH", help="the folder of the recording")
+        command.add_argument(
+            "path", metavar="PATH", help="the recording: a folder, or a URL such as s3://bucket/run"
+        )
     command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
     command.add_argument("--title", help="its heading; by default the type of the net")
     add_compare(_command(commands, compare))
@@ -186,7 +189,14 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="what a row is: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...) (samples)",
     )
-    add("--out", required=True, metavar="PATH", help="the folder to write")
+    add(
+        "--out",
+        "--store",
+        dest="out",
+        required=True,
+        metavar="PATH",
+        help="the folder to write, or a place in a bucket such as s3://bucket/run",
+    )
     add("--every", type=number, default=1, help="take every n-th batch (1)")
     add("--max-batches", type=number, help="stop after so many batches taken")
     add("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
@@ -269,11 +279,11 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _progress(path: str) -> Progress:
-    from scio_recorder.stores.disk_format.folder import Folder
+    from scio_recorder.stores.disk_format.places import medium_at
     from scio_recorder.stores.disk_format.progress import progress_of
 
-    with closing(Folder(path)) as folder:
-        return progress_of(folder)
+    with closing(medium_at(path)) as medium:
+        return progress_of(medium)
 
 
 def inspect(parsed: argparse.Namespace, console: Console) -> None:
@@ -334,14 +344,15 @@ def report(parsed: argparse.Namespace, console: Console) -> None:
     """
     from scio_recorder.recording import open_recording
 
-    # Beside the folder, which holds nothing but the recording.
-    output = parsed.output or f"{os.path.normpath(parsed.path)}.html"
-    page = open_recording(_there(parsed.path)).report(output, title=parsed.title)
+    path = _there(parsed.path)
+    # Beside the folder, which holds nothing but the recording; of one in a bucket it is put here.
+    beside = os.path.basename(path.rstrip("/")) if is_url(path) else os.path.normpath(path)
+    page = open_recording(path).report(parsed.output or f"{beside}.html", title=parsed.title)
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _there(path: str) -> str:
-    if not os.path.exists(path):
+    if not (is_url(path) or os.path.exists(path)):
         raise UsageError(f"{path!r}: there is no such folder")
     return path
 

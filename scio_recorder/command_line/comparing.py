@@ -23,6 +23,7 @@ from scio_recorder.command_line.arguments import (
 )
 from scio_recorder.command_line.status import DIFFERENT, WRONG_USE
 from scio_recorder.errors import RecorderError
+from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _is_net(target: str) -> bool:
-    return ":" in target and not os.path.exists(target)
+    return ":" in target and not is_url(target) and not os.path.exists(target)
 
 
 def _refuse_mixtures(parsed: argparse.Namespace, given: Sequence[str]) -> None:
@@ -166,7 +167,7 @@ def _run(target: str, parsed: argparse.Namespace, inputs: Inputs | None) -> Any:
     from scio_recorder.recording import open_recording
 
     if inputs is None or not _is_net(target):
-        if not os.path.exists(target):
+        if not (is_url(target) or os.path.exists(target)):
             raise UsageError(f"{target!r}: there is no such folder; a net is MODULE:NAME")
         return open_recording(target)
     net = net_of(target, is_eval=not parsed.train)

@@ -56,7 +56,7 @@ class Collecting(Reading):
             A DataLoader, a list, a generator. The net is given a tensor as it is, the first element
             of a tuple or list, and a mapping as keywords.
         store : str, Store or None, default "auto"
-            Where samples go: "device", "host", "disk:PATH", an object of
+            Where samples go: "device", "host", "disk:PATH", "s3://BUCKET/RUN", an object of
             :mod:`scio_recorder.stores`, None where all layers are reduced, or "auto", which
             chooses by the bytes needed and free.
         reduce : Reduction, list of them or mapping by selector, optional
@@ -174,7 +174,8 @@ class Collecting(Reading):
             How many parts there are, at most 100,000. A part that takes minutes is a good one:
             whoever dies loses no more than what is not durable, and the last ones are soon done.
         store : str or Store
-            "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see.
+            "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or
+            "s3://BUCKET/RUN".
         wait : bool, default True
             Whether to wait until all parts are complete, and to take over those of processes that
             die meanwhile; else this returns as soon as there is no part that it can take.

@@ -60,7 +60,7 @@ class Recording(RecomputingRecording, Exporting, Showing):
     complete : bool
         Whether nothing is missing: False for what an interrupted run left on disk.
     path : str or None
-        The folder of a recording on disk.
+        The folder or the URL of a recording that lies in one.
     inputs : LayerMapping
         After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
         every batch, as copies in host memory.
@@ -171,7 +171,7 @@ class Recording(RecomputingRecording, Exporting, Showing):
         Parameters
         ----------
         path : str or path-like
-            The folder: empty, or not there yet.
+            The folder, or the URL of a place in a bucket: empty, or not there yet.
 
         Raises
         ------
@@ -208,7 +208,8 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     Parameters
     ----------
     path : str or path-like
-        The folder that ``store="disk:PATH"`` or :meth:`Recording.save` wrote.
+        The folder that ``store="disk:PATH"`` or :meth:`Recording.save` wrote, or the URL of a place
+        in a bucket, such as ``"s3://bucket/run"``.
     verify : bool, default False
         Read everything and compare it with its checksums now, rather than when it is used.
 

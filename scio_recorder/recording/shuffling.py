@@ -228,7 +228,7 @@ class _Column:
                 read(data[slot * size :][: len(piece) * size], self._samples.layer, piece.start)
                 continue
             # What is small enough stays in the processor's cache until it is put in its places.
-            step = max(1, BLOCK_BYTES // size)
+            step = max(1, self._samples.reader.span_bytes // size)
             passing = numpy.empty(min(step, len(piece)) * size, numpy.uint8)
             for begin in range(0, len(piece), step):
                 count = min(step, len(piece) - begin)

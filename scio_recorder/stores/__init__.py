@@ -8,6 +8,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
+from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.memory import Auto, Device, Host
 from scio_recorder.stores.room import Plan
 
@@ -33,7 +34,8 @@ def as_store(given: str | Store | None) -> Store:
     Parameters
     ----------
     given : str, Store or None
-        "auto", "device", "host" or "disk:PATH"; a store is given back.
+        "auto", "device", "host", "disk:PATH", or the URL of a place in a bucket such as
+        "s3://bucket/run" (also "gs://", "az://"); a store is given back.
 
     Returns
     -------
@@ -61,10 +63,12 @@ def as_store(given: str | Store | None) -> Store:
     name, _, place = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name == "disk" and place:
         return Disk(place)
+    if isinstance(given, str) and is_url(given):
+        return Disk(given)
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
     raise CollectError(
-        f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, or an '
-        "object from scio_recorder.stores"
+        f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, '
+        '"s3://BUCKET/RUN", or an object from scio_recorder.stores'
     )

@@ -32,13 +32,13 @@ from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.description import row_column
-from scio_recorder.stores.disk_format.folder import Folder, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.lease import Lease
-from scio_recorder.stores.disk_format.medium import Medium, accessing
+from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.stores.disk_format.places import check_writable, holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
+from scio_recorder.stores.disk_format.writer import RunWriter
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.stores.joined import check_shards, joined
 from scio_recorder.tensors.arguments import whole
@@ -49,12 +49,13 @@ _SECONDS_BETWEEN_COMMITS = 30.0
 
 
 class Disk(Store):
-    """Keeps samples in a folder; what is reported durable survives a crash.
+    """Keeps samples in a folder or a bucket; what is reported durable survives a crash.
 
     Parameters
     ----------
     path : str or path-like
-        The folder: empty or not there yet, or to be resumed.
+        The folder, or the URL of a place in a bucket such as ``"s3://bucket/run"``: empty or not
+        there yet, or to be resumed.
     chunk_bytes : int, default 64 MiB
         How many bytes of activations are made durable at a time, to the next whole batch. Memory
         holds two times as many: those that are being written, and those that come meanwhile.
@@ -128,9 +129,8 @@ class Disk(Store):
                 "collect_parts says itself which process writes what: leave rank= and world_size= "
                 "out of Disk(...)"
             )
-        with accessing(self.path):
-            make_folder(self.path)
-            medium = Folder(self.path)
+        medium = medium_at(self.path, makes_it=True)
+        medium.check_writable(0)
         agree(medium, num_parts, header)
         return medium
 
@@ -202,6 +202,8 @@ class DiskWriter(StoreWriter):
         self._found: Mapping[str, TensorSpec] | None = None
         if holds_recording(store.path):
             self._go_on(job.resume)
+        elif store.lease is None:
+            check_writable(store.path, store.rank)
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""

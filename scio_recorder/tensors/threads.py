@@ -1,11 +1,15 @@
-"""How many threads torch computes with."""
+"""How many threads torch computes with, and work that several threads share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -27,3 +31,36 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
+    """Call ``work`` with each item, in so many threads at once; raise what any of them raises.
+
+    Examples
+    --------
+    >>> found = []
+    >>> for_each(found.append, range(4), threads=2)
+    >>> sorted(found)
+    [0, 1, 2, 3]
+    """
+    # Each takes the next one, so that none waits for a slow one.
+    left = iter(items)
+
+    def work_on() -> None:
+        try:
+            for item in left:
+                work(item)
+        except BaseException:
+            for _ in left:
+                # What is left would be of no use.
+                pass
+            raise
+
+    others = []
+    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+        # Where no thread can be had, all of the work is left for this one.
+        with suppress(RuntimeError):
+            others += [pool.submit(work_on) for _ in range(min(threads, len(items)) - 1)]
+        work_on()
+    for other in others:
+        other.result()

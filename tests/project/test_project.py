@@ -49,6 +49,7 @@ OPTIONAL = {
     "datasets",
     "lightning",
     "matplotlib",
+    "obstore",
     "pandas",
     "psutil",
     "pyarrow",

@@ -375,14 +375,14 @@ def test_a_lease_that_expires_at_a_commit(tmp_path, monkeypatch, stops_in):
             clock[0] += 100
             if stops_in == "during":
                 clock[0] -= 100
-                put = self._folder.put
+                put = self._medium.put
 
                 def putting(*arguments: Any) -> Any:
                     done = put(*arguments)
                     clock[0] += 100
                     return done
 
-                self._folder.put = putting
+                self._medium.put = putting
         append(self, tensors, ids, **keywords)
 
     monkeypatch.setattr(RunWriter, "append", late)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
-import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -99,9 +99,9 @@ class Folder(Medium):
     reached.
     """
 
+    has_locks = True
+
     def __init__(self, path: str) -> None:
-        if sys.byteorder != "little":
-            raise RecordingError("recordings on disk can only be used on little-endian machines")
         # This path alone may lead through links: the user has named it.
         self.path = path
         # The folder, and by their names the files that are locked.
@@ -144,11 +144,14 @@ class Folder(Medium):
         return sorted(name for name in found if name.startswith(prefix))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[File]:
+    def open(self, name: str, stamp: object = None) -> Iterator[File]:
         """Open a regular file for reading."""
         descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
         try:
-            yield File(self.path_of(name), descriptor)
+            file = File(self.path_of(name), descriptor)
+            if stamp not in (None, file.stamp):
+                raise RecordingError(f"{file.path} has become another one since it was opened")
+            yield file
         finally:
             close_quietly(descriptor)
 
@@ -209,6 +212,11 @@ class Folder(Medium):
                 problem = "is there already: another writer has committed it; resume the recording"
                 raise FileExistsError(error.errno, f"{name} {problem}") from None
             raise
+
+    def unfinished(self, owner: str) -> list[str]:
+        """Return the files of an owner that have been begun and have no name of their own yet."""
+        written = re.compile(rf".+\.{re.escape(owner)}-[0-9a-f]{{16}}\.tmp", re.ASCII)
+        return list(filter(written.fullmatch, self.names()))
 
     def unlink(self, name: str) -> None:
         """Remove a file, and the lock on it."""

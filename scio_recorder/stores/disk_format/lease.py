@@ -67,7 +67,7 @@ def holder_of(medium: Medium, name: str) -> dict[str, Any]:
     """Return what a lease says about who holds it: nothing if it has gone, or says nothing."""
     try:
         with medium.open(name) as file:
-            said = parse(file.read(0, min(file.num_bytes, _MAX_BYTES)))
+            said = parse(file.read(0, _MAX_BYTES))
         return expect(said, dict)
     except (OSError, ValueError):
         return {}

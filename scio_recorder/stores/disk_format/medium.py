@@ -71,7 +71,7 @@ class NewFile(Protocol):
     """A file that is being written, and not in place yet."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write the whole of ``data`` at ``offset``; nothing of it is referred to later."""
+        """Write the whole of ``data`` at ``offset``; it stays as it is until the file is put."""
 
     def begin_writing(self, offset: int, count: int) -> None:
         """Hint that what was written there can go its way; it proves nothing."""
@@ -89,6 +89,11 @@ class Medium(abc.ABC):
     path: str
     # Ends all use of it.
     close: Callable[[], object]
+    # How many bytes are best read at a time, and how many reads are worth having under way at once.
+    span_bytes = 1 << 20
+    num_readers = 1
+    # Whether `lock` keeps others out.
+    has_locks = False
 
     def path_of(self, name: str) -> str:
         """Return the path of ``name``, for messages."""
@@ -104,8 +109,16 @@ class Medium(abc.ABC):
         """Return the names that begin so, sorted."""
 
     @abc.abstractmethod
-    def open(self, name: str) -> AbstractContextManager[OpenFile]:
-        """Open a file for reading."""
+    def open(self, name: str, stamp: object = None) -> AbstractContextManager[OpenFile]:
+        """Open a file for reading.
+
+        Parameters
+        ----------
+        name : str
+            Its name. Where there is none, that can also show at the first read.
+        stamp : optional
+            Its stamp when it was opened before: a file that has become another one is refused.
+        """
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
@@ -154,6 +167,10 @@ class Medium(abc.ABC):
         """Whether the process of this machine that claimed a name is known to be gone."""
         return False
 
+    def unfinished(self, owner: str) -> list[str]:
+        """Return the names of files that this owner began to put, and that are not whole."""
+        return []
+
     @abc.abstractmethod
     def unlink(self, name: str) -> None:
         """Remove a file; where there is none, that may be a `FileNotFoundError`."""
@@ -166,6 +183,9 @@ class Medium(abc.ABC):
         RecordingError
             If another writer holds the lock.
         """
+
+    def check_writable(self, rank: int) -> None:  # noqa: B027 - shows by itself in a folder
+        """Refuse, before anything runs, a place where the files of a rank can't be put."""
 
     def sync(self) -> None:  # noqa: B027 - nothing to do where what is visible is durable
         """Make what is found durable: its writer may have been killed before it was."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.chunk import Chunk
 from scio_recorder.stores.disk_format.description import SAMPLE, VALUES
-from scio_recorder.stores.disk_format.folder import Folder
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
-from scio_recorder.stores.disk_format.medium import accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, parsing
+from scio_recorder.stores.disk_format.places import for_others, medium_at
 from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_format.run import read_state, scan
 from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
@@ -116,7 +116,7 @@ class RunReader(RowReader):
     Parameters
     ----------
     path
-        The folder.
+        The folder, or the URL of a place in a bucket.
     verify
         Whether to read all data now and check it.
     rank
@@ -169,10 +169,10 @@ class RunReader(RowReader):
         self, path: str | os.PathLike[str], *, verify: bool = False, rank: int | None = None
     ) -> None:
         self.rank = rank
-        self.path = os.fspath(path)
-        with accessing(self.path):
-            self._folder = Folder(self.path)
-        self._run = scan(self._folder, rank)
+        self._medium = medium_at(path)
+        self.path = self._medium.path
+        self.span_bytes, self.num_readers = self._medium.span_bytes, self._medium.num_readers
+        self._run = scan(self._medium, rank)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
         self.rows: Table | None = self._run.description.rows
@@ -222,7 +222,7 @@ class RunReader(RowReader):
 
     def read_state(self, rank: int = 0) -> Packed | None:
         """Return the state that one rank committed last, or None where it committed none."""
-        return read_state(self._folder, self._run, rank)
+        return read_state(self._medium, self._run, rank)
 
     def verify(self) -> Iterator[FileReport]:
         """Read every byte of data and compare it with its checksum, file by file.
@@ -234,11 +234,11 @@ class RunReader(RowReader):
                 yield _report(chunk.name, chunk.verify)
             name = self._run.state_file(rank)
             if name is not None:
-                yield _report(name, partial(_verify, self._folder, name))
+                yield _report(name, partial(_verify, self._medium, name))
 
     def close(self) -> None:
-        """Close the folder; tensors that were read stay."""
-        self._folder.close()
+        """Close what it is read from; tensors that were read stay."""
+        self._medium.close()
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +247,7 @@ class RunReader(RowReader):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(RunReader, rank=self.rank), (os.path.abspath(self.path),)
+        return partial(RunReader, rank=self.rank), (for_others(self.path),)
 
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
         """Count samples over all ranks; a chunk counts those of its own."""
@@ -256,8 +256,8 @@ class RunReader(RowReader):
         samples += self._first_samples[chunk.rank]
 
 
-def _verify(folder: Folder, name: str) -> int:
-    return TensorFile(folder, name).verify()
+def _verify(medium: Medium, name: str) -> int:
+    return TensorFile(medium, name).verify()
 
 
 def _report(name: str, verify: Callable[[], int]) -> FileReport:

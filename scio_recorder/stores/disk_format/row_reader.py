@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.tensor_file import Table, memory
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, Table, memory
+from scio_recorder.tensors.threads import for_each
 
 
 class RowReader(abc.ABC):
@@ -31,6 +32,9 @@ class RowReader(abc.ABC):
     path: str
     table: Table
     starts: Sequence[int]
+    # How many bytes are best read at a time, and how many files at once.
+    span_bytes = BLOCK_BYTES
+    num_readers = 1
 
     @property
     def num_rows(self) -> int:
@@ -58,12 +62,20 @@ class RowReader(abc.ABC):
         """Fill memory with the bytes of rows from ``start`` on; see `read`."""
         row_bytes = self._spec(name).nbytes
         stop = start + len(out) // max(1, row_bytes)
-        number, first = bisect_right(self.starts, start) - 1, start
-        while first < stop:
-            last = min(stop, self.starts[number + 1])
+        if start == stop:
+            return
+        numbers = range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+
+        def fill(number: int) -> None:
+            first, last = max(start, self.starts[number]), min(stop, self.starts[number + 1])
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
             self._fill(part, number, name, first - self.starts[number])
-            number, first = number + 1, last
+
+        if self.num_readers > 1 and len(numbers) > 1:
+            for_each(fill, numbers, self.num_readers)
+            return
+        for number in numbers:
+            fill(number)
 
     @abc.abstractmethod
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:

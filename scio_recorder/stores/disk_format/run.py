@@ -24,6 +24,7 @@ from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import TensorFile
+from scio_recorder.tensors.threads import for_each
 
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
 # What an index calls the contents of all manifests.
@@ -126,8 +127,7 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
         for owner in range(run.description.world_size):
             _read_rank(medium, run, owner, names, counts.get(owner, 0))
     if looks_into_chunks and not has_index:
-        for chunk in run.all_chunks():
-            chunk.look_into()
+        for_each(Chunk.look_into, list(run.all_chunks()), medium.num_readers)
     return run
 
 

@@ -10,10 +10,11 @@ reader does not believe a header: it writes the header again from what it has pa
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from json import JSONDecoder
 from typing import Any, TypeAlias
@@ -37,6 +38,7 @@ from scio_recorder.stores.disk_format.jsons import (
 )
 from scio_recorder.stores.disk_format.medium import Medium, NewFile, OpenFile, accessing, parsing
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
+from scio_recorder.tensors.threads import for_each
 
 Table: TypeAlias = Mapping[str, TensorSpec]
 
@@ -46,8 +48,8 @@ MAX_DIMENSIONS = 64
 _PAGE_BYTES = 4096
 # So many bytes at a time go to the disk while the next are copied to the system's cache.
 _BEHIND_BYTES = 8 << 20
-# From so many blocks on, a second thread pays for its start.
-_BLOCKS_FOR_TWO = 6
+# From so many reads on, a second thread pays for its start wherever the files are.
+_READS_FOR_TWO = 6
 
 _BEFORE_CHECKSUM = b'{"__metadata__":{"xxh3_64":"'
 _BEFORE_BLOCKS = b'","blocks":"'
@@ -296,14 +298,17 @@ class TensorFile:
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
-        blocks = range(start - start % BLOCK_BYTES, start + len(out), BLOCK_BYTES)
+        step = self._medium.span_bytes
+        spans = range(start - start % BLOCK_BYTES, start + len(out), step)
         with self._opened() as file:
-            # Each takes the next block; neither the system nor the checksum holds the other up.
-            work = partial(self._copy_blocks, file, iter(blocks), out, name, start)
-            if len(blocks) < _BLOCKS_FOR_TWO:
-                work()
+            work = partial(self._copy_span, file, out, name, start)
+            # In two threads, neither the system nor the checksum holds the other up.
+            threads = max(self._medium.num_readers, 1 + (len(spans) >= _READS_FOR_TWO))
+            if min(threads, len(spans)) > 1:
+                for_each(work, spans, threads)
             else:
-                _by_two(work)
+                for span in spans:
+                    work(span)
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""
@@ -319,53 +324,46 @@ class TensorFile:
     def verify(self) -> int:
         """Check every block, also those that were before; return how long the file is."""
         self.distrust()
-        scratch = numpy.empty(BLOCK_BYTES, numpy.uint8)
+        step = self._medium.span_bytes
+        scratch = numpy.empty(step, numpy.uint8)
         with self._opened() as file:
             for name, spec in self.table.items():
-                for start in range(0, spec.nbytes, BLOCK_BYTES):
-                    part = scratch[: spec.nbytes - start]
-                    self._copy_blocks(file, iter([start]), part, name, start)
+                for start in range(0, spec.nbytes, step):
+                    self._copy_span(file, scratch[: spec.nbytes - start], name, start, start)
         return self.num_bytes
 
     @contextmanager
     def _opened(self) -> Iterator[OpenFile]:
-        with accessing(self.path), self._medium.open(self.name) as file:
-            if file.stamp != self._stamp:
-                raise RecordingError(f"{self.path} has become another one since it was opened")
+        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
             yield file
 
-    def _copy_blocks(
-        self,
-        file: OpenFile,
-        blocks: Iterator[int],
-        out: NDArray[numpy.uint8],
-        name: str,
-        start: int,
+    def _copy_span(
+        self, file: OpenFile, out: NDArray[numpy.uint8], name: str, start: int, span: int
     ) -> None:
-        stop, length = start + len(out), self.table[name].nbytes
+        """Copy what lies in the blocks from ``span`` on, which are read in one go."""
+        length = self.table[name].nbytes
         offset, first_block = self._layout.starts[name]
-        offset += self._begin
-        for block in blocks:
-            end = min(block + BLOCK_BYTES, length)
-            low, high = max(start, block), min(stop, end)
-            part, number = out[low - start : high - start], first_block + block // BLOCK_BYTES
-            if self._verified[number]:
-                file.fill(part.data, offset + low)
-            elif (low, high) == (block, end):
-                self._fill_verified(file, part, offset + block, number)
-            else:
-                whole = numpy.empty(end - block, numpy.uint8)
-                self._fill_verified(file, whole, offset + block, number)
-                part[:] = whole[low - block : high - block]
+        low, high = max(start, span), min(start + len(out), span + self._medium.span_bytes)
+        blocks = range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
+        is_known = self._verified[first_block + blocks.start : first_block + blocks.stop]
+        # A block at either end is read whole, unless it has been verified.
+        begin = low if is_known[0] else blocks.start * BLOCK_BYTES
+        end = high if is_known[-1] else min(blocks.stop * BLOCK_BYTES, length)
+        part = out[low - start : high - start]
+        whole = part if (begin, end) == (low, high) else numpy.empty(end - begin, numpy.uint8)
+        file.fill(whole.data, self._begin + offset + begin)
+        for number in itertools.compress(blocks, map(operator.not_, is_known)):
+            at = number * BLOCK_BYTES
+            block = whole[at - begin : min(at + BLOCK_BYTES, length) - begin]
+            self._verify(block, self._begin + offset + at, first_block + number)
+        if whole is not part:
+            part[:] = whole[low - begin : high - begin]
 
-    def _fill_verified(
-        self, file: OpenFile, out: NDArray[numpy.uint8], offset: int, number: int
-    ) -> None:
-        file.fill(out.data, offset)
-        if checksum(out.data) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
+    def _verify(self, block: NDArray[numpy.uint8], offset: int, number: int) -> None:
+        if checksum(block.data) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
             raise RecordingError(
-                f"{self.path} is damaged: bytes {offset} to {offset + len(out)} do not match their "
-                "checksum"
+                f"{self.path} is damaged: bytes {offset} to {offset + len(block)} do not match "
+                "their checksum"
             )
         self._verified[number] = True
 
@@ -376,15 +374,3 @@ def _read_header(file: OpenFile) -> bytes:
     if not _PAGE_BYTES <= length <= MAX_FILE_BYTES:
         raise ValueError(f"its header is said to have {length} bytes")
     return first + file.read(_PAGE_BYTES, length - _PAGE_BYTES)
-
-
-def _by_two(work: Callable[[], None]) -> None:
-    """Do ``work`` in two threads at once, which share it; raise what either raises."""
-    others = []
-    with ThreadPoolExecutor(1) as pool:
-        # Where no thread can be had, all of the work is left for this one.
-        with suppress(RuntimeError):
-            others.append(pool.submit(work))
-        work()
-    for other in others:
-        other.result()

@@ -16,7 +16,6 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format.beginning import begun
 from scio_recorder.stores.disk_format.chunk import said_of
 from scio_recorder.stores.disk_format.description import (
-    DESCRIPTION_NAME,
     SAMPLE,
     VALUES,
     Description,
@@ -25,30 +24,16 @@ from scio_recorder.stores.disk_format.description import (
     read_description,
     state_name,
 )
-from scio_recorder.stores.disk_format.folder import Folder, make_folder
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import NewFile, accessing
+from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.stores.disk_format.reader import KeptBatches
 from scio_recorder.stores.disk_format.run import scan
 from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
 
-# A file that is not whole yet, or the tensors of a state.
-_LEFTOVER = re.compile(
-    r".+\.(\d{5})-[0-9a-f]{16}\.tmp|state-(\d{5})-[0-9a-f]{16}\.safetensors", re.ASCII
-)
-
-
-def holds_recording(path: str | os.PathLike[str]) -> bool:
-    """Whether there is something in this folder to open or to resume.
-
-    Examples
-    --------
-    >>> holds_recording("/nonexistent")
-    False
-    """
-    return os.path.lexists(os.path.join(path, DESCRIPTION_NAME))
+_STATE = re.compile(r"state-\d{5}-[0-9a-f]{16}\.safetensors", re.ASCII)
 
 
 class RunWriter:
@@ -67,12 +52,10 @@ class RunWriter:
         self, path: str, rank: int, new: Description | None, lease: Lease | None = None
     ) -> None:
         self._lease = lease
+        if new is not None:
+            new.check_rank(path, rank)
+        self._medium = medium_at(path, makes_it=new is not None and lease is None)
         with accessing(path):
-            if new is not None:
-                new.check_rank(path, rank)
-                if lease is None:
-                    make_folder(path)
-            self._folder = Folder(path)
             try:
                 self._begin(rank, new)
             except BaseException:
@@ -80,18 +63,20 @@ class RunWriter:
                 raise
 
     def _begin(self, rank: int, new: Description | None) -> None:
-        folder, self._rank = self._folder, rank
+        medium, self._rank = self._medium, rank
         if new is None:
             # Before the lock, lest a file appears in a folder that holds something else.
-            read_description(folder).check_rank(folder.path, rank)
+            read_description(medium).check_rank(medium.path, rank)
         if self._lease is None:
-            folder.lock(f"lock-{rank:05d}")
+            medium.lock(f"lock-{rank:05d}")
+        # Without a lock, another writer may be at work that has lost its lease, or never had one.
+        self._is_alone = self._lease is None and medium.has_locks
         if new is None:
-            run = scan(folder, rank)
+            run = scan(medium, rank)
         else:
-            run = begun(folder, new, rank, is_in_parts=self._lease is not None)
+            run = begun(medium, new, rank, is_in_parts=self._lease is not None)
         if new is None and run.is_complete:
-            raise RecordingError(f"{folder.path} is complete" + (f" for rank {rank}" * (rank > 0)))
+            raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self._description = run.description
         # The checksum of each commit, and what it says of its samples.
         self._commits = [(chunk.checksum, chunk.said) for chunk in run.all_chunks()]
@@ -103,7 +88,7 @@ class RunWriter:
         self._orphans: list[str] = []
         if self._lease is None or self._lease.is_inherited or self._commits:
             # What was found need not be durable: its writer may have been killed before that.
-            folder.sync()
+            medium.sync()
             self._clear()
 
     @classmethod
@@ -123,7 +108,8 @@ class RunWriter:
         Parameters
         ----------
         path
-            The folder; missing ones above it are created.
+            The folder, of which missing ones above it are created, or the URL of a place in a
+            bucket.
         layers
             Shape and dtype of one row of each layer.
         header
@@ -223,7 +209,7 @@ class RunWriter:
         """
         self.check_usable()
         if self._is_finishing:
-            raise RecordingError(f"{self._folder.path} is finished; nothing can be added")
+            raise RecordingError(f"{self._medium.path} is finished; nothing can be added")
         try:
             ids = to_ids(sample_ids)
             self.sample_ids.check(ids)
@@ -258,7 +244,7 @@ class RunWriter:
         """
         self.check_usable()
         self._is_finishing = True
-        with accessing(self._folder.path):
+        with accessing(self._medium.path):
             if self._lease is None:
                 self._clear()
         checksums = [checksum for checksum, _ in self._commits]
@@ -275,17 +261,17 @@ class RunWriter:
 
     def _put(self, name: str, write: Callable[[NewFile], str]) -> str:
         """Put a file in place, unless the right to do so is lost by then."""
-        with accessing(self._folder.path):
+        with accessing(self._medium.path):
             if self._lease is not None:
                 self._lease.check()
-            written = self._folder.put(name, f"{self._rank:05d}", write)
+            written = self._medium.put(name, f"{self._rank:05d}", write)
             if self._lease is not None:
                 self._lease.check()
             return written
 
     def abort(self) -> None:
         """Close the files; what is durable stays and can be resumed."""
-        self._folder.close()
+        self._medium.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,13 +282,13 @@ class RunWriter:
     @property
     def is_open(self) -> bool:
         """Whether this very process can write with it: a forked one can't."""
-        return self._folder.is_open
+        return self._medium.is_open
 
     def check_usable(self) -> None:
         """Raise `RecordingError` unless it `is_open`."""
         if not self.is_open:
             raise RecordingError(
-                f"this writer of {self._folder.path} is closed, or of the process that opened it "
+                f"this writer of {self._medium.path} is closed, or of the process that opened it "
                 "and not of this: resume the recording"
             )
 
@@ -351,13 +337,12 @@ class RunWriter:
     def _clear(self) -> None:
         """Remove this rank's files that never counted or no longer do."""
         kept = self._states[-1:]
-        matches = filter(None, map(_LEFTOVER.fullmatch, self._folder.names()))
-        own = [match[0] for match in matches if int(match[1] or match[2]) == self._rank]
-        self._orphans = [name for name in own if not name.endswith(".tmp") and name not in kept]
-        self._remove(name for name in own if name.endswith(".tmp"))
-        # Without a lock, whoever has lost the lease may be about to commit, and to refer to a
-        # state; it can't any more behind a commit or the end of ours.
-        if self._lease is None:
+        found = self._medium.names(state_name(self._rank, "").partition(".")[0])
+        self._orphans = [name for name in found if _STATE.fullmatch(name) and name not in kept]
+        self._remove(self._medium.unfinished(f"{self._rank:05d}"))
+        # Another writer may be about to commit, and to refer to a state; it can't any more behind
+        # a commit or the end of ours.
+        if self._is_alone:
             self._remove_orphans()
 
     def _remove_orphans(self) -> None:
@@ -368,7 +353,7 @@ class RunWriter:
         for name in names:
             # What can't be removed now does no harm.
             with suppress(OSError):
-                self._folder.unlink(name)
+                self._medium.unlink(name)
 
 
 def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     CHUNKS,
     HEADER,

@@ -15,8 +15,9 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.writer import RunWriter, holds_recording
+from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import calls_of, intercepted
 from tests.stores.disk_format.test_faults import failing, problem_of
 from tests.stores.disk_format.test_kills import Reports, in_child

@@ -1,0 +1,289 @@
+"""Buckets of objects, on S3, Google's or Azure's stores, in which a recording lies as in a folder.
+
+NOTE [A put without an answer]
+
+A put acts once at most, since it is conditional: where there is an object of the name, it fails.
+But the answer can be lost, on its way or with the connection, and a request can arrive twice. Then
+the put has acted, and what is seen is a failure, or that there is such an object, which looks as if
+another writer had been first. So each put carries a text of its own, which the object keeps beside
+its content: whoever finds it there has been first.
+
+An object is there whole or not at all, and durable when it is there. There are no locks: what keeps
+two writers apart is the put alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.medium import Medium, NewFile, accessing
+from scio_recorder.stores.disk_format.requests import NUM_REQUESTS, PassingError, Requests
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_T = TypeVar("_T")
+
+_URL = re.compile(r"(s3|gs|az)://", re.ASCII)
+# What a store takes in one request; uploads in several are not conditional everywhere.
+_MAX_BYTES = 5_000_000_000
+# What an object says besides its content: a name that all stores and proxies let pass.
+_PUT_BY = "scioput"
+# Names that one request lists.
+_PAGE = 1000
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether this names a place in a bucket, and no folder.
+
+    Examples
+    --------
+    >>> is_url("s3://bucket/run"), is_url("runs/cifar10")
+    (True, False)
+    """
+    return _URL.match(os.fspath(path)) is not None
+
+
+class Bucket(Medium):
+    """A place in a bucket.
+
+    Parameters
+    ----------
+    url : str
+        ``"s3://bucket/run"``, or ``gs://`` or ``az://``.
+
+    Raises
+    ------
+    RecordingError
+        It is no such URL.
+    """
+
+    # A request takes some time, and then as long as this.
+    span_bytes = 16 << 20
+    num_readers = NUM_REQUESTS
+
+    def __init__(self, url: str) -> None:
+        scheme, _, place = url.partition("://")
+        bucket, *folders = place.rstrip("/").split("/")
+        if not bucket or any(sign in url for sign in "@?#") or {"", ".", ".."} & {*folders}:
+            # It may hold a password, so that it is not repeated.
+            raise RecordingError(
+                'the place of a recording in a bucket is written like "s3://bucket/run", and '
+                "credentials are taken from the environment"
+            )
+        self.path = "/".join((f"{scheme}://{bucket}", *folders))
+        self._folder = "".join(f"{folder}/" for folder in folders)
+        self._requests = Requests(f"{scheme}://{bucket}")
+        self._process: int | None = os.getpid()
+
+    def close(self) -> None:
+        """End all use."""
+        self._process = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this very process can write: one that was forked from it could do so twice."""
+        return self._process == os.getpid()
+
+    def make(
+        self, name: str, request: Callable[[ModuleType, ObjectStore, str], _T], num_bytes: int = 0
+    ) -> _T:
+        """Make a request about an object; see `Requests.make`."""
+        if self._process is None:
+            raise RecordingError(f"{self.path} has been closed; open it again")
+        path = self._folder + name
+        return self._requests.make(lambda library, store: request(library, store, path), num_bytes)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names that begin so, sorted."""
+        found: list[str] = []
+        pages: Iterator[Any] | None = None
+        last = self._folder + prefix
+
+        def next_page(library: ModuleType, store: ObjectStore, folder: str) -> Any:
+            nonlocal pages
+            if pages is None:
+                # Names come in order, and from the middle of the list on if that is asked for.
+                begin = {"offset": last} if last else {}
+                pages = iter(library.list(store, folder or None, chunk_size=_PAGE, **begin))
+            try:
+                return next(pages, ())
+            except BaseException:
+                # The rest is asked for again.
+                pages = None
+                raise
+
+        while page := self.make("", next_page):
+            last = page[-1]["path"]
+            names = [one["path"][len(self._folder) :] for one in page]
+            found += [name.partition("/")[0] for name in names if name.startswith(prefix)]
+            if not names[-1].startswith(prefix):
+                break
+        return sorted(set(found))
+
+    @contextmanager
+    def open(self, name: str, stamp: object = None) -> Iterator[Object]:
+        """Open an object for reading: nothing is asked for before it is read."""
+        yield Object(self, name, stamp)
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of this name."""
+        with accessing(self.path_of(name)):
+            try:
+                self.make(name, lambda library, store, path: library.head(store, path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
+        """Put a new object in place, whole or not at all; see the NOTE."""
+        file = _Pieces()
+        written = write(file)
+        self._put(name, file.in_order())
+        return written
+
+    def claim(self, name: str, content: bytes) -> None:
+        """Put a small object in place."""
+        self._put(name, [memoryview(content)])
+
+    def unlink(self, name: str) -> None:
+        """Remove an object, if there is one."""
+        self.make(name, lambda library, store, path: library.delete(store, path))
+
+    def check_writable(self, rank: int) -> None:
+        """Refuse a bucket that can't be written to, or whose puts are not conditional."""
+        name, was_refused = f"lock-{rank:05d}", False
+        with accessing(self.path):
+            for _ in range(2):
+                try:
+                    self._put(name, [])
+                except FileExistsError:
+                    was_refused = True
+                    break
+        if not was_refused:
+            raise RecordingError(
+                f"{self.path}: this store puts an object where there is one although it is asked "
+                "not to (If-None-Match: *), so that writers could overwrite each other: use one "
+                "that keeps to it"
+            )
+
+    def _put(self, name: str, pieces: list[memoryview]) -> None:
+        num_bytes, ours = sum(map(len, pieces)), uuid.uuid4().hex
+        if num_bytes > _MAX_BYTES:
+            raise RecordingError(
+                f"{self.path_of(name)}: {num_bytes} bytes are more than can be put at once: set a "
+                "smaller chunk_bytes"
+            )
+
+        def put(library: ModuleType, store: ObjectStore, path: str) -> None:
+            content: Any = iter(pieces) if pieces else b""
+            try:
+                library.put(store, path, content, mode="create", attributes={_PUT_BY: ours})
+            except Exception as error:
+                is_there = type(error).__name__ == "AlreadyExistsError"
+                if not is_there or _put_by(library, store, path) != ours:
+                    raise
+
+        try:
+            self.make(name, put, num_bytes)
+        except FileExistsError as error:
+            problem = "is there already: another writer has committed it; resume the recording"
+            raise FileExistsError(error.errno, f"{name} {problem}") from None
+
+
+def _put_by(library: ModuleType, store: ObjectStore, path: str) -> str | None:
+    """Return whose put an object is of; see the NOTE."""
+    try:
+        found: str | None = library.get(store, path, options={"head": True}).attributes.get(_PUT_BY)
+    except FileNotFoundError:
+        # Two puts at once can hinder each other.
+        raise PassingError("an object that is there already is not there") from None
+    return found
+
+
+class Object:
+    """An object that is read, range by range.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        Where it is.
+    name : str
+        Its name.
+    stamp : object
+        What it has to be, None where that is not known.
+    """
+
+    def __init__(self, bucket: Bucket, name: str, stamp: object) -> None:
+        self.path = bucket.path_of(name)
+        self._bucket, self._name, self._stamp = bucket, name, stamp
+
+    @property
+    def num_bytes(self) -> int:
+        """How long it is."""
+        length: int = self.stamp[0]
+        return length
+
+    @property
+    def stamp(self) -> Any:
+        """What changes when there is another object in its place."""
+        if self._stamp is None:
+            self._get({"head": True})
+        return self._stamp
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``offset`` on, or fewer where it ends."""
+        if self._stamp is not None:
+            count = min(count, self.num_bytes - offset)
+        return bytes(self._range(offset, count)) if count > 0 else b""
+
+    def fill(self, out: memoryview, offset: int) -> None:
+        """Read into memory from ``offset`` on."""
+        data = self._range(offset, len(out)) if out else memoryview(b"")
+        if len(data) != len(out):
+            raise RecordingError(f"{self.path} is damaged: it ends at byte {offset + len(data)}")
+        out[:] = data
+
+    def _range(self, offset: int, count: int) -> memoryview:
+        return memoryview(self._get({"range": (offset, offset + count)}, count))
+
+    def _get(self, options: Mapping[str, Any], num_bytes: int = 0) -> Any:
+        # By its tag, it is the same one in every request.
+        tag = None if self._stamp is None else self.stamp[1]
+        wanted = {**options, **({} if tag is None else {"if_match": tag})}
+
+        def get(library: ModuleType, store: ObjectStore, path: str) -> Any:
+            answer = library.get(store, path, options=wanted)
+            return answer.meta, b"" if "head" in options else answer.bytes()
+
+        meta, data = self._bucket.make(self._name, get, num_bytes)
+        stamp = meta["size"], meta["e_tag"]
+        if self._stamp not in (None, stamp):
+            raise RecordingError(f"{self.path} has become another one since it was opened")
+        self._stamp = stamp
+        return data
+
+
+class _Pieces:
+    """What is written of an object, as it lies in the memory of others, until it is put."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, memoryview]] = []
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Take note of what lies at ``offset``."""
+        self._pieces.append((offset, memoryview(data)))
+
+    def begin_writing(self, offset: int, count: int) -> None:
+        """Do nothing: an object goes its way whole."""
+
+    def in_order(self) -> list[memoryview]:
+        """Return what was written, from the first byte to the last."""
+        return [data for _, data in sorted(self._pieces, key=lambda piece: piece[0])]

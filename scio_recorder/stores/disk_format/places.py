@@ -1,0 +1,71 @@
+"""Where a recording lies, by what its place is called: a folder, or a URL."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.bucket import Bucket, is_url
+from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
+from scio_recorder.stores.disk_format.folder import Folder, make_folder
+from scio_recorder.stores.disk_format.medium import Medium, accessing
+
+
+def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium:
+    """Return what is at a place, open.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A folder, or a URL such as ``"s3://bucket/run"``.
+    makes_it : bool, default False
+        Whether to create folders that are missing.
+
+    Raises
+    ------
+    RecordingError
+        There is no such folder, or the URL is none.
+    """
+    place = os.fspath(path)
+    if sys.byteorder != "little":
+        raise RecordingError("recordings can only be used on little-endian machines")
+    if is_url(place):
+        return Bucket(place)
+    with accessing(place):
+        if makes_it:
+            make_folder(place)
+        return Folder(place)
+
+
+def holds_recording(path: str | os.PathLike[str]) -> bool:
+    """Whether there is something at this place to open or to resume.
+
+    Examples
+    --------
+    >>> holds_recording("/nonexistent")
+    False
+    """
+    if not is_url(path):
+        return os.path.lexists(os.path.join(path, DESCRIPTION_NAME))
+    with closing(medium_at(path)) as medium:
+        return medium.has(DESCRIPTION_NAME)
+
+
+def check_writable(path: str, rank: int) -> None:
+    """Refuse a bucket in which nothing can be put; a folder shows that when it is made."""
+    if is_url(path):
+        with closing(medium_at(path)) as medium:
+            medium.check_writable(rank)
+
+
+def for_others(path: str) -> str:
+    """Return what a place is called by processes that are at work in other folders.
+
+    Examples
+    --------
+    >>> for_others("s3://bucket/run")
+    's3://bucket/run'
+    """
+    return path if is_url(path) else os.path.abspath(path)

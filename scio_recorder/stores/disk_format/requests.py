@@ -1,0 +1,221 @@
+"""Requests to stores of objects: tried again where that can help, and what failed in plain words.
+
+Whoever they are refused to is told why, and no secret is: credentials come from the environment,
+and what a store answers is quoted in parts that can't hold them.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_T = TypeVar("_T")
+
+# The first pause is as long, and each is twice the one before: six seconds in all.
+_FIRST_PAUSE, _TRIES = 0.1, 7
+# A request of a few bytes has as long; one of many has a second more for each so many bytes.
+_SECONDS, _BYTES_A_SECOND = 15, 1 << 20
+# Under way at once in this process: each holds what it reads in memory.
+NUM_REQUESTS = 16
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+# What a URL can hold besides a place: a password before an @, a signature behind a question mark.
+_CONFIDENTIAL = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s)]*")
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
+_SECRET = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIALS|SIGNATURE)")
+# Answers to a request that may be answered otherwise the next time.
+_PASSING = {"408", "409", "425", "429"}
+_PASSING_CODES = {"RequestTimeout", "OperationAborted"}
+# Where machines in a cloud ask for credentials if the environment has none.
+_ASKED_FOR_CREDENTIALS = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal")
+
+
+class PassingError(Exception):
+    """An answer that may be another one the next time."""
+
+
+class Requests:
+    """Makes requests to a bucket, from any thread of any process.
+
+    Parameters
+    ----------
+    url : str
+        The bucket, such as ``"s3://bucket"``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._library()
+
+    def make(self, request: Callable[[ModuleType, ObjectStore], _T], num_bytes: int = 0) -> _T:
+        """Make a request until it is answered, and return the answer.
+
+        Parameters
+        ----------
+        request : callable
+            ``obstore, store -> answer``. It can act more than once: also one that fails may have
+            acted.
+        num_bytes : int, default 0
+            How much is sent or received, which takes its time.
+
+        Raises
+        ------
+        FileNotFoundError, FileExistsError, PermissionError
+            That is the answer.
+        OSError
+            There is another answer, or none after several tries.
+        """
+        for attempt in range(_TRIES):
+            if attempt:
+                # Of many who are told to come again, not all do so at once.
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+            try:
+                library = self._library()
+                with _slots(os.getpid()):
+                    return request(library, self._client(num_bytes))
+            # The library's errors are other classes in a process that has been forked.
+            except Exception as error:
+                problem, is_passing = _understood(error)
+            if not is_passing:
+                break
+        # Outside of the block, so that the answer itself is not shown along.
+        raise problem
+
+    def _client(self, num_bytes: int) -> ObjectStore:
+        # Which other processes and tests may change, and users with new credentials.
+        environment = (item for item in os.environ.items() if item[0].startswith(_SETTINGS))
+        return _client(os.getpid(), self._url, _seconds(num_bytes), frozenset(environment))
+
+    def _library(self) -> ModuleType:
+        try:
+            with _loading:
+                return _library(os.getpid())
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{error}; recordings on {self._url} need obstore: pip install "
+                "'scio-recorder[cloud]'",
+                name=error.name,
+            ) from error
+
+
+def _understood(error: Exception) -> tuple[OSError, bool]:
+    """Return an error that says what is wrong, and whether that may pass."""
+    kind, text = type(error).__name__, str(error)
+    said = _in_words(text)
+    if "NoSuchBucket" in text or "ContainerNotFound" in text:
+        return OSError(errno.ENXIO, f"there is no such bucket ({said})"), False
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
+        return FileNotFoundError(errno.ENOENT, "there is no such object"), False
+    if isinstance(error, FileExistsError) or kind == "AlreadyExistsError":
+        return FileExistsError(errno.EEXIST, "there is such an object"), False
+    if kind == "PreconditionError":
+        return OSError(errno.ESTALE, "has become another one since it was opened"), False
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        problem = f"no permission ({said}); credentials are taken from the environment"
+        return PermissionError(errno.EACCES, problem), False
+    if _ASKED_FOR_CREDENTIALS.search(text):
+        problem = "there are no credentials in the environment, such as AWS_ACCESS_KEY_ID"
+        return PermissionError(errno.EACCES, problem), False
+    if kind not in ("GenericError", "JoinError", PassingError.__name__):
+        return OSError(errno.EINVAL, f"{kind}: {said}"), False
+    status, code = _STATUS.search(text), _CODE.search(text)
+    is_refused = status is not None and status[1].startswith("4") and status[1] not in _PASSING
+    if is_refused and not (code is not None and code[1] in _PASSING_CODES):
+        return OSError(errno.EIO, f"the store refuses the request ({said})"), False
+    return OSError(errno.EIO, f"{_TRIES} requests have failed, the last with: {said}"), True
+
+
+def _in_words(text: str) -> str:
+    """Return what an answer says, without what is nobody's business."""
+    found = [pattern.search(text) for pattern in (_STATUS, _CODE, _MESSAGE)]
+    words = [match[1] for match in found if match is not None]
+    said = _CONFIDENTIAL.sub("", ": ".join(words) or text.partition("\n")[0])
+    for name, value in os.environ.items():
+        if len(value) > 3 and _SECRET.fullmatch(name):
+            said = said.replace(value, "***")
+    return said[:300]
+
+
+def _seconds(num_bytes: int) -> int:
+    more = num_bytes // _BYTES_A_SECOND
+    # Rounded up, so that there are few different ones.
+    return 1 << (2 * _SECONDS + more).bit_length() if more else _SECONDS
+
+
+@cache
+def _slots(process: int) -> threading.BoundedSemaphore:
+    # Whoever held that of the parent is not in a process that has been forked.
+    return threading.BoundedSemaphore(NUM_REQUESTS)
+
+
+@cache
+def _client(
+    process: int, url: str, seconds: int, environment: frozenset[tuple[str, str]]
+) -> ObjectStore:
+    store: Any = importlib.import_module("obstore.store")
+    endpoints = [value for name, value in environment if "ENDPOINT" in name]
+    options: dict[str, Any] = {"timeout": f"{seconds}s", "connect_timeout": "5s"}
+    if any(value.startswith("http://") for value in endpoints):
+        options["allow_http"] = True
+    # What failed is tried again in one place, which knows what may have acted.
+    found: ObjectStore = store.from_url(url, client_options=options, retry_config=_NO_RETRIES)
+    return found
+
+
+_NO_RETRIES = {"max_retries": 0}
+
+
+@cache
+def _library(process: int) -> ModuleType:
+    """Return obstore, for this process.
+
+    Its threads stay behind in a fork, and those who call it there wait for them forever. A copy of
+    the file with its code is another library to the system, which starts threads of its own.
+    """
+    if not _forked_with_it:
+        return importlib.import_module("obstore")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
+        del sys.modules[name]
+    package = importlib.util.find_spec("obstore")
+    folders = None if package is None else package.submodule_search_locations
+    found = PathFinder.find_spec("obstore._obstore", folders)
+    with tempfile.TemporaryDirectory() as folder:
+        path = shutil.copy(str(found and found.origin), folder)
+        copy = importlib.util.spec_from_file_location("obstore._obstore", path)
+        if copy is None or copy.loader is None:
+            raise ImportError("obstore can't be used in a process that was forked: spawn it")
+        sys.modules[copy.name] = importlib.util.module_from_spec(copy)
+        copy.loader.exec_module(sys.modules[copy.name])
+    return importlib.import_module("obstore")
+
+
+_forked_with_it = False
+_loading = threading.Lock()
+
+
+def _note_fork() -> None:
+    global _forked_with_it, _loading
+    _forked_with_it = "obstore._obstore" in sys.modules
+    # A thread of the parent may have held it.
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,269 @@
+"""A bucket as a medium: puts that act once whatever happens to requests, and reads in few."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format import bucket as buckets
+from scio_recorder.stores.disk_format import requests
+from scio_recorder.stores.disk_format.bucket import Bucket
+from scio_recorder.stores.disk_format.jsons import Packed
+from scio_recorder.stores.disk_format.medium import accessing
+from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import RunWriter
+from tests.object_store import FAULTS, Traffic, by_hand, environment, object_store, objects
+from tests.stores.disk_format.by_the_book import read_run
+from tests.stores.disk_format.runs import HEADER, LAYERS, check_contents, rows, state_after
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[tuple[str, Traffic]]:
+    traffic = Traffic()
+    with object_store(traffic) as url:
+        by_hand(url, "PUT", "/bucket")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment(url).items():
+                patch.setenv(name, value)
+            patch.setattr(requests, "_FIRST_PAUSE", 0.001)
+            yield url, traffic
+
+
+@pytest.fixture
+def traffic(store) -> Iterator[Traffic]:
+    found = store[1]
+    found.clear()
+    yield found
+    found.fate = lambda number, method, path: ""
+
+
+@pytest.fixture
+def place(request) -> str:
+    return f"bucket/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+def put(medium: Bucket, name: str, content: bytes) -> None:
+    medium.put(name, "00000", lambda file: file.write(0, content))
+
+
+def read(medium: Bucket, name: str) -> bytes:
+    with medium.open(name) as file:
+        return file.read(0, 1000)
+
+
+def test_of_many_who_put_one_name_one_succeeds(store, place):
+    def try_to(number: int) -> bool:
+        try:
+            put(Bucket(f"s3://{place}"), "name", b"%d" % number)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(try_to, range(8)))
+    assert sum(outcomes) == 1
+    assert objects(store[0], place) == {"name": b"%d" % outcomes.index(True)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_put_acts_once_and_knows_it(store, traffic, place, fault):
+    medium = Bucket(f"s3://{place}")
+    traffic.fate = lambda number, method, path: fault if number == 0 else ""
+    put(medium, "name", b"content")
+    assert objects(store[0], place) == {"name": b"content"}
+    traffic.clear()
+    # The same content: another put all the same.
+    with pytest.raises(FileExistsError, match="another writer"):
+        put(medium, "name", b"content")
+    with pytest.raises(FileExistsError):
+        medium.claim("name", b"content")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_asked_is_answered_whatever_goes_wrong(store, traffic, place, fault):
+    medium = Bucket(f"s3://{place}")
+    names = [f"a-{number}" for number in range(5)]
+    for name in [*names, "b-0", "folder/inner"]:
+        put(medium, name, name.encode())
+    for ask, answer in (
+        (lambda: medium.names("a-"), names),
+        (lambda: medium.names(), [*names, "b-0", "folder"]),
+        (lambda: medium.has("a-0"), True),
+        (lambda: medium.has("c"), False),
+        (lambda: read(medium, "a-3"), b"a-3"),
+        (lambda: medium.unlink("b-0"), None),
+    ):
+        traffic.clear()
+        traffic.fate = lambda number, method, path: fault if number == 0 else ""
+        assert ask() == answer
+    assert "b-0" not in medium.names("b")
+
+
+def test_names_are_listed_from_where_a_page_failed(traffic, place, monkeypatch):
+    medium = Bucket(f"s3://{place}")
+    for number in range(7):
+        put(medium, f"n-{number}", b"")
+    monkeypatch.setattr(buckets, "_PAGE", 2)
+    traffic.fate = lambda number, method, path: "cut" if number % 2 else ""
+    assert medium.names("n-") == [f"n-{number}" for number in range(7)]
+
+
+def test_tries_end(traffic, place):
+    medium = Bucket(f"s3://{place}")
+    traffic.fate = lambda number, method, path: "refused"
+    with pytest.raises(OSError, match=r"7 requests have failed.*503: SlowDown"):
+        put(medium, "name", b"")
+    assert len(traffic.requests) == 7
+
+
+@pytest.mark.parametrize("may_read", [True, False])
+def test_what_is_not_permitted_is_said_at_once_and_quotes_no_secret(
+    store, traffic, place, may_read, monkeypatch
+):
+    medium = Bucket(f"s3://{place}")
+    traffic.fate = lambda number, method, path: (
+        "" if may_read and method in ("GET", "HEAD") else "denied"
+    )
+    with pytest.raises(RecordingError, match=r"no permission.*AccessDenied") as caught:
+        medium.check_writable(0)
+    assert len(traffic.requests) == 1
+    shown = f"{caught.value}{caught.value.__cause__}{medium!r}{vars(medium)}"
+    for secret in environment("").values():
+        assert not secret or secret not in shown or secret == "us-east-1"
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated():
+    for url in (
+        "s3://user:password@bucket/run",
+        "s3://bucket/run?sig=password",
+        "s3://",
+        "s3:///x",
+    ):
+        with pytest.raises(RecordingError, match="taken from the environment") as caught:
+            Bucket(url)
+        assert "password" not in str(caught.value)
+
+
+def test_without_credentials_that_is_said(monkeypatch):
+    said = requests._understood(
+        type("GenericError", (Exception,), {})(
+            "Error performing PUT http://169.254.169.254/latest/api/token - connection refused"
+        )
+    )
+    assert isinstance(said[0], PermissionError)
+    assert "no credentials in the environment" in str(said[0])
+
+
+def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
+    real = Bucket.make
+
+    def overwriting(self: Bucket, name: str, ask: Any, num_bytes: int = 0) -> Any:
+        class Library:
+            def put(self, *args: Any, **options: Any) -> None:
+                """Say that all is well."""
+
+        return real(self, name, lambda library, *args: ask(Library(), *args), num_bytes)
+
+    monkeypatch.setattr(Bucket, "make", overwriting)
+    with pytest.raises(RecordingError, match="overwrite each other"):
+        Bucket(f"s3://{place}").check_writable(0)
+
+
+def test_what_has_become_another_one_is_refused(store, place):
+    medium = Bucket(f"s3://{place}")
+    put(medium, "name", b"one")
+    with medium.open("name") as file:
+        stamp = file.stamp
+    by_hand(store[0], "PUT", f"/{place}/name", b"two")
+    with (
+        pytest.raises(RecordingError, match="has become another one"),
+        accessing("name"),
+        medium.open("name", stamp) as file,
+    ):
+        file.read(0, 3)
+
+
+def test_the_format_is_one(store, place, tmp_path):
+    with RunWriter.create(f"s3://{place}", layers=LAYERS, header=HEADER) as writer:
+        for first, last in ((0, 3), (3, 9)):
+            writer.append(rows(first, last), range(first, last), state=state_after(last))
+        writer.finish()
+    for name, content in objects(store[0], place).items():
+        (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, f"s3://{place}"):
+        assert check_contents(path) == 9
+        with RunReader(path, verify=True) as reader:
+            assert reader.complete
+    assert read_run(tmp_path)[0] == list(range(9))
+    # And the other way round, into another place.
+    for file in tmp_path.iterdir():
+        by_hand(store[0], "PUT", f"/{place}-2/{file.name}", file.read_bytes())
+    assert check_contents(f"s3://{place}-2") == 9
+
+
+def test_a_flipped_bit_is_noticed(store, place):
+    with RunWriter.create(f"s3://{place}", layers=LAYERS, header=HEADER) as writer:
+        writer.append(rows(0, 5), range(5), state=Packed({}, []))
+        writer.finish()
+    whole = bytearray(objects(store[0], place)["chunk-00000-00000000.safetensors"])
+    whole[-1] ^= 1
+    by_hand(store[0], "PUT", f"/{place}/chunk-00000-00000000.safetensors", bytes(whole))
+    with pytest.raises(RecordingError, match="do not match their checksum"):
+        RunReader(f"s3://{place}", verify=True)
+
+
+def test_rows_cost_their_bytes_and_two_requests(traffic, place):
+    layers = {"a": TensorSpec((MIB // 4,), torch.float32), "b": TensorSpec((4,), torch.float32)}
+    generator = numpy.random.default_rng(0)
+    data = {
+        name: torch.from_numpy(generator.random((40, *spec.shape), numpy.float32))
+        for name, spec in layers.items()
+    }
+    with RunWriter.create(f"s3://{place}", layers=layers, header={}) as writer:
+        for first in (0, 20):
+            chunk = {name: tensor[first : first + 20] for name, tensor in data.items()}
+            writer.append(chunk, range(first, first + 20))
+        writer.finish()
+    with RunReader(f"s3://{place}") as reader:
+        for first, last, most in ((3, 11, 1), (15, 25, 2), (0, 40, 4)):
+            reader.distrust()
+            traffic.clear()
+            assert torch.equal(reader.read("a", first, last), data["a"][first:last])
+            assert len(traffic.requests) <= most
+            assert sum(one.received for one in traffic.requests) == (last - first) * MIB
+        reader.distrust()
+        traffic.clear()
+        reader.read("b", 7, 9)
+        assert Counter(one.method for one in traffic.requests) == {"GET": 1}
+
+
+def test_a_process_that_was_forked_reads_and_does_not_write(place):
+    medium = Bucket(f"s3://{place}")
+    put(medium, "name", b"content")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            # Again in a grandchild.
+            if os.fork() == 0:
+                os._exit(read(medium, "name") != b"content")
+            grandchild = os.waitstatus_to_exitcode(os.wait()[1])
+            status = grandchild or read(medium, "name") != b"content" or medium.is_open
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert medium.is_open
+    medium.close()
+    with pytest.raises(RecordingError, match="closed"):
+        read(medium, "name")
