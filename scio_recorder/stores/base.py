@@ -206,7 +206,7 @@ class Store(abc.ABC):
         )
 
     def part(self, lease: Lease, num_parts: int) -> Store:
-        """Return the store of one part of such a recording.
+        """Return the store of one part of such a recording: the first, or the one behind this one.
 
         Parameters
         ----------

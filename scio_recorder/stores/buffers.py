@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -173,6 +174,20 @@ class HostBuffer(Buffer):
             memory.registered = 0
 
 
+class ReusedMemory:
+    """Host memory by what it is for: the same is used again, unless somebody still holds it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, HostBuffer] = {}
+
+    def buffer(self, purpose: Hashable, pinned: bool) -> HostBuffer:
+        """Return memory for a purpose, `pinned` or not."""
+        known = self._buffers.get(purpose)
+        if known is None or known.pinned != pinned or known.is_held:
+            known = self._buffers[purpose] = HostBuffer(pinned=pinned)
+        return known
+
+
 def _map(num_bytes: int) -> _Memory:
     try:
         # Shared memory, the default where there are no flags, can't grow beyond its first size.
@@ -277,10 +292,14 @@ class Column:
         torch.Tensor
             The samples, [rows, ...].
         """
-        self.places = []
-        self.array = torch.empty(0)
+        self.let_go()
         with torch.inference_mode(False):
             return self._view(self._buffer.first(rows * self.spec.nbytes), rows)
+
+    def let_go(self) -> None:
+        """Refer to no memory any more, until more is asked for."""
+        self.places = []
+        self.array = torch.empty(0)
 
     def _make_places(self, start: int, rows: int, number: int) -> None:
         if start + rows > self.capacity:
@@ -295,8 +314,7 @@ class Column:
     def _reserve(self, rows: int) -> None:
         num_bytes = rows * self.spec.nbytes
         # No view may be alive while the memory moves.
-        self.places = []
-        self.array = torch.empty(0)
+        self.let_go()
         # Tensors made in inference mode could not be used outside it.
         with torch.inference_mode(False):
             self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)

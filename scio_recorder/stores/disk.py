@@ -28,7 +28,7 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
+from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.description import row_column
@@ -108,6 +108,8 @@ class Disk(Store):
         self.is_shared = world_size > 1
         # The right to write what is written, where processes take parts of a recording.
         self.lease: Lease | None = None
+        # What part after part is buffered in; None where a job has memory of its own.
+        self.memory: ReusedMemory | None = None
 
     def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
         """Begin, or join, a recording that several processes fill part by part.
@@ -135,7 +137,7 @@ class Disk(Store):
         return medium
 
     def part(self, lease: Lease, num_parts: int) -> Disk:
-        """Return the store of one part of such a recording.
+        """Return the store of one part of such a recording: the first, or the one behind this one.
 
         Parameters
         ----------
@@ -151,6 +153,7 @@ class Disk(Store):
         """
         made = Disk(self.path, self.chunk_bytes, rank=lease.part, world_size=num_parts)
         made.lease, made.is_shared = lease, True
+        made.memory = self.memory or ReusedMemory()
         return made
 
     def open(self, job: Job) -> DiskWriter:
@@ -160,11 +163,6 @@ class Disk(Store):
         ----------
         job : Job
             The layers, and what is known of the data.
-
-        Returns
-        -------
-        StoreWriter
-            What takes the batches.
 
         Raises
         ------
@@ -188,6 +186,7 @@ class DiskWriter(StoreWriter):
         self._path = store.path
         # Of the net as it is now: passes in training mode change its buffers.
         self._header = header_of(job.architecture, job.settings(), is_shared=store.is_shared)
+        self._memory = store.memory or ReusedMemory()
         self._columns: dict[DepthIdx | str, Column] = {}
         # The memory of each column that is written, while the other is filled.
         self._resting: dict[DepthIdx | str, Buffer] = {}
@@ -196,7 +195,7 @@ class DiskWriter(StoreWriter):
         self.calls = KeptCalls(for_file=True)
         self._committed_at = time.monotonic()
         self._writer: RunWriter | None = None
-        # Begins with the first chunk: by then loaders have forked their workers.
+        # Begins with the first chunk, behind the forks of loaders.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
@@ -216,7 +215,8 @@ class DiskWriter(StoreWriter):
                     "is stored: resume with the same data and transform"
                 )
         self._devices.add(first.device)
-        buffer, resting = (HostBuffer(pinned=first.device.type == "cuda") for _ in range(2))
+        pinned = first.device.type == "cuda"
+        buffer, resting = (self._memory.buffer((key, turn), pinned) for turn in range(2))
         self._resting[key] = resting
         column = self._columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
@@ -273,6 +273,8 @@ class DiskWriter(StoreWriter):
             if self._writer is not None and self._writer.is_open:
                 self._thread.submit(self._writer.abort)
             self._thread.shutdown()
+            for column in self._columns.values():
+                column.let_go()
             self._columns.clear()
 
     def _wait(self) -> None:

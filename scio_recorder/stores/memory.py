@@ -13,7 +13,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, wait_for
+from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, ReusedMemory, wait_for
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.room import Plan, make_plan
 
@@ -117,7 +117,7 @@ class Host(MemoryStore):
 
     def __init__(self, pin_memory: bool | None = None) -> None:
         self._pin_memory = pin_memory
-        self._buffers: dict[DepthIdx | str, HostBuffer] = {}
+        self._memory = ReusedMemory()
 
     def buffer(self, key: DepthIdx | str, device: torch.device) -> HostBuffer:
         """Return the memory for a layer.
@@ -135,11 +135,7 @@ class Host(MemoryStore):
             That of a recording that nobody holds any more, where there is some.
         """
         pinned = device.type == "cuda" if self._pin_memory is None else self._pin_memory
-        pinned = pinned and torch.cuda.is_available()
-        known = self._buffers.get(key)
-        if known is None or known.pinned != pinned or known.is_held:
-            known = self._buffers[key] = HostBuffer(pinned=pinned)
-        return known
+        return self._memory.buffer(key, pinned and torch.cuda.is_available())
 
 
 class Auto(Store):

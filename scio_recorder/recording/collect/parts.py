@@ -116,9 +116,9 @@ class Parts:
             put_together(self._medium, lease)
             claims.clear_away()
         else:
-            store = self._store.part(lease, self.num_parts)
+            self._store = self._store.part(lease, self.num_parts)
             batches = self.make_batches(lease.part)
-            collection = self.collection(batches, lease.part, store, self._weights)
+            collection = self.collection(batches, lease.part, self._store, self._weights)
             try:
                 self.run(collection, nullcontext(self._count))
             except EmptyPartError:

@@ -32,9 +32,9 @@ _FAILURES = 8
 _LATE = 1.5 * RENEWED_EVERY
 
 
-def complete_parts(medium: Medium) -> set[int]:
+def complete_parts(medium: Medium) -> list[int]:
     """Return which parts are complete."""
-    return set(map(int, _MANIFEST_NAMES.findall("\n".join(medium.names("manifest-")))))
+    return list(map(int, _MANIFEST_NAMES.findall("\n".join(medium.names("manifest-")))))
 
 
 def newest_leases(medium: Medium) -> dict[int, int]:

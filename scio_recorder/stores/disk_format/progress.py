@@ -82,7 +82,7 @@ def progress_of(medium: Medium) -> Progress:
     if begun is None:
         raise RecordingError(f"{medium.path} holds no recording, and nobody has begun one in parts")
     with accessing(medium.path):
-        newest, done = newest_leases(medium), complete_parts(medium)
+        newest, done = newest_leases(medium), set(complete_parts(medium))
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
     return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
 
