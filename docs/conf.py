@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -49,6 +52,7 @@ html_show_sphinx = False
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["gallery.css"]
+html_js_files = ["search_in_files.js"]
 html_theme_options = {"footer_icons": []}
 html_math_renderer = "mathml"
 
@@ -80,8 +84,23 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"]({way}../notebooks/", f"]({way}notebooks/")
 
 
+def write_texts(app: Sphinx, exception: Exception | None) -> None:
+    """Write what all pages say into one script, for ``_static/search_in_files.js``."""
+    if exception or app.builder.name != "html":
+        return
+    main = re.compile('<article role="main".*?</article>', re.DOTALL)
+    marks = re.compile("<(script|style).*?</\\1>|<[^>]*>", re.DOTALL)
+    site, texts = Path(app.outdir), {}
+    for page in sorted(site.rglob("*.html")):
+        if found := main.search(page.read_text(encoding="utf-8")):
+            text = html.unescape(marks.sub(" ", found[0]))
+            texts[page.relative_to(site).as_posix()] = " ".join(text.split())
+    (site / "_static" / "page_texts.js").write_text(f"PAGE_TEXTS = {json.dumps(texts)};")
+
+
 def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
     app.connect("source-read", link_copies)
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("build-finished", write_texts)
     app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))
