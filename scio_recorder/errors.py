@@ -67,6 +67,40 @@ class RecorderError(Exception):
         return Exception.__str__(self)
 
 
+def caught_as(kind: type[RecorderError], error: Exception, text: str) -> Exception:
+    """Return an error that is caught as one of ours and as what was raised.
+
+    Where no class can be both, it is what was raised, with a note.
+
+    Parameters
+    ----------
+    kind : type
+        A class of this tree.
+    error : Exception
+        What was raised, whose attributes it has.
+    text : str
+        The message.
+
+    Examples
+    --------
+    >>> error = caught_as(CollectError, KeyError("image"), "batch 3 has no image")
+    >>> isinstance(error, CollectError), isinstance(error, KeyError), str(error)
+    (True, True, 'batch 3 has no image')
+    """
+    try:
+        # A class made here can't be found by name, where an error goes to another process.
+        reduce = {"__reduce__": lambda self: (caught_as, (kind, error, text))}
+        both: Any = type(kind.__name__, (kind, type(error)), reduce)
+        # Without its constructor, which may want anything.
+        made: Exception = type(error).__new__(both, text)
+    except Exception:
+        error.add_note(text)
+        return error
+    made.args = (text,)
+    made.__dict__.update(error.__dict__)
+    return made
+
+
 class MissingInputError(RecorderError, ValueError):
     """Neither ``input_size`` nor ``input_data`` was given."""
 

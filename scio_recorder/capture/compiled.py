@@ -46,6 +46,11 @@ class CompiledPass:
                 raise PostprocessorError(
                     f"the post-processor of layer {label} returned another type"
                 )
+            is_tensor = isinstance(output, Tensor) and isinstance(handed, Tensor)
+            if is_tensor and output.shape[:1] != handed.shape[:1]:
+                raise PostprocessorError(
+                    f"the post-processor of layer {label} changed the length of dimension 0"
+                )
             # A post-processor that works in place changes the record too.
             before = _copy(output) if self.keeps else None
         if self.keeps and self.program.counts_calls:

@@ -70,8 +70,10 @@ class Gradients:
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that got none is absent."""
         entries = {}
-        for label in sorted({label for arrived in self._arrived for label in arrived.layers}):
-            count, rebuild = self._delivery.templates[label]
+        # In the order in which the layers returned.
+        for label, (count, rebuild) in self._delivery.templates.items():
+            if not any(label in arrived.layers for arrived in self._arrived):
+                continue
             passes = [arrived.layers.get(label) or [None] * count for arrived in self._arrived]
             sums = [
                 Recorded([part for part in parts if part], _sum)
@@ -143,7 +145,8 @@ def _deliver(
 ) -> None:
     for hook in list((hooks() or {}).values()) if arrived.layers else ():
         layers = {}
-        for label, parts in sorted(arrived.layers.items()):
-            _, rebuild = templates[label]
-            layers[label] = rebuild([None if part is None else part.peek() for part in parts])
+        for label, (_, rebuild) in templates.items():
+            parts = arrived.layers.get(label)
+            if parts is not None:
+                layers[label] = rebuild([None if part is None else part.peek() for part in parts])
         hook(layers)

@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with _leaving_when_interrupted():
         # Takes seconds, most of them in torch.
-        from scio_recorder.command_line.commands import run
-    return run(arguments)
+        from scio_recorder.command_line.commands import parsed_from, run
+
+        parsed = parsed_from(arguments)
+    return run(parsed)
 
 
 @contextmanager

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Column, Table
+from rich.table import Table
 
 from scio_recorder.command_line.arguments import (
     FailureError,
@@ -36,8 +34,8 @@ from scio_recorder.command_line.arguments import (
     whole_from,
 )
 from scio_recorder.command_line.comparing import add_compare, compare
+from scio_recorder.command_line.inspecting import WIDTH, layer_table, plain
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
-from scio_recorder.display.outline import visible
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.stores.disk_format.bucket import is_url
@@ -49,9 +47,8 @@ if TYPE_CHECKING:
 SECONDS = 10.0
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(parsed: argparse.Namespace) -> int:
     """Run a command and return its exit status."""
-    parsed = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines of a table are worth less than the rest of it, where they can't be encoded.
         sys.stdout.reconfigure(errors="replace")
@@ -65,7 +62,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
-        print(f"scio-recorder: error: {error}", file=sys.stderr)
+        notes = [str(error), *getattr(error, "__notes__", ())]
+        print(f"scio-recorder: error: {'; '.join(notes)}", file=sys.stderr)
         _drop_output()
         is_failure = isinstance(error, FailureError | OSError)
         return parsed.failed if is_failure else WRONG_USE
@@ -95,7 +93,8 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return what is asked for; leaves the program where that can't be understood."""
     parser = argparse.ArgumentParser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",
@@ -118,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--epochs", type=whole_from(1), default=15, help="length of the training (15)"
     )
-    return parser
+    return parser.parse_args(arguments)
 
 
 def _command(commands: Any, run: Callable[..., int | None]) -> argparse.ArgumentParser:
@@ -210,7 +209,8 @@ def summary(parsed: argparse.Namespace, console: Console) -> None:
     MODULE is imported, from the current folder if it is there; NAME is a net, or a class or
     function that makes one when called without arguments.
     """
-    console.print(str(_recorder(parsed)), markup=False, highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    console.print(_recorder(parsed))
 
 
 def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
@@ -248,10 +248,14 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
         # Either the disk failed, or the folder is another recording's.
         is_failure = isinstance(error.__cause__, OSError)
         raise (FailureError if is_failure else UsageError)(str(error)) from error
-    except RecorderError:
-        raise
     except (Exception, SystemExit) as error:
-        raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
+        if not isinstance(error, RecorderError):
+            raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
+        if error.__cause__ is None:
+            raise
+        # The loader or the net has failed.
+        lines = str(error).splitlines()
+        raise FailureError(f"{' '.join(lines)}{_way_on(parsed)}") from error
     console.print(_title(recording))
     console.print(recording)
 
@@ -267,7 +271,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     for one in found.holders:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
         state = "gone, to be taken over" if one.is_gone else ""
-        table.add_row(str(one.part), _plain(one.host), str(one.pid), since, state)
+        table.add_row(str(one.part), plain(one.host), str(one.pid), since, state)
     left = found.seconds_left
     text = f"{found.num_done:,} of {found.num_parts:,} parts are complete"
     if found.num_done < found.num_parts:
@@ -291,31 +295,8 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.recording import open_recording
 
     recording = open_recording(_there(parsed.path))
-    numbers = ("bytes", "mean", "std", "min", "max", "zeros", "nan", "inf")
-    table = Table(
-        *(Column(name, no_wrap=True) for name in ("label", "name", "type", "shape", "dtype")),
-        *(Column(name, no_wrap=True, justify="right") for name in numbers),
-        title=_title(recording),
-        box=None,
-    )
-    for row in recording.layer_rows():
-        # Reduced layers have no samples to describe.
-        shape = list(row["shape"]) if "shape" in row else "reduced"
-        texts = [row["label"], row["name"], row["type"], str(shape), row.get("dtype", "")]
-        table.add_row(*map(_plain, texts), *(_number(row.get(name)) for name in numbers))
-    # Figures that are cut off or broken in two would be of no use.
-    wide = console.options.update(max_width=10_000)
-    console.width = max(console.width, Measurement.get(console, wide, table).maximum)
-    console.print(table)
-
-
-def _plain(text: str) -> str:
-    """Return a text, perhaps of somebody else's recording, that does nothing to the terminal."""
-    return escape(visible(text))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    console.width = max(console.width, WIDTH)
+    console.print(layer_table(recording, _title(recording), console), crop=False)
 
 
 def verify(parsed: argparse.Namespace, console: Console) -> None:
@@ -361,7 +342,7 @@ def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
     rows = f", {recording.num_rows} rows" if recording.has_rows else ""
     rows += f" ({', '.join(recording.rows)})" if recording.rows else ""
-    return _plain(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
+    return plain(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
 
 
 def demo(parsed: argparse.Namespace, console: Console) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scio_recorder.display.outline import short_name
+from scio_recorder.display.outline import short_title
 from scio_recorder.layer import Layer
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     edges = np.linspace(bars.low, bars.high, len(bars.counts) + 1)
     axis.set_yscale("function", functions=(_root, np.square))
     axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=BLUE)
-    axis.set_title(_title(summary), fontsize=8, parse_math=False)
+    axis.set_title(short_title(layer, 20), fontsize=8, parse_math=False)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
     axis.xaxis.get_offset_text().set_fontsize(7)
@@ -239,9 +239,9 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     axis.plot([], [], color=VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
     _scale(axis, std)
     ticks = places[:: math.ceil(len(layers) / _MOST_TICKS)]
-    axis.set_xticks(ticks, [str(layers[place].layer.label) for place in ticks])
-    axis.tick_params(axis="x", labelrotation=90, labelsize=7)
-    axis.set_xlabel("layer, in the order of the architecture")
+    names = [short_title(layers[place].layer, 28) for place in ticks]
+    axis.set_xticks(ticks, names, rotation=90, fontsize=7, parse_math=False)
+    axis.set_xlabel("layer, in the order in which they return")
     axis.set_ylabel("value")
     axis.grid(axis="y", alpha=0.3)
 
@@ -271,11 +271,6 @@ def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
     text = f"Nothing to draw: {names}{more}"
     y = 1 - 0.05 / figure.get_size_inches()[1]
     figure.suptitle(text, x=0.01, y=y, ha="left", va="top", fontsize=8)
-
-
-def _title(summary: LayerSummary) -> str:
-    layer = summary.layer
-    return f"{layer.label} {short_name(layer.name or layer.type_name, 20)}"
 
 
 def _root(shares: Any) -> Any:

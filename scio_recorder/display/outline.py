@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
@@ -106,15 +106,46 @@ def outline(what: str, rows: Sequence[Layer], recorded: Collection[DepthIdx] | N
 def nodes(shown: Outline) -> list[Node]:
     """Return the rows with their nesting, which follows from their order and their depths."""
     recorded, found = set(shown.recorded), list[Node]()
+    rows = nested(shown.rows)
     # Seen from the last row on: the depths at which another row follows under the same parent.
     followed, depth_below = set[int](), -1
-    for row in reversed(shown.rows):
+    for row in reversed(rows):
         flags = tuple(depth in followed for depth in range(row.depth + 1))
         is_recorded, remark = tuple(row.label) in recorded, shown.remarks.get(row.label)
         found.append(Node(row, flags, depth_below > row.depth, is_recorded, remark))
         followed = {depth for depth in followed if depth < row.depth} | {row.depth}
         depth_below = row.depth
     return found[::-1]
+
+
+def nested(rows: Iterable[Layer]) -> list[Layer]:
+    """Return rows so that each stands below the container that holds it.
+
+    A container that is never called, as a ModuleList, stands there once. Where its modules run in
+    turn with others, it is named again before those that follow.
+    """
+    found, path = list[Layer](), list[Layer]()
+    idle = dict[str, Layer]()
+    for row in rows:
+        depth = next((k for k, one in enumerate(path[: row.depth]) if not _holds(one, row)), None)
+        if depth is not None:
+            around = [one for name, one in idle.items() if row.name.startswith(f"{name}.")]
+            again = [one for one in around if depth <= one.depth < row.depth]
+            # Under a name of its own: a shared module may run inside others.
+            if len(again) == row.depth - depth:
+                found += again
+                path[depth:] = again
+        found.append(row)
+        path[row.depth :] = [row]
+        if not row.executed:
+            idle[row.name] = row
+    return found
+
+
+def _holds(container: Layer, row: Layer) -> bool:
+    if container.completion is not None and row.completion is not None:
+        return container.completion > row.completion
+    return not container.name or row.name.startswith(f"{container.name}.")
 
 
 def visible(text: str) -> str:
@@ -147,12 +178,18 @@ def _texts(layer: Layer) -> tuple[str, str, str]:
 
 def call_text(layer: Layer) -> str:
     """Say which call of its module a layer is, unless it is the first."""
-    return f"call {layer.call + 1}" if layer.call else ""
+    return f"(call {layer.call + 1})" if layer.call else ""
 
 
 def full_name(layer: Layer) -> str:
     """Return the qualified name of a layer, and which call of its module it is."""
     return f"{layer.name or '(root)'} {call_text(layer)}".rstrip()
+
+
+def short_title(layer: Layer, longest: int) -> str:
+    """Return the label and the name of a layer for a small place, and which call it is."""
+    name = f"{short_name(layer.name or layer.type_name, longest)} {call_text(layer)}"
+    return f"{layer.label} {name}".rstrip()
 
 
 def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -215,7 +252,7 @@ def _branch(node: Node, name: str, width: int) -> Text:
         (guides if node.level else "", "dim"),
         f"{visible(name)} " if name else "",
         (visible(layer.type_name), "cyan" if layer.executed else ""),
-        (f" ({call_text(layer)})" if layer.call else "", "italic"),
+        (f" {call_text(layer)}" if layer.call else "", "italic"),
     )
 
 
@@ -308,7 +345,7 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
     name, shape, params = _texts(layer)
     # Isolated, so that names in scripts from right to left don't reorder the row.
     own_name = f"<bdi>{text(name)}</bdi> " if name else ""
-    call = f" ({call_text(layer)})" if layer.call else ""
+    call = f" {call_text(layer)}" if layer.call else ""
     mark = f'<span role="img" aria-label="{text(shown.mark)}">●</span>' * node.is_recorded
     about = (
         f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '

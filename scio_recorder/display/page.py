@@ -159,11 +159,15 @@ def _heading(name: str, sorts_by: str, order: str) -> str:
 def layer_cells(place: int, layer: Layer) -> Iterator[str]:
     """Yield the start of a row and its first three cells: label, name and type of a layer."""
     label, name = text(str(layer.label)), text(layer.name)
-    call = f" ({call_text(layer)})" if layer.call else ""
     yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
     yield f'<th scope="row" data-value="{place}">{label}</th>'
-    yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call}</td>'
+    yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call_html(layer)}</td>'
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
+
+
+def call_html(layer: Layer) -> str:
+    """Return what stands behind a name: which call of its module it is, unless it is the first."""
+    return f" {call_text(layer)}" if layer.call else ""
 
 
 def address_of(layer: Layer) -> str:
@@ -173,7 +177,7 @@ def address_of(layer: Layer) -> str:
 
 def link_html(layer: Layer) -> str:
     """Return a link to the row of a layer."""
-    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>"
+    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>{call_html(layer)}"
     return f'<a href="{address_of(layer)}">{text(str(layer.label))} {name}</a>'
 
 

@@ -23,6 +23,7 @@ from scio_recorder.display.page import (
     Section,
     address_of,
     alarm,
+    call_html,
     count_cell,
     layer_cells,
     link_html,
@@ -129,7 +130,8 @@ def _figure(summary: LayerSummary) -> str:
     outside = ", ".join(f"{count:,} {side} this range" for count, side in sides if count)
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{name}">'
-        f'<a href="{address_of(layer)}">{layer.label}</a> <bdi>{name}</bdi></figcaption>'
+        f'<a href="{address_of(layer)}">{layer.label}</a> <bdi>{name}</bdi>{call_html(layer)}'
+        "</figcaption>"
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{number_text(bars.low)}</span>'
         f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import operator
@@ -14,10 +13,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from scio_recorder.display.outline import Outline, Outlined, outline, visible
+from scio_recorder.display.outline import Outline, Outlined, nested, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, text_of
 from scio_recorder.nets import architecture_json
+from scio_recorder.nets.absent import no_such_label, no_such_name
 
 
 class Architecture(Outlined, Mapping[DepthIdx, Layer]):
@@ -79,9 +79,10 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return f"<Architecture of {len(self)} layers, fingerprint {self.fingerprint[:12]}>"
 
     def __str__(self) -> str:
-        titles = [_title(layer) for layer in self.values()]
+        rows = nested(self.values())
+        titles = [_title(layer) for layer in rows]
         width = max(map(len, titles), default=0) + 8
-        shapes = [_shape_text(layer) for layer in self.values()]
+        shapes = [_shape_text(layer) for layer in rows]
         lines = [f"{title:<{width}}{shape}" for title, shape in zip(titles, shapes, strict=True)]
         return "\n".join(lines)
 
@@ -150,7 +151,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         if label is None:
             raise LayerNotFoundError(_not_a_key(key))
         if label not in self._rows:
-            raise LayerNotFoundError(self.explain_missing_label(label))
+            raise LayerNotFoundError(no_such_label(label, self))
         return label
 
     def labels_of(self, name: str) -> tuple[DepthIdx, ...]:
@@ -188,13 +189,6 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         -------
         tuple of (int, int)
             In the order of the architecture.
-
-        Examples
-        --------
-        >>> from torch import nn
-        >>> from scio_recorder.nets.labelling.label import label_net
-        >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].rows_of("0")
-        ((1, 1),)
         """
         return self._names.get(name, ())
 
@@ -221,6 +215,34 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         ((1, 1),)
         """
         return self._calls.get(id(module), ())
+
+    def in_order(self, labels: Iterable[DepthIdx]) -> list[DepthIdx]:
+        """Return labels in the order of execution, in which all but trees list layers.
+
+        That is the order in which calls return.
+
+        Parameters
+        ----------
+        labels : iterable of (int, int)
+            Labels of this architecture. Those of layers that did not run come first.
+
+        Returns
+        -------
+        list of (int, int)
+            The same labels.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from scio_recorder.nets.labelling.label import label_net
+        >>> _, architecture = label_net(nn.Sequential(nn.ReLU(), nn.Tanh()), input_size=(1, 2))
+        >>> architecture.in_order(architecture)
+        [(1, 1), (1, 2), (0, 1)]
+        """
+        ranks = ((self._rows[label].completion, label) for label in labels)
+        return [
+            label for _, label in sorted((-1 if at is None else at, label) for at, label in ranks)
+        ]
 
     def enclosing(self, label: DepthIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.
@@ -306,56 +328,13 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             )
         return architecture
 
-    def explain_missing_label(self, label: DepthIdx) -> str:
-        """Say that there is no such label, and which ones there are.
-
-        Parameters
-        ----------
-        label : (int, int)
-            The label.
-
-        Returns
-        -------
-        str
-            For an error message.
-        """
-        indices = [index for depth, index in self if depth == label[0]]
-        if indices:
-            known = f"labels of depth {label[0]} go from {label[0]}-1 to {label[0]}-{max(indices)}"
-        else:
-            known = f"depths go from 0 to {max((depth for depth, _ in self), default=0)}"
-        return f"no layer has the label {text_of(label)}: {known}"
-
-    def explain_missing_name(self, name: str) -> str:
-        """Say that there is no such name, and which ones come close.
-
-        Parameters
-        ----------
-        name : str
-            The qualified name.
-
-        Returns
-        -------
-        str
-            For an error message.
-
-        Examples
-        --------
-        >>> Architecture([], {"conv1": ()}).explain_missing_name("conv")
-        "no module has the qualified name 'conv'; the closest names are 'conv1'"
-        """
-        close = difflib.get_close_matches(name, self._names, n=4, cutoff=0.5)
-        hint = f"the closest names are {', '.join(map(repr, close))}"
-        hint = hint if close else "print(rnet.architecture) shows them all"
-        return f"no module has the qualified name {name!r}; {hint}"
-
     @cached_property
     def _calls(self) -> dict[int, tuple[DepthIdx, ...]]:
-        calls: dict[int, list[tuple[int, DepthIdx]]] = {}
-        for row in self.values():
-            if row.completion is not None and row.module is not None:
-                calls.setdefault(id(row.module), []).append((row.completion, row.label))
-        return {key: tuple(label for _, label in sorted(found)) for key, found in calls.items()}
+        calls: dict[int, list[DepthIdx]] = {}
+        for row in map(self._rows.__getitem__, self.in_order(self)):
+            if row.executed and row.module is not None:
+                calls.setdefault(id(row.module), []).append(row.label)
+        return {key: tuple(found) for key, found in calls.items()}
 
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
@@ -363,8 +342,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def _resolve_name(self, name: str, label: DepthIdx | None) -> DepthIdx:
         if name not in self._names:
             if label is not None:
-                raise LayerNotFoundError(self.explain_missing_label(label))
-            raise LayerNotFoundError(self.explain_missing_name(name))
+                raise LayerNotFoundError(no_such_label(label, self))
+            raise LayerNotFoundError(no_such_name(name, self._names))
         labels = self.labels_of(name) or self.rows_of(name)
         if not labels:
             raise LayerNotFoundError(f"module {name!r} did not run at labelling: it has no label")

@@ -17,6 +17,15 @@ from scio_recorder.tensors.ownership import Held, holder
 # Threads may look at the same records for the first time.
 _BUILDING = threading.RLock()
 T = TypeVar("T", covariant=True)
+_SHOWN = 12
+# What comes before there is something to read.
+_RUN = "Choose layers with rnet.record(), then run the net with rnet(x)"
+_HOW = {
+    "input": "Choose layers with rnet.record(..., inputs=True), then run the net with rnet(x)",
+    "gradient": "Choose layers with rnet.record(..., gradients=True), run the net with rnet(x), "
+    "and differentiate with loss.backward()",
+    "recording": "Choose layers with rnet.record(...) before rnet.collect(...)",
+}
 
 
 class Inputs(NamedTuple):
@@ -58,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
-    """A read-only mapping over layers.
+    """A read-only mapping over layers, in the order of execution.
 
     Parameters
     ----------
@@ -79,11 +88,13 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     (4, 4, {(1, 1): 4})
     """
 
-    why_none = "there is none of any layer yet"
+    why_none = ""
 
     def __init__(self, architecture: Architecture, values: Mapping[DepthIdx, T], what: str) -> None:
         self._architecture = architecture
-        self._values = values
+        self._values: Mapping[DepthIdx, T] = {
+            at: values[at] for at in architecture.in_order(values)
+        }
         self._what = what
 
     @property
@@ -126,9 +137,11 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     def _explain(self, label: DepthIdx) -> str:
         layer = self._architecture[label]
         if not self._values:
-            return f"there is no {self._what} of layer {layer}: {self.why_none}"
-        here = ", ".join(map(text_of, sorted(self._values)))
-        return f"there is no {self._what} of layer {layer}; there is one of {here}"
+            why = self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"
+            return f"there is no {self._what} of layer {layer}: {why}"
+        here = ", ".join(map(text_of, list(self._values)[:_SHOWN]))
+        more = f" and {len(self._values) - _SHOWN:,} more" if len(self._values) > _SHOWN else ""
+        return f"there is no {self._what} of layer {layer}; there is one of {here}{more}"
 
 
 class Recorded:

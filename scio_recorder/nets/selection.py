@@ -13,6 +13,7 @@ from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of
+from scio_recorder.nets.absent import no_such_label, no_such_name, offer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.supported import check_supported
 
@@ -174,9 +175,9 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]
     if isinstance(selector, str) and _GLOB.search(selector):
         return _named(architecture, re.compile(r"\A" + fnmatch.translate(selector)))
     if label is not None:
-        raise LayerNotFoundError(architecture.explain_missing_label(label))
+        raise LayerNotFoundError(no_such_label(label, architecture))
     if isinstance(selector, str):
-        raise LayerNotFoundError(architecture.explain_missing_name(selector))
+        raise LayerNotFoundError(no_such_name(selector, architecture.names))
     if isinstance(selector, re.Pattern):
         return _named(architecture, selector)
     rows = list(architecture.values())
@@ -226,9 +227,9 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     if isinstance(selector, str) and selector in architecture.names:
         return f"the module {selector!r} did not run at labelling"
     if isinstance(selector, str):
-        closest = architecture.explain_missing_name(re.sub(r"[*?\[\]]", "", selector))
-        hint = closest.partition("; ")[2]
-        return f"no name matches {selector!r}" + (f"; {hint}" if hint else "")
+        return f"no name matches {selector!r}; {offer(selector, architecture.names)}"
+    if isinstance(selector, re.Pattern):
+        return f"{selector!r} matches no layer; {offer(selector.pattern, architecture.names)}"
     if not isinstance(selector, nn.Module):
         return f"{_shown(selector)} matches no layer"
     if not any(row.module is not None for row in architecture.values()):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError
+from scio_recorder.errors import PostprocessorError, caught_as
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
@@ -223,12 +223,13 @@ class Assigned:
 
 def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
     """Post-process one output; a result of None means that it was changed in place, if at all."""
+    rows = _rows(output)
     try:
         result = function(output)
     except Exception as error:
         raise _failure(error, layer) from error
     if result is None:
-        return output
+        result = output
     expected = Tensor if isinstance(output, Tensor) else type(output)
     if not isinstance(result, expected):
         raise PostprocessorError(
@@ -236,23 +237,28 @@ def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
             f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None to "
             "go on with the output as it is"
         )
+    for before, after in zip(rows, _rows(result), strict=False):
+        if before != after:
+            raise PostprocessorError(
+                f"the post-processor of layer {layer} returned {after} rows along dimension 0 "
+                f"where the layer returns {before}: it may change the other dimensions alone"
+            )
     return result
 
 
-def _failure(error: Exception, layer: Layer) -> PostprocessorError:
+def _rows(output: Any) -> list[int | None]:
+    """Return the length of dimension 0 of each tensor."""
+    leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
+    return [leaf.size(0) if leaf.dim() else None for leaf in leaves]
+
+
+def _failure(error: Exception, layer: Layer) -> Exception:
     """Make an error that is caught as ours and as what was raised."""
     if isinstance(error, PostprocessorError):
         error.add_note(f"raised by the post-processor of layer {layer}")
         return error
     text = f"the post-processor of layer {layer} raised {type(error).__name__}: {error}"
-    try:
-        both: PostprocessorError = type(
-            "PostprocessorError", (PostprocessorError, type(error)), {}
-        )(text)
-    except TypeError:
-        # Some built-in exceptions can't share an instance layout, or want other arguments.
-        return PostprocessorError(text)
-    return both
+    return caught_as(PostprocessorError, error, text)
 
 
 def _signature(function: Postprocessor) -> object:

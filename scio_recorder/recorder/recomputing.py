@@ -69,7 +69,7 @@ class Recomputing(Reading):
         with untouched(self.architecture, wanted):
             for label, targets in wanted.items():
                 found.update(rerun(self.architecture, self._recorded_call(label), targets))
-        return LayerMapping(self.architecture, dict(sorted(found.items())), "activation")
+        return LayerMapping(self.architecture, found, "activation")
 
     def _enclosing(self, target: DepthIdx) -> DepthIdx:
         around = self.architecture.enclosing(target)

@@ -68,8 +68,7 @@ class Readable(LayerMapping[Any]):
         relative_errors: Mapping[DepthIdx, float],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        values = {**held.values, **reductions}
-        super().__init__(architecture, dict(sorted(values.items())), "recording")
+        super().__init__(architecture, {**held.values, **reductions}, "recording")
         self.sample_ids: SampleIds = held.sample_ids
         self._rows = dict(held.rows)
         self._num_rows = held.num_rows

@@ -162,7 +162,7 @@ class _Recomputation:
             yield self._mapping(found)
 
     def _mapping(self, found: dict[DepthIdx, Any]) -> LayerMapping[Any]:
-        return LayerMapping(self._recording.architecture, dict(sorted(found.items())), "activation")
+        return LayerMapping(self._recording.architecture, found, "activation")
 
     def _untouched(self) -> AbstractContextManager[None]:
         # Opening and reading a recording does not wait for what runs nets.
@@ -183,8 +183,7 @@ class _Recomputation:
 
     def _assigned(self, given: Postprocessors | None) -> dict[DepthIdx, Postprocessor]:
         architecture = self._architecture
-        order = sorted(self._recording, key=lambda label: architecture[label].completion or 0)
-        posts = {} if given is None else assign(architecture, order, given)
+        posts = {} if given is None else assign(architecture, list(self._recording), given)
         then = self._recording.settings.get("postprocessors") or []
         now = [text_of(label) for label in sorted(posts)]
         if now != then:

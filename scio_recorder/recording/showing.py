@@ -187,9 +187,9 @@ class Showing(Outlined, Readable):
         )
 
     def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
-        """Return labels in the order of the architecture."""
+        """Return labels in the order of execution."""
         wanted = set(self) if layers is None else {self._label(key) for key in layers}
-        return [label for label in self._architecture if label in wanted]
+        return self._architecture.in_order(wanted)
 
     def _outline(self) -> Outline:
         return outline("Recording", list(self._architecture.values()), tuple(self))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import open_recording
+from scio_recorder import Recorder, open_recording
 from scio_recorder.command_line import main
 from tests.display.examples import hostile_recording
 
@@ -93,6 +93,39 @@ def test_collect_inspect_verify(capsys):
     assert row.split()[-2:] == ["0", "0"]
     assert main(["verify", "run"]) == 0
     assert "every checksum is right; complete" in capsys.readouterr().out
+
+
+def test_a_table_fits_100_columns_and_cuts_no_figure(tmp_path, capsys):
+    name = "encoder_of_the_whole_network"
+    net = nn.Sequential()
+    for place in range(3):
+        inner = nn.Sequential()
+        inner.add_module(f"attention{place}", nn.Linear(2048, 1024))
+        net.add_module(f"{name}{place}", inner)
+        net.add_module(f"act{place}", ActivationOfALongName())
+    rnet = Recorder(net, input_size=(1, 256, 2048))
+    rnet.record("*")
+    layers = {"*attention1": lambda value, batch: value.double() * -1.2345e-17}
+    recording = rnet.collect([torch.randn(2, 256, 2048)], transform=layers, store="disk:run")
+    capsys.readouterr()
+    assert main(["inspect", "run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    frame = recording.to_frame()
+    for label, line in zip(frame.index, lines[2:], strict=True):
+        cells = line.split()
+        assert cells[0] == label
+        assert cells[1].lstrip("…")
+        assert frame["name"][label].endswith(cells[1].lstrip("…")) or label == "0-1"
+        row = frame.loc[label]
+        assert [float(cell) for cell in cells[-5:-1]] == pytest.approx(
+            [row["mean"], row["std"], row["min"], row["max"]], rel=6e-3, abs=1e-30
+        )
+
+
+class ActivationOfALongName(nn.Module):
+    def forward(self, x):
+        return x.repeat(1, 1, 2)
 
 
 def test_parts_and_their_status(capsys):
@@ -237,7 +270,7 @@ def test_a_loader_that_raises_at_once_leaves_nothing_to_go_on_with(capsys):
     assert main(with_data("empty_handed")) == 1
     said = capsys.readouterr().err
     assert is_one_line(said)
-    assert said.endswith("error: ZeroDivisionError: division by zero\n")
+    assert said.endswith("at batch 0 with ZeroDivisionError: division by zero\n")
 
 
 def test_where_an_error_comes_from_is_shown_when_asked(capsys):

@@ -53,7 +53,7 @@ def test_depth_shows_mean_spread_and_extremes() -> None:
     np.testing.assert_allclose(high, [one.max() for one in whole])
     band = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() == pytest.approx(max(one.mean() + one.std(ddof=1) for one in whole))
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["1-1", "1-2", "1-3"]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["1-1 a", "1-2 b", "1-3 c"]
 
 
 @pytest.mark.parametrize("kind", ["histograms", "depth"])
@@ -167,7 +167,7 @@ def test_layers_are_chosen_by_any_key() -> None:
     recording = small_recording()
     figure = recording.plot(layers=["2", (1, 4), "2-3"])
     titles = [axis.get_title() for axis in figure.axes if axis.get_visible()]
-    assert titles == ["2-3 0.act", "1-3 2", "1-4 3"]
+    assert titles == ["2-3 0.act (call 2)", "1-3 2", "1-4 3"]
     with pytest.raises(LayerNotFoundError, match="1-2"):
         recording.plot(layers=["1-2"])
 

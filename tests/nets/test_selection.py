@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +237,29 @@ def test_without_modules_names_and_labels_still_select():
     assert select(read, [nn.ReLU]) == select(ARCHITECTURE, [nn.ReLU])
     with pytest.raises(LayerNotFoundError, match="read from disk"):
         select(read, [NET.act])
+
+
+@pytest.mark.parametrize(
+    ("selector", "offered"),
+    [
+        ("layer4.*", "'stem'"),
+        ("stems.*", "'stem'"),
+        ("block.*", "'blocks'"),
+        ("*.nothing.*", "there are '"),
+        (re.compile("layer4"), "'stem'"),
+        ("cat", "'"),
+    ],
+)
+def test_names_are_offered_for_what_matches_nothing(selector: object, offered: str) -> None:
+    with pytest.raises(LayerNotFoundError) as caught:
+        select(ARCHITECTURE, [selector])
+    assert offered in str(caught.value)
+
+
+def test_a_glob_that_lacks_its_beginning_is_offered_with_it() -> None:
+    net = nn.Sequential(OrderedDict(body=nn.Sequential(OrderedDict(h=nn.Sequential(nn.ReLU())))))
+    _, architecture = label_net(net, input_size=(1, 2))
+    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h\.0'"):
+        select(architecture, ["h.*"])
+    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h'"):
+        select(architecture, ["hh"])

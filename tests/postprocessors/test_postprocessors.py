@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors import Ablate, Add, Clip, GaussianNoise, Replace, Scale
+from scio_recorder.postprocessors import Ablate, Add, Clip, GaussianNoise, OnInput, Replace, Scale
 
 SHAPE = (2, 3, 4)
 
@@ -290,3 +290,31 @@ def test_device_is_kept(make: Any, by_hand: Any) -> None:
     result = make()(activation().cuda())
     assert result.device.type == "cuda"
     torch.testing.assert_close(result.cpu(), by_hand(activation()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("form", ["tensor", "tuple", "input", "in place"])
+def test_dimension_0_keeps_its_length(form: str, rows: int) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x, x[:, :1]) if form == "tuple" else x.clone()
+
+    def other(value: Any) -> Any:
+        if form == "in place":
+            value.resize_(rows, 2)
+            return None
+        index = torch.arange(rows) % 3
+        return (value[0], value[1][index]) if form == "tuple" else value[index]
+
+    rnet = Recorder(nn.Sequential(Pair()), input_size=(1, 2))
+    rnet.record("0")
+    with pytest.raises(PostprocessorError, match=rf"layer 1-1 0.*{rows} rows.*returns 3"):
+        rnet(torch.ones(3, 2), activation_postproc=OnInput(other) if form == "input" else other)
+    assert len(rnet.activations) == 0
+
+
+def test_other_dimensions_may_change() -> None:
+    rnet = Recorder(nn.Sequential(nn.Identity(), nn.Flatten()), input_size=(1, 2, 2))
+    rnet.record("0")
+    out = rnet(torch.ones(3, 2, 2), activation_postproc=lambda tensor: tensor[:, :1])
+    assert out.shape == (3, 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import replicate
 
 from scio_recorder import Recorder, UnsupportedNetError
+from scio_recorder.errors import LayerNotFoundError
 from tests.harness import hook_state, trace
 from tests.oracle import differences, same_bits
 from tests.zoo.base import linear
@@ -293,3 +294,17 @@ def test_moving_and_switching_the_recorder_reaches_the_net() -> None:
     rnet(x)
     assert rnet.activations["0"].dtype == torch.float64
     assert same_bits(rnet.activations["0"], net[0].forward(x))
+
+
+def test_what_is_not_there_yet_says_how_to_get_it() -> None:
+    rnet = Recorder(nn.Sequential(nn.Linear(2, 2)), input_size=(1, 2))
+    rnet.record("0")
+    for what, words in (
+        ("activations", ["record()", "rnet(x)"]),
+        ("inputs", ["inputs=True", "rnet(x)"]),
+        ("gradients", ["gradients=True", "rnet(x)", "backward()"]),
+    ):
+        with pytest.raises(LayerNotFoundError) as caught:
+            getattr(rnet, what)["0"]
+        assert "none of any layer yet" in str(caught.value)
+        assert all(word in str(caught.value) for word in words)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+
+import pytest
+import torch
 import torchinfo
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from scio_recorder import Recorder
 
@@ -16,8 +22,59 @@ def test_table_is_torchinfos_and_ends_with_a_line() -> None:
     table = torchinfo.summary(
         net, input_size=(1, 5), col_names=COLUMNS, row_settings=("var_names", "depth"), verbose=0
     )
-    line = "=" * len(str(table).splitlines()[0])
+    # torchinfo prints the name of a member where it means its value.
+    table = str(table).replace("(Units.MEGABYTES)", "(M)")
+    line = "=" * len(table.splitlines()[0])
     head = f"Recorder instance for the following network\n{table}\nCurrently recording: "
     assert repr(rnet) == f"{head}None\n{line}"
     rnet.record((0, 1), (1, 3))
     assert repr(rnet) == f"{head}0-1, 1-3\n{line}"
+
+
+class Tied(nn.Module):
+    """A head of which all, and one of which a part, is the embedding's; a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.part = nn.Linear(4, 10)
+        self.out = nn.Linear(10, 4, bias=False)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.part.weight = self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(6))
+        self.unused = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.out(self.part(self.inner(self.embed(words)))))
+        return out
+
+
+def test_tied_weights_count_once() -> None:
+    net = Tied()
+    rnet = Recorder(net, input_data=torch.zeros(2, 3, dtype=torch.long))
+    total = sum(parameter.numel() for parameter in net.parameters())
+    free = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    text = repr(rnet)
+    assert f"\nTotal params: {total}\nTrainable params: {free}\n" in text
+    assert f"\nNon-trainable params: {total - free}\n" in text
+    assert rnet.summary.total_param_bytes == 4 * total
+    figures = {}
+    for line in text.split("=\n")[2].splitlines()[:-1]:
+        figures[line.split()[0]] = line.split()[-2:]
+    assert figures["Tied"] == ["12", f"{12 / total:.2%}"]
+    assert figures["├─Linear"] == ["(tied)", "(tied)"]
+    shares = [float(share[:-1]) for share in re.findall(r"[-\d.]+%", text)]
+    assert min(shares) > 0
+    assert sum(shares) == pytest.approx(100, abs=0.05)
+    assert "Units" not in text
+    assert repr(pickle.loads(pickle.dumps(rnet))) == text
+    # Of one layer alone it is still true how many parameters it has.
+    assert rnet.architecture["head"].num_params == 40
+
+
+def test_pruned_weights_are_counted_as_torchinfo_does() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    prune.random_unstructured(net[0], "weight", amount=10)
+    rnet = Recorder(net, input_size=(1, 6))
+    assert "\nTotal params: 46\n" in repr(rnet)

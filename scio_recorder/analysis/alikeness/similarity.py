@@ -196,35 +196,24 @@ class Similarity(Listed):
         sides = f"{len(self.layers_a)} x {len(self.layers_b)} layers"
         return f"Linear CKA of {sides} over {self.num_rows:,} rows"
 
-    def _orders(self) -> tuple[list[int], list[int]]:
-        """Return the layers of each side in the order in which their calls return."""
-        rows, columns = (
-            sorted(range(len(side)), key=lambda place: side[place].completion or 0)
-            for side in (self.layers_a, self.layers_b)
-        )
-        return rows, columns
-
     def _matrix(self) -> Matrix:
-        rows, columns = self._orders()
         return Matrix(
             self._title(),
-            self.values.numpy()[rows][:, columns],
-            [full_name(self.layers_a[place]) for place in rows],
-            [full_name(self.layers_b[place]) for place in columns],
+            self.values.numpy(),
+            list(map(full_name, self.layers_a)),
+            list(map(full_name, self.layers_b)),
             _NAMES,
             self.notes,
             self.is_of_one,
         )
 
     def _listing(self) -> Listing:
-        rows, columns = self._orders()
         lines = []
-        for place, peak in zip(rows, self._matrix().peaks, strict=True):
-            layer, alike = self.layers_a[place], ["", "", ""]
+        for layer, row, peak in zip(self.layers_a, self.values, self._matrix().peaks, strict=True):
+            alike = ["", "", ""]
             if peak is not None:
-                other = self.layers_b[columns[peak]]
-                value = float(self.values[place, columns[peak]])
-                alike = [str(other.label), full_name(other), f"{value:.4f}"]
+                other = self.layers_b[peak]
+                alike = [str(other.label), full_name(other), f"{float(row[peak]):.4f}"]
             lines.append([str(layer.label), full_name(layer), layer.type_name, *alike])
         texts = ("Label", "Name", "Type", "Label", "Most alike")
         return Listing(self._title(), texts, ("CKA",), lines, notes=self.notes)

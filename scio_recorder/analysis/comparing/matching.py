@@ -129,14 +129,14 @@ def match_layers(
     """
     labels, others = list(labels), set(others)
     pairs, alone = [], []
-    for label in sorted(labels, key=lambda at: reference[at].completion or 0):
+    for label in reference.in_order(labels):
         pair = _pair(reference, label, other, others, match)
         if pair is None:
             alone.append(reference[label].name)
         else:
             pairs.append(pair)
     reached = {next(iter(_calls(other, match, name)), None) for name in reference.names}
-    left = [other[at].name for at in sorted(others, key=lambda at: other[at].completion or 0)]
+    left = [other[at].name for at in other.in_order(others)]
     named = {other[at].name for at in reached if at is not None}
     return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
 

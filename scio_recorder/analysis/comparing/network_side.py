@@ -15,6 +15,7 @@ from scio_recorder.capture.program import Options
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.failing import naming_batch
 from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.structures import map_tensors
@@ -102,6 +103,10 @@ class NetworkSide:
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, given) if self.shares_batches else given
+        with naming_batch(block.number, self.architecture, self.net, given):
+            return self._run(block, args, kwargs)
+
+    def _run(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
         capture = self._capture
         if self._compiled is None and not self._keeps_digests:
             capture.run(self.net, args, kwargs)

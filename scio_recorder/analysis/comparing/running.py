@@ -20,7 +20,7 @@ from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.state.restoring import random_state, restore_random, restored
-from scio_recorder.recording.collect.feed import Feed, advise_second_element, refuse_keywords
+from scio_recorder.recording.collect.feed import Feed, advise_second_element
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
 
@@ -223,11 +223,7 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
             lengths = None
             if found is not None:
                 lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
-            try:
-                yield Block(ids, batch, found, lengths)
-            except TypeError as error:
-                refuse_keywords(net.net, inputs, error)
-                raise
+            yield Block(ids, batch, found, lengths, feed.number)
     if is_empty:
         raise ComparisonError("batches is empty: it gave no batch to run on")
     for what, lacking in missing.items():

@@ -14,7 +14,7 @@ from scio_recorder.analysis.comparing.findings import (
     Number,
 )
 from scio_recorder.display.listing import Listing
-from scio_recorder.display.outline import call_text, full_name, visible
+from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.page import number_text
 from scio_recorder.display.profile import Profile
 from scio_recorder.errors import ComparisonError
@@ -50,7 +50,7 @@ def sentence(found: Findings) -> str:
 
 def layer_text(layer: Layer) -> str:
     """Return how a sentence names a layer."""
-    call = f", {call_text(layer)}" if layer.call else ""
+    call = f", call {layer.call + 1}" if layer.call else ""
     return visible(f"{layer.label} ({layer.name or layer.type_name}{call})")
 
 

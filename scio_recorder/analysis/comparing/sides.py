@@ -36,12 +36,15 @@ class Block:
         Which lines of what layers return count, where a row is no sample and networks run.
     lengths : list of int or None
         How many rows each sample has, where a row is no sample.
+    number : int
+        Which batch it is, where networks run.
     """
 
     ids: Sequence[SampleId]
     batch: Any = None
     rows: BatchRows | None = None
     lengths: list[int] | None = None
+    number: int = 0
 
     def place(self, shape: Sequence[int], flat: int) -> tuple[int, tuple[int, ...]]:
         """Return which sample an element of a layer belongs to, and where it is there.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from scio_recorder.display.effects import EffectMap, draw_effects
-from scio_recorder.display.outline import visible
+from scio_recorder.display.outline import full_name, visible
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
@@ -102,15 +102,16 @@ class Effects:
         """
         import pandas as pd
 
+        shown = self._in_order()
         positions = [None] if self.positions is None else self.positions
-        rows = [(layer, position) for layer in self.layers for position in positions]
+        rows = [(layer, position) for layer in shown.layers for position in positions]
         columns = {
             "label": [str(layer.label) for layer, _ in rows],
             "name": [layer.name for layer, _ in rows],
             "type": [layer.type_name for layer, _ in rows],
             "position": [position for _, position in rows],
-            "metric": self.values.flatten().tolist(),
-            "recovered": self.recovered.flatten().tolist(),
+            "metric": shown.values.flatten().tolist(),
+            "recovered": shown.recovered.flatten().tolist(),
         }
         if self.positions is None:
             del columns["position"]
@@ -141,11 +142,12 @@ class Effects:
             raise ArgumentError(
                 f"there are {len(position_names)} position_names for {len(positions)} positions"
             )
+        shown = self._in_order()
         return draw_effects(
             EffectMap(
                 self._headline(),
-                self.values.numpy(),
-                [_title(layer) for layer in self.layers],
+                shown.values.numpy(),
+                [_title(layer) for layer in shown.layers],
                 positions if position_names is None else [*map(str, position_names)],
                 self.clean,
                 self.corrupted,
@@ -153,17 +155,25 @@ class Effects:
         )
 
     def __str__(self) -> str:
-        titles = [_title(layer) for layer in self.layers]
+        shown = self._in_order()
+        titles = [_title(layer) for layer in shown.layers]
         width = max(map(len, titles)) + 4
         largest = "" if self.positions is None else "  at position"
         lines = [self._headline(), f"{'layer':<{width}}{'metric':>7}  recovered{largest}"]
-        for title, (value, share, place) in zip(titles, self._largest(), strict=True):
+        for title, (value, share, place) in zip(titles, shown._largest(), strict=True):
             at = "" if place is None else f"  {place:>11}"
             lines.append(f"{title:<{width}}{value:>7.4g}  {_percent(share):>9}{at}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<{self._headline()}>"
+
+    def _in_order(self) -> Effects:
+        """Return the same with the layers in the order of execution."""
+        labels = self.architecture.in_order(self.labels)
+        values = self.values[[self.labels.index(label) for label in labels]]
+        given = self.architecture, labels, self.positions, values, self.clean, self.corrupted
+        return Effects(*given, is_estimate=self.is_estimate)
 
     def _headline(self) -> str:
         kind = "Estimated sweep" if self.is_estimate else "Sweep"
@@ -184,7 +194,7 @@ class Effects:
 
 
 def _title(layer: Layer) -> str:
-    return visible(f"{text_of(layer.label)} {layer.name or '(root)'}")
+    return visible(f"{text_of(layer.label)} {full_name(layer)}")
 
 
 def _percent(share: float) -> str:

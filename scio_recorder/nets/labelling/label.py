@@ -23,6 +23,7 @@ from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
+    Statistics,
     forgiving,
     point_to,
     random_inputs,
@@ -294,7 +295,7 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bo
     trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
         with quiet(), forgiving(), flow.followed():
-            statistics = summary(twin, **_dry_run_keywords(keywords))
+            statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)))
     except UnsupportedTorchError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torchinfo import ModelStatistics as ModelStatistics
 from torchinfo import summary as summary
 from torchinfo import torchinfo as engine
+from torchinfo.enums import Units
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
@@ -24,6 +26,9 @@ _Replacement: TypeAlias = Callable[[_Function], _Function]
 
 # The patches are process-wide: two at a time would restore each other's.
 _LOCK = threading.RLock()
+
+_UNITS = re.compile(r"(?<=^Total mult-adds )\(Units\.(\w+)\)", re.MULTILINE)
+_TIED = "(tied)"
 
 
 @contextlib.contextmanager
@@ -45,6 +50,69 @@ def forgiving() -> Iterator[None]:
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, _replaced(original, replacement))
         yield
+
+
+class Statistics(ModelStatistics):
+    """torchinfo's table, in which a parameter counts once, in the first row that has it.
+
+    torchinfo counts a tied weight in each row, and takes it from the rows around as often: those
+    have a negative number of parameters of their own then. Nor does it print a unit as it means to.
+    """
+
+    @classmethod
+    def of(cls, given: ModelStatistics) -> Statistics:
+        """Return torchinfo's table with its figures put right."""
+        given.__class__ = cls
+        assert isinstance(given, cls)
+        rows = [info for info in given.summary_list if not info.is_recursive]
+        leaves = [info for info in rows if info.is_leaf_layer]
+        # Of several around a parameter, the innermost counts it.
+        around = [info for info in reversed(rows) if not info.is_leaf_layer]
+        counted: dict[int, tuple[Tensor, int]] = {}
+        for info in (*leaves, *around):
+            own = _parameters(info)
+            new = {key: one for key, one in own.items() if key not in counted}
+            counted |= new
+            count = sum(number for _, number in new.values())
+            if not info.is_leaf_layer:
+                _say(info, "leftover_params", partial(int, count))
+            elif len(new) < len(own):
+                _say(info, "num_params_to_str", partial(_tied_count, count))
+                _say(info, "params_percent", partial(_tied_percent, count))
+        found = counted.values()
+        given.total_params = sum(number for _, number in found)
+        given.trainable_params = sum(number for one, number in found if one.requires_grad)
+        given.total_param_bytes = sum(number * one.element_size() for one, number in found)
+        return given
+
+    def __repr__(self) -> str:
+        # A text has the name of an enumeration's member since Python 3.11, and had its value.
+        return _UNITS.sub(lambda found: f"({Units[found[1]].value})", super().__repr__())
+
+
+def _say(info: LayerInfo, method: str, answer: partial[Any]) -> None:
+    """Let a row answer something else. A summary is pickled with its recorder: no lambdas."""
+    setattr(info, method, answer)
+
+
+def _parameters(info: LayerInfo) -> dict[int, tuple[Tensor, int]]:
+    """Return the parameters of a row with the number of elements that pruning has left of each."""
+    found: dict[int, tuple[Tensor, int]] = {}
+    for name, parameter in info.module.named_parameters():
+        try:
+            count, _ = info.get_param_count(info.module, name, parameter)
+        except Exception:
+            count = parameter.nelement()
+        found[id(parameter)] = parameter, count
+    return found
+
+
+def _tied_count(count: int, reached_max_depth: bool) -> str:
+    return f"{count:,}" if count else _TIED
+
+
+def _tied_percent(count: int, total: int, reached_max_depth: bool) -> str:
+    return f"{count / total:>7.2%}" if count else _TIED
 
 
 def random_inputs(
@@ -108,8 +176,7 @@ def _computed_once(name: str) -> _Replacement:
     def replacement(original: _Function) -> _Function:
         def computed_once(info: LayerInfo) -> Any:
             result = original(info)
-            # A summary is pickled with its recorder, so this is no lambda.
-            setattr(info, name, partial(int, result))
+            _say(info, name, partial(int, result))
             return result
 
         return computed_once

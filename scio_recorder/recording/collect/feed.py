@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError, CollectWarning, warn
+from scio_recorder.errors import CollectError, CollectWarning, RecorderError, caught_as, warn
 from scio_recorder.nets.records import Inputs
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
@@ -80,7 +80,17 @@ class Feed:
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
         stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
-        for number, batch in enumerate(islice(self.batches, stop)):
+        batches = iter(islice(self.batches, stop))
+        for number in count():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RecorderError:
+                raise
+            except Exception as error:
+                text = f"the loader failed at batch {number} with {type(error).__name__}: {error}"
+                raise caught_as(CollectError, error, text) from error
             yield batch, self.is_taken(number)
 
     def is_taken(self, number: int) -> bool:
@@ -101,22 +111,32 @@ class Feed:
 
     def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""
-        given = _first(batch) if self.to_inputs is None else self.to_inputs(batch)
+        given = _first(batch) if self.to_inputs is None else self._said("to_inputs", batch)
         if isinstance(given, Tensor):
             return Inputs((given,), {})
         if isinstance(given, Mapping):
             return Inputs((), _keywords(given))
         if self.to_inputs is None:
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
-            raise CollectError(f"a batch is a {type(batch).__name__}{begins}; {_WRITE}")
+            what = f"batch {self.number} is a {type(batch).__name__}{begins}"
+            raise CollectError(f"{what}; {_WRITE}")
         if _is_pair(given):
             return Inputs(given[0], _keywords(given[1]))
         if isinstance(given, tuple | list):
             return Inputs(tuple(given), {})
         raise CollectError(
-            f"to_inputs returned a {type(given).__name__}: return a tensor, a tuple of positional "
-            "inputs, a dict of keyword inputs, or both as a pair (tuple, dict)"
+            f"to_inputs returned a {type(given).__name__} for batch {self.number}: return a "
+            "tensor, a tuple of positional inputs, a dict of keyword inputs, or both as a pair "
+            "(tuple, dict)"
         )
+
+    def _said(self, name: str, batch: Any) -> Any:
+        """Return what a function of the caller's says of a batch."""
+        try:
+            return getattr(self, name)(batch)
+        except Exception as error:
+            text = f"{name} failed for batch {self.number} with {type(error).__name__}: {error}"
+            raise caught_as(CollectError, error, text) from error
 
     @property
     def has_ids(self) -> bool:
@@ -140,7 +160,7 @@ class Feed:
         if self.sample_ids is None:
             first += (self.part or 0) * IDS_OF_A_PART
             return range(first, first + (_num_samples(inputs) if number is None else number))
-        given = self.sample_ids(batch)
+        given = self._said("sample_ids", batch)
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
@@ -303,38 +323,6 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
         CollectWarning,
     )
     return True
-
-
-def refuse_keywords(net: nn.Module, inputs: Inputs, error: TypeError) -> None:
-    """Say which entries of a batch a net does not take, where its call has failed.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net.
-    inputs : Inputs
-        What it was given.
-    error : TypeError
-        What its call raised.
-
-    Raises
-    ------
-    CollectError
-        There are such entries.
-    """
-    try:
-        parameters = inspect.signature(net.forward).parameters
-    except (TypeError, ValueError):
-        return
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
-    unknown = [name for name in inputs.kwargs if name not in parameters]
-    if unknown:
-        taken = ", ".join(repr(name) for name in inputs.kwargs if name in parameters) or "..."
-        raise CollectError(
-            f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "
-            f"to_inputs=lambda batch: {{name: batch[name] for name in ({taken},)}}"
-        ) from error
 
 
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:

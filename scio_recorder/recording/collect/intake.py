@@ -11,7 +11,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, caught_as
 from scio_recorder.layer import Layer, TensorSpec
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.options import Transform
@@ -75,7 +75,11 @@ class LayerIntake:
     def _apply(self, transform: Transform, activation: Any) -> Any:
         is_counted = isinstance(activation, Tensor) and not activation.is_inference()
         before = activation._version if is_counted else 0
-        result = transform(activation, self.current.batch)
+        try:
+            result = transform(activation, self.current.batch)
+        except Exception as error:
+            text = f"the transform of layer {self.layer} raised {type(error).__name__}: {error}"
+            raise caught_as(CollectError, error, text) from error
         if is_counted and activation._version != before:
             raise CollectError(
                 f"the transform of layer {self.layer} changed the activation in place, and with it "

@@ -13,10 +13,10 @@ from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.collect.failing import naming_batch
 from scio_recorder.recording.collect.feed import (
     advise_evaluation,
     advise_second_element,
-    refuse_keywords,
 )
 from scio_recorder.recording.recording import Recording
 
@@ -82,11 +82,8 @@ def _run_batches(
             is_advised = is_advised or advise_second_element(net, batch)
             inputs = feed.inputs(batch)
             if collection.begin(batch, inputs, is_taken=is_taken):
-                try:
+                with naming_batch(feed.number, collection.options.architecture, net, inputs):
                     collection.take(partial(run, inputs))
-                except TypeError as error:
-                    refuse_keywords(net, inputs, error)
-                    raise
             added = collection.end()
             if is_taken:
                 advance(*added)

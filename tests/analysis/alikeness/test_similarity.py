@@ -309,7 +309,7 @@ def test_layers_are_chosen_as_in_record(first: Recording, second: Recording) -> 
     chosen = similarity(first, second, layers=["0", (1, 2)])
     assert [layer.name for layer in chosen.layers_a] == ["0", "1"]
     assert [layer.name for layer in chosen.layers_b] == ["0", "1"]
-    torch.testing.assert_close(chosen.values, whole.values[1:3, 1:3], rtol=1e-12, atol=0)
+    torch.testing.assert_close(chosen.values, whole.values[:2, :2], rtol=1e-12, atol=0)
     assert similarity(first, second, layers=(1, 2)).values.shape == (1, 1)
     assert similarity(first, second, layers=nn.Flatten).values.shape == (1, 1)
     with pytest.raises(LayerNotFoundError):
@@ -325,19 +325,19 @@ def test_layers_are_chosen_as_in_record(first: Recording, second: Recording) -> 
 def test_frame_and_figure_have_names(first: Recording, second: Recording) -> None:
     found = similarity(first, second)
     frame = found.to_frame()
-    assert list(frame.index) == ["(root)", "0", "1", "2", "3", "4"]
-    assert frame.loc["3", "2"] == found.values[4, 3]
-    axis = found.plot().axes[0]
     # Containers return last.
+    assert list(frame.index) == ["0", "1", "2", "3", "4", "(root)"]
+    assert frame.loc["3", "2"] == found.values[3, 2]
+    axis = found.plot().axes[0]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1", "2", "(root)"]
     assert [label.get_text() for label in axis.get_yticklabels()] == [*"01234", "(root)"]
     drawn = axis.images[0].get_array()
-    assert drawn[3, 1] == found.values[4, 2]
+    assert drawn[3, 1] == found.values[3, 1]
     assert str(found).splitlines()[0] == "Linear CKA of 6 x 4 layers over 90 rows"
     row = str(found).splitlines()[2].split()
-    best = int(found.values[1].argmax())
+    best = int(found.values[0].argmax())
     assert row[:3] == ["1-1", "0", "Conv2d"]
-    assert row[-1] == f"{found.values[1, best]:.4f}"
+    assert row[-1] == f"{found.values[0, best]:.4f}"
 
 
 def test_calls_of_one_module_have_names_of_their_own() -> None:
@@ -350,7 +350,7 @@ def test_calls_of_one_module_have_names_of_their_own() -> None:
             return self.act(self.act(x))
 
     found = similarity(*[recorded(Twice(), torch.randn(9, 3))] * 2)
-    assert list(found.to_frame().columns) == ["(root)", "act", "act call 2"]
+    assert list(found.to_frame().columns) == ["act", "act (call 2)", "(root)"]
 
 
 def test_names_do_nothing_to_a_page() -> None:

@@ -1,0 +1,100 @@
+"""What is said where a batch fails: which one, in which layer, and what the net was given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from scio_recorder.errors import CollectError, RecorderError, caught_as
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors.dtypes import dtype_name
+
+
+@contextmanager
+def naming_batch(
+    number: int, architecture: Architecture, net: nn.Module, inputs: Inputs
+) -> Iterator[None]:
+    """Let an error of a pass inside the block say which batch failed, and where.
+
+    It is caught as what was raised too.
+
+    Parameters
+    ----------
+    number : int
+        Which batch it is.
+    architecture : Architecture
+        That of the net.
+    net : torch.nn.Module
+        The net.
+    inputs : Inputs
+        What the net is given.
+    """
+    try:
+        yield
+    except RecorderError as error:
+        error.add_note(f"This happened in batch {number}.")
+        raise
+    except Exception as error:
+        refused = _refused(net, inputs) if isinstance(error, TypeError) else ""
+        text = refused or _failed(error, architecture, inputs)
+        raise caught_as(CollectError, error, f"batch {number}: {text}") from error
+
+
+def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str:
+    layer = _failing_layer(error, architecture)
+    given = [*map(_look, inputs.args)]
+    given += [f"{name}={_look(one)}" for name, one in inputs.kwargs.items()]
+    return (
+        f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; "
+        f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
+        "where it takes something else"
+    )
+
+
+def _refused(net: nn.Module, inputs: Inputs) -> str:
+    """Say why a net's forward can't be called like this; nothing where it can."""
+    try:
+        signature = inspect.signature(net.forward)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*inputs.args, **inputs.kwargs)
+    except TypeError as reason:
+        names = signature.parameters
+        unknown = [name for name in inputs.kwargs if name not in names]
+        if not unknown:
+            return (
+                f"the net's forward can't be called with it: {reason}. Write "
+                "to_inputs=lambda batch: ... with what forward takes"
+            )
+        taken = ", ".join(repr(name) for name in inputs.kwargs if name in names) or "..."
+        return (
+            f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "
+            f"to_inputs=lambda batch: {{name: batch[name] for name in ({taken},)}}"
+        )
+    return ""
+
+
+def _failing_layer(error: Exception, architecture: Architecture) -> str:
+    """Return the innermost module of the net that was running, from the traceback."""
+    rows = {id(row.module): row for row in architecture.values() if row.module is not None}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found = rows.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    if found is None:
+        return ""
+    calls = architecture.labels_of(found.name)
+    # Nothing says which call of a module that runs several times it was.
+    return str(found) if len(calls) <= 1 else f"{found.name} ({found.type_name})"
+
+
+def _look(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {dtype_name(value.dtype)} {list(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,131 @@
+"""An error in a collection says which batch it was and where, and is caught as what was raised."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import Recorder, compare
+from scio_recorder.errors import CollectError, PostprocessorError, caught_as
+
+GOOD, BAD = torch.ones(3, 4), torch.ones(3, 5)
+
+
+class OwnError(Exception):
+    """Wants two arguments, as errors of other libraries do."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if (mask is not None) and mask.ndim == 3:
+            raise OwnError(7, "three dimensions")
+        out: Tensor = self.twice(self.twice(self.stem(x)))
+        return out
+
+
+@pytest.fixture(scope="module")
+def rnet() -> Recorder:
+    rnet = Recorder(Named(), input_size=(1, 4))
+    rnet.record("stem")
+    return rnet
+
+
+def raising(*good: Tensor, error: Exception) -> Iterator[Tensor]:
+    yield from good
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"batches": [GOOD, BAD]}, RuntimeError, ["batch 1", "layer 1-1 stem (Linear)", "[3, 5]"]),
+        ({"batches": [GOOD.double()]}, RuntimeError, ["batch 0", "float64", "to_inputs=lambda"]),
+        ({"batches": [{"x": GOOD, "y": 1}]}, TypeError, ["batch 0", "no 'y'", "to_inputs=lambda"]),
+        ({"batches": [{"mask": GOOD}]}, TypeError, ["batch 0", "'x'", "to_inputs=lambda"]),
+        (
+            {"batches": [{"x": GOOD, "mask": GOOD[None]}]},
+            OwnError,
+            ["batch 0", "layer 0-1", "mask="],
+        ),
+        ({"batches": raising(GOOD, error=OwnError(7, "gone"))}, OwnError, ["loader", "batch 1"]),
+        (
+            {"batches": raising(error=FileNotFoundError(2, "No such file", "a.png"))},
+            FileNotFoundError,
+            ["loader", "batch 0", "a.png"],
+        ),
+        ({"batches": [[GOOD]], "to_inputs": lambda b: b[1]}, IndexError, ["to_inputs", "batch 0"]),
+        ({"batches": [GOOD], "sample_ids": lambda b: 1 / 0}, ZeroDivisionError, ["sample_ids"]),
+        ({"batches": [GOOD], "transform": lambda a, b: 1 / 0}, ZeroDivisionError, ["1-1 stem"]),
+        ({"batches": [GOOD, "text"]}, CollectError, ["batch 1 is a str", "to_inputs="]),
+    ],
+)
+def test_it_names_the_batch_and_the_place(
+    rnet: Recorder, options: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(kind) as caught:
+        rnet.collect(**options)
+    error = caught.value
+    assert isinstance(error, CollectError)
+    for word in words:
+        assert word in str(error)
+    if kind is not CollectError:
+        assert type(error.__cause__) is kind
+        assert kind is TypeError or str(error.__cause__) in str(error)
+        where = f"{error} {getattr(error, '__notes__', '')}"
+        assert "batch 0" in where or "batch 1" in where
+    if kind is OwnError:
+        assert error.code == 7  # type: ignore[attr-defined]  # of the class made for this error
+
+
+def test_a_module_that_runs_several_times_is_named_without_its_call(rnet: Recorder) -> None:
+    rnet.net.twice.forward = lambda x: 1 / 0
+    try:
+        with pytest.raises(ZeroDivisionError, match=r"batch 0: layer twice \(Linear\) raised"):
+            rnet.collect([GOOD])
+    finally:
+        del rnet.net.twice.forward
+
+
+def test_a_comparison_names_the_batch(rnet: Recorder) -> None:
+    with pytest.raises(RuntimeError, match=r"batch 1: layer 1-1 stem"):
+        compare(rnet, Recorder(Named(), input_size=(1, 4)), [GOOD, BAD])
+
+
+def test_what_our_own_errors_say_stands_with_the_batch_as_a_note(rnet: Recorder) -> None:
+    with pytest.raises(PostprocessorError) as caught:
+        rnet.collect([GOOD], activation_postproc=lambda tensor: tensor[:1])
+    assert caught.value.__notes__ == ["This happened in batch 0."]
+
+
+class OddError(Exception):
+    def __new__(cls, *given: object) -> OddError:
+        raise RuntimeError("no second one")
+
+
+@pytest.mark.parametrize("make", [lambda: KeyError("image"), lambda: OSError(5, "Input/output")])
+def test_both_kinds_go_to_another_process(make: Callable[[], Exception]) -> None:
+    error = caught_as(CollectError, make(), "batch 3 has no image")
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, CollectError)
+    assert isinstance(again, type(make()))
+    assert str(again) == "batch 3 has no image"
+
+
+def test_an_error_that_can_be_nothing_else_gets_a_note() -> None:
+    error = Exception.__new__(OddError)
+    assert caught_as(CollectError, error, "batch 3") is error
+    assert error.__notes__ == ["batch 3"]
