@@ -24,6 +24,10 @@ class FailureError(Exception):
     """A command was understood and failed; its text is all that the user sees."""
 
 
+class BrokenOffError(FailureError):
+    """A collection has failed midway: how to go on with it is to be said as well."""
+
+
 def load(target: str) -> Any:
     """Import what ``MODULE:NAME`` says."""
     module_name, colon, name = target.partition(":")

@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from scio_recorder.command_line.arguments import (
+    BrokenOffError,
     FailureError,
     UsageError,
     current_folder_on_path,
@@ -54,20 +55,24 @@ def run(parsed: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with lines_every(SECONDS), current_folder_on_path():
-            status = parsed.run(parsed, Console())
+            status: int | None = parsed.run(parsed, Console())
         sys.stdout.flush()
+        return status or 0
     except KeyboardInterrupt:
-        print(f"scio-recorder: interrupted{_way_on(parsed)}", file=sys.stderr)
-        return INTERRUPTED
+        text, status, is_broken_off = "interrupted", INTERRUPTED, True
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
         notes = [str(error), *getattr(error, "__notes__", ())]
-        print(f"scio-recorder: error: {'; '.join(notes)}", file=sys.stderr)
-        _drop_output()
-        is_failure = isinstance(error, FailureError | OSError)
-        return parsed.failed if is_failure else WRONG_USE
-    return status or 0
+        text = f"error: {'; '.join(notes)}"
+        status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
+        is_broken_off = isinstance(error, BrokenOffError)
+    # Behind the exception, which holds the net: an error of looking for the recording would hold
+    # both, until the interpreter is half gone.
+    text += _way_on(parsed) if is_broken_off else ""
+    print(f"scio-recorder: {text}", file=sys.stderr)
+    _drop_output()
+    return status
 
 
 def _way_on(parsed: argparse.Namespace) -> str:
@@ -250,12 +255,11 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
         raise (FailureError if is_failure else UsageError)(str(error)) from error
     except (Exception, SystemExit) as error:
         if not isinstance(error, RecorderError):
-            raise FailureError(f"{said(error)}{_way_on(parsed)}") from error
+            raise BrokenOffError(said(error)) from error
         if error.__cause__ is None:
             raise
         # The loader or the net has failed.
-        lines = str(error).splitlines()
-        raise FailureError(f"{' '.join(lines)}{_way_on(parsed)}") from error
+        raise BrokenOffError(" ".join(str(error).splitlines())) from error
     console.print(_title(recording))
     console.print(recording)
 
