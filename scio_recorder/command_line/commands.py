@@ -36,7 +36,7 @@ from scio_recorder.command_line.arguments import (
 )
 from scio_recorder.command_line.comparing import add_compare, compare
 from scio_recorder.command_line.inspecting import WIDTH, layer_table, plain
-from scio_recorder.command_line.status import FAILED, INTERRUPTED, WRONG_USE
+from scio_recorder.command_line.status import FAILED, INTERRUPTED, TERMINATED, WRONG_USE
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.stores.disk_format.bucket import is_url
@@ -60,6 +60,10 @@ def run(parsed: argparse.Namespace) -> int:
         return status or 0
     except KeyboardInterrupt:
         text, status, is_broken_off = "interrupted", INTERRUPTED, True
+    except SystemExit as error:
+        if error.code != TERMINATED:
+            raise
+        text, status, is_broken_off = "terminated", TERMINATED, True
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
@@ -82,7 +86,8 @@ def _way_on(parsed: argparse.Namespace) -> str:
     try:
         if parsed.parts is not None:
             done = _progress(parsed.out).num_done
-            return f"; {done:,} of {parsed.parts:,} parts are complete, the same command goes on"
+            others = "what is durable of others stays, and the same command goes on"
+            return f"; {done:,} of {parsed.parts:,} parts are complete, {others}"
         samples = open_recording(parsed.out).num_samples
     except (AttributeError, RecorderError):
         # Another command, or nothing is there yet.
@@ -234,6 +239,8 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
     --resume goes on with a recording that is there already. With --parts any number of these
     commands, on any machines that see the folder, share the work, and go on by themselves.
     """
+    from scio_recorder.recording.collect.terminating import terminable
+
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
     options: dict[str, Any] = {
@@ -248,12 +255,15 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
     else:
         run = partial(rnet.collect_parts, load(parsed.data), parsed.parts, **options)
     try:
-        recording = run()
+        with terminable():
+            recording = run()
     except RecordingError as error:
         # Either the disk failed, or the folder is another recording's.
         is_failure = isinstance(error.__cause__, OSError)
         raise (FailureError if is_failure else UsageError)(str(error)) from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == TERMINATED:
+            raise
         if not isinstance(error, RecorderError):
             raise BrokenOffError(said(error)) from error
         if error.__cause__ is None:

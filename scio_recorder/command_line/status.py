@@ -7,3 +7,5 @@ DIFFERENT = 1
 WRONG_USE = 2
 # The status that shells report of a process that Ctrl-C ended.
 INTERRUPTED = 130
+# The status that they report of one that SIGTERM ended.
+TERMINATED = 143

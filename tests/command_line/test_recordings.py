@@ -131,7 +131,8 @@ class ActivationOfALongName(nn.Module):
 def test_parts_and_their_status(capsys):
     command = [*COMMAND[:-1], "collect_nets:part_of", "--layers", "0", "--out", "run"]
     assert main([*command, "--parts", "3"]) == 1
-    assert "1 of 3 parts are complete, the same command goes on" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "1 of 3 parts are complete, what is durable of others stays, and the same" in shown
     # What nobody of ours has put there counts as nothing.
     strange = Path("run", "manifest-of mine")
     strange.touch()
@@ -303,22 +304,31 @@ def test_a_pipe_gets_lines_about_long_work(capsys, monkeypatch):
 
 
 SLOW = """
-import time, torch
+import os, time, torch
 from torch import nn
+torch.manual_seed(0)
 net = nn.Linear(4, 2)
 def loader():
     for _ in range(2):
         yield torch.ones(3, 4)
     print("waiting", flush=True)
     time.sleep(60)
+def part_of(part):
+    for number in range(3):
+        if number == 2 and not os.path.exists("fast"):
+            print("waiting", flush=True)
+            time.sleep(60)
+        yield torch.ones(3, 4)
 """
 
 
-def interrupted(arguments, *, path=None):
-    """Run the command line as a user does, and press Ctrl-C when it says that it waits."""
+def interrupted(arguments, *, path=None, by=signal.SIGINT):
+    """Run the command line as a user does, and stop it when it says that it waits."""
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, root]))}
-    program = "import sys; from scio_recorder.command_line import main; sys.exit(main())"
+    # Shells let jobs in the background ignore Ctrl-C, and so what they start.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from scio_recorder.command_line import main; sys.exit(main())"
     # An installed script has the current folder not on its path either.
     command = [sys.executable, "-P", "-c", program]
     with subprocess.Popen(
@@ -330,7 +340,7 @@ def interrupted(arguments, *, path=None):
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(by)
         _, said = process.communicate(timeout=60)
     return process.returncode, said
 
@@ -345,6 +355,30 @@ def test_interrupted_says_how_to_go_on(tmp_path):
     assert last == "scio-recorder: interrupted; 6 samples are durable, --resume goes on behind them"
     assert "Traceback" not in said
     assert open_recording("run").num_samples == 6
+
+
+@pytest.mark.parametrize(
+    ("by", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_stopped_in_a_part_gives_it_back_and_the_same_command_goes_on(tmp_path, by, status, word):
+    (tmp_path / "slow_nets.py").write_text(SLOW)
+    arguments = ["collect", "slow_nets:net", "--input-size", "1,4", "--data", "slow_nets:part_of"]
+    arguments += ["--layers", "0-1", "--out", "run", "--parts", "2"]
+    found, said = interrupted(arguments, by=by)
+    assert found == status
+    assert said.splitlines()[-1] == (
+        f"scio-recorder: {word}; 0 of 2 parts are complete, what is durable of others stays, and "
+        "the same command goes on"
+    )
+    assert "Traceback" not in said
+    # Nobody has to wait for the part that was given back, and what was seen of it is durable.
+    assert not list(Path("run").glob("lease-*"))
+    assert open_recording("run").num_samples == 6
+    Path("fast").touch()
+    assert main(arguments) == 0
+    assert open_recording("run").num_samples == 18
+    assert open_recording("run").complete
 
 
 def test_interrupted_before_anything_was_kept(tmp_path):

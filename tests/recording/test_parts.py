@@ -245,6 +245,45 @@ def test_an_exception_gives_the_part_back_and_what_is_durable_stays(tmp_path):
     check(fill(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stop", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_gives_the_part_back_and_what_was_seen_is_durable(tmp_path, stop, error):
+    # Jobs in the background ignore Ctrl-C, and tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def stopped(part: int) -> Any:
+        yield from data_of(part)[:1]
+        if part == 1:
+            os.kill(os.getpid(), stop)
+        yield from data_of(part)[1:]
+
+    try:
+        with pytest.raises(error):
+            fill(tmp_path, stopped)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(tmp_path.glob("lease-*"))
+    assert "1-3" in list(open_recording(tmp_path, verify=True).sample_ids)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    check(fill(tmp_path), tmp_path)
+
+
+def test_the_callers_own_handler_of_sigterm_stays_in_charge(tmp_path):
+    seen: list[int] = []
+
+    def terminated(part: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return data_of(part)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        check(fill(tmp_path, terminated), tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert set(seen) == {signal.SIGTERM}
+
+
 def test_threads_that_come_late_and_start_twice(tmp_path):
     nets, found, errors = [seeded("*") for _ in range(4)], [], []
 

@@ -19,6 +19,7 @@ from typing import Any
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.collect.terminating import terminable
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Store, as_store
 from scio_recorder.stores.disk import EmptyPartError, header_of
@@ -77,6 +78,7 @@ class Parts:
         self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
+            terminable(),
             closing(self._store.join(self.num_parts, header)) as self._medium,
             Keeper() as self._keeper,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
