@@ -53,6 +53,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             {layer.label: layer for layer in layers}
         )
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
+        self.num_sharing = 1  # Processes that see the same samples, as far as is known.
 
     def __getitem__(self, key: DepthIdx | str) -> Layer:
         return self._rows[self.resolve(key)]
@@ -86,14 +87,17 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         lines = [f"{title:<{width}}{shape}" for title, shape in zip(titles, shapes, strict=True)]
         return "\n".join(lines)
 
-    def mark(self, shards: Mapping[DepthIdx, Shard | None]) -> None:
+    def mark(self, shards: Mapping[DepthIdx, Shard | None], num_sharing: int = 1) -> None:
         """Say of layers which shard of their output this process has.
 
         Parameters
         ----------
         shards : mapping
             By label; None for layers that return all of it. Others stay as they are.
+        num_sharing : int
+            How many processes see the same samples.
         """
+        self.num_sharing = num_sharing
         rows = {
             label: dataclasses.replace(row, shard=shards.get(label, row.shard))
             for label, row in self._rows.items()

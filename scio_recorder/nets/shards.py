@@ -48,6 +48,8 @@ class Following:
     ----------
     returned : dict
         What each module returned, call by call: a shard, counted from the last dimension, or None.
+    num_sharing : int
+        Over how many processes a ``DTensor`` was spread that took part: all see the same samples.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class Following:
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self.returned: dict[nn.Module, list[Shard | None]] = {}
+        self.num_sharing = 1
         self._known: dict[int, dict[_Place, Shard]] = {}
         # Results that wait for a collective are known by what they are, and must not go meanwhile.
         self._waiting: list[Tensor] = []
@@ -88,6 +91,7 @@ class Following:
         self.returned.setdefault(module, []).append(known or (_UNKNOWN if found else None))
 
     def _taken(self, whole: Any, local: Tensor) -> Tensor:
+        self._count([whole])
         self._note(local, _shard_of(whole))
         if private.memory_of(local) < 0:
             self._waiting.append(local)
@@ -97,6 +101,7 @@ class Following:
         result = operation(*args, **kwargs)
         given = list(tensors((args, kwargs)))
         if any(map(is_dtensor, given)):
+            self._count(given)
             return result
         name = operation.overloadpacket.__name__
         # What is copied to says nothing.
@@ -108,6 +113,10 @@ class Following:
             keeps = _keeps_dimension(operation, args, found, tensor)
             self._note(tensor, (found[0] if keeps else _UNKNOWN) if found else None)
         return result
+
+    def _count(self, given: list[Any]) -> None:
+        sizes = (tensor.device_mesh.size() for tensor in given if is_dtensor(tensor))
+        self.num_sharing = max(self.num_sharing, *sizes)
 
     def _find(self, tensor: Tensor) -> Shard | None:
         if is_dtensor(tensor):
@@ -232,4 +241,4 @@ def mark(architecture: Architecture, following: Following) -> None:
                 shapes = architecture[label].output_shape
                 shard = dataclasses.replace(shard, dim=shard.dim % len(shapes))
             marks[label] = shard
-    architecture.mark(marks)
+    architecture.mark(marks, following.num_sharing)

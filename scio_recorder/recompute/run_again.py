@@ -27,6 +27,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.restoring import preserved_rng, restored
+from scio_recorder.nets.state.sharded import needs_fsdp
 from scio_recorder.postprocessors.assigning import Assigned, Postprocessor
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
@@ -136,13 +137,23 @@ def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterato
     labels : iterable of (int, int)
         Layers that run again in the block.
     """
-    modules = {architecture[label].module for label in labels}
+    layers = [architecture[label] for label in labels]
+    for layer in layers:
+        _refuse_fsdp(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_rng())
-        for module in modules:
+        for module in {layer.module for layer in layers}:
             if module is not None:
                 stack.enter_context(restored(module, keep_hooks=True))
         yield
+
+
+def _refuse_fsdp(layer: Layer) -> None:
+    if layer.module is not None and needs_fsdp(layer.module):
+        raise RecomputeError(
+            f"layer {layer} can't be run again: FSDP gives parameters to passes of the whole net "
+            "alone. Record what is wanted, or recompute with a net that is not sharded"
+        )
 
 
 class _Rerun:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.capture.saved_tensors import SavedTensors
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private_distributed
 from scio_recorder.tensors.structures import map_tensors, tensors
 
@@ -41,6 +42,7 @@ class Reading:
                 "the wrapper is called: call it, inside `with rnet.collecting(...):`, or "
                 "shard the network, as in fully_shard(rnet.net)"
             )
+        refuse_part_of_fsdp(self._net)
 
     @property
     def recording(self) -> tuple[DepthIdx, ...]:

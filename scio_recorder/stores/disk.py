@@ -193,12 +193,13 @@ class DiskWriter(StoreWriter):
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
-        self._committed_at = time.monotonic()
+        self._committed_at = 0.0
         self._writer: RunWriter | None = None
         # Begins with the first chunk, behind the forks of loaders.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
+        check_shards(self._architecture, self._header, store)
         if holds_recording(store.path):
             self._go_on(job.resume)
         elif store.lease is None:
@@ -232,6 +233,9 @@ class DiskWriter(StoreWriter):
         """Count a batch, and make what is buffered durable once there is enough of it."""
         if self._pending is not None and self._pending.done():
             self._wait()
+        if not self._committed_at:
+            check_shards(self._architecture, self._header, self._store)
+            self._committed_at = time.monotonic()
         super().commit(ids, state, calls, rows=rows)
         self._staged.append(ids)
         row_bytes = sum(column.spec.nbytes for column in self._columns.values())
@@ -311,8 +315,6 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
-        # Which layers are shards is known after the first pass.
-        check_shards(self._architecture, self._header, self._store)
         self._header["architecture"] = self._architecture.to_dict()
         specs = [(key, column.spec) for key, column in self._columns.items()]
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
@@ -338,7 +340,6 @@ class DiskWriter(StoreWriter):
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
 
     def _go_on(self, resume: bool) -> None:
-        rank = self._store.rank
         with self._reader() as reader:
             is_joining = self._store.is_shared and not reader.is_begun
             if not (resume or is_joining):
@@ -355,7 +356,7 @@ class DiskWriter(StoreWriter):
             self._found = reader.table
             if is_joining:
                 return
-            found = reader.read_state(rank)
+            found = reader.read_state(self._store.rank)
             self.state = None if found is None else unpack(found)
             if not reader.complete:
                 # At once, so that another writer at work is noticed before any pass.

@@ -27,10 +27,13 @@ from scio_recorder.stores.disk_format.row_reader import RowReader
 def check_shards(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
     """Refuse to write shards that could not be put together again.
 
+    To be asked ahead of all passes, and once the first has shown which layers are shards: not with
+    the first chunk, for which each process has its own time, and would leave others in a pass.
+
     Parameters
     ----------
     architecture : Architecture
-        The labelled net, after the first pass.
+        The labelled net.
     settings : dict
         What the recording is made with.
     store : Disk
@@ -39,8 +42,10 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
     Raises
     ------
     CollectError
-        A layer is a shard, and it can't be known how the ranks' shards lie beside each other.
+        A layer is a shard, and it can't be known how the ranks' shards lie beside each other. Or
+        none is, and several ranks would write the same rows.
     """
+    _check_copies(architecture, settings, store)
     layers = [architecture[name] for name in settings["layers"]] if store.is_shared else []
     place = None if store.lease is not None else (store.rank, store.world_size)
     for layer in layers:
@@ -62,6 +67,18 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
             problem = "transform=, reduce= and inputs=True work on shards alone: leave them out"
         if problem is not None:
             raise CollectError(f"layer {layer} returns {shard}, and {problem}")
+
+
+def _check_copies(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
+    count = architecture.num_sharing
+    if not store.is_shared or any(architecture[name].shard for name in settings["layers"]):
+        return
+    if count > 1 and store.world_size * count > torch.distributed.get_world_size():
+        raise CollectError(
+            f"{count} processes of this net see the same samples and have all of these layers, so "
+            f"that there would be {count} of each row: let one of them write, as in "
+            'store=Disk(path) if rank == 0 else "host"'
+        )
 
 
 class JoinedReader(RowReader):

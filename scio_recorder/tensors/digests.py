@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from scio_recorder.tensors import private
+from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.structures import tensors
 
@@ -176,7 +176,11 @@ def weights_digest(net: nn.Module) -> str:
         if getattr(module, "track_running_stats", False) and module.training
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
-    digest, is_local = xxhash.xxh3_128(), False
+    fsdp = private_distributed.fsdp_modules(net)
+    for module in fsdp:
+        # Whole parameters that a pass has left in place are the same weights.
+        private_distributed.take_whole_parameters(module)
+    digest, is_local = xxhash.xxh3_128(), bool(fsdp)
     for name, value in _named_weights(net):
         if name not in moving:
             digest.update(f"{name!r} ".encode())

@@ -7,6 +7,7 @@ name that is gone raises the same error.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.tensors.private import unsupported
 
+FSDP = "torch.distributed.fsdp"
 _FEATURE = "labelling a net that FSDP has sharded"
 # The objects in which ``fully_shard`` notes passes, besides the state of a module.
 _NOTES = ("FSDPParamGroup", "FSDPCommContext", "FSDPStateContext")
@@ -26,6 +28,18 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except AttributeError as error:
         raise unsupported(_FEATURE, name) from error
+
+
+def loaded(module: str, *names: str) -> tuple[type, ...]:
+    """Return classes of a module that takes long to import; nobody has one where nobody did."""
+    found = sys.modules.get(module)
+    return tuple(getattr(found, name) for name in names if hasattr(found, name))
+
+
+def fsdp_modules(net: nn.Module) -> list[nn.Module]:
+    """Return the modules in a network that FSDP has sharded."""
+    kinds = loaded(FSDP, "FSDPModule", "FullyShardedDataParallel")
+    return [module for module in net.modules() if isinstance(module, kinds)]
 
 
 def fsdp_notes(module: Any) -> list[Any]:

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scio_recorder import LabellingError, Recorder, UnsupportedNetError, layer
+from scio_recorder import LabellingError, RecomputeError, Recorder, UnsupportedNetError, layer
 from scio_recorder.errors import ShardWarning
 
 CPU = torch.device("cpu")
@@ -76,14 +77,23 @@ def fsdp1_with_original_parameters(net: nn.Module) -> nn.Module:
     )
 
 
-def tensor_parallel(net: nn.Module) -> nn.Module:
+def tensor_parallel(net: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
     styles = {
         "0": ColwiseParallel(),
         "2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         "3": SequenceParallel(),
         "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    return parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+    return parallelize_module(net, mesh or init_device_mesh("cpu", (2,)), styles)
+
+
+def grid(net: nn.Sequential) -> nn.Module:
+    """Shard a net by two processes in one way, and by two of such pairs in the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(net, mesh["tensor"])
+    for module in (net[0], net[2], net):
+        fully_shard(module, mesh=mesh["data"])
+    return net
 
 
 KINDS: dict[str, Callable[[Any], nn.Module]] = {
@@ -93,7 +103,9 @@ KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "fsdp1_with_original_parameters": fsdp1_with_original_parameters,
     "ddp": DistributedDataParallel,
     "tensor_parallel": tensor_parallel,
+    "grid": grid,
 }
+SIZES = {"tensor_parallel": (2,), "grid": (4,)}
 WRAPPERS = ("fsdp1", "fsdp1_with_original_parameters", "ddp")
 
 
@@ -183,13 +195,11 @@ def compare(
     gradients: dict[str, Tensor],
 ) -> None:
     # Sums over processes are taken in another order.
-    same = (
-        torch.equal if kind != "tensor_parallel" else partial(torch.allclose, rtol=1e-4, atol=1e-5)
-    )
-    rank = dist.get_rank()
+    same = torch.equal if kind not in SIZES else partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    rank = dist.get_rank() % 2
 
     def own(tensor: Tensor, name: str) -> Tensor:
-        is_local = kind == "tensor_parallel" and name in ("0", "1")
+        is_local = kind in SIZES and name in ("0", "1")
         return tensor.chunk(2, -1)[rank] if is_local else tensor
 
     rnet.record(*names.values(), gradients=True)
@@ -201,13 +211,17 @@ def compare(
             assert same(whole(rnet.activations[here]), own(outputs[name], name)), (kind, name)
             assert same(whole(rnet.gradients[here]), own(gradients[name], name)), (kind, name)
         again = Recorder(rnet.net, input_size=SIZE) if call is rnet else rnet
-        assert again.architecture == rnet.architecture or kind in ("fsdp2", "fsdp2_without_root")
+        assert again.architecture == rnet.architecture or kind in (
+            "fsdp2",
+            "fsdp2_without_root",
+            "grid",
+        )
     rnet.zero_grad()
 
 
 def stop_nowhere(data: Tensor) -> None:
     """FSDP is not left in the middle of a pass: training goes on with the new weights."""
-    for shard in (fsdp2, fsdp1):
+    for shard in (fsdp2, fsdp1, DistributedDataParallel):
         net = shard(make_net())
         rnet = Recorder(net, input_size=SIZE)
         first = plain_names(net)["0"]
@@ -236,6 +250,51 @@ def refuse_a_recorder_that_is_sharded(data: Tensor) -> None:
         with rnet.collecting() as collection:
             call(data)
         assert torch.equal(collection.recording["0"], make_net()[0](data))
+
+
+def refuse_before_anything_runs(data: Tensor) -> None:
+    """What FSDP leaves of a net between passes is not run by itself, nor put back."""
+    for shard in (fsdp2, fsdp1):
+        net = shard(make_net())
+        rnet = Recorder(net, input_size=SIZE)
+        rnet.record("*", inputs=True)
+        rnet(data)
+        ran: list[object] = []
+        net.register_forward_pre_hook(lambda *call, ran=ran: ran.append(call))
+        inner = next(module for module in net.modules() if type(module) is nn.ReLU)
+        with pytest.raises(UnsupportedNetError, match="part of what FSDP has sharded"):
+            Recorder(inner, input_size=SIZE)
+        with pytest.raises(UnsupportedNetError, match="sweep over the network in one process"):
+            rnet.sweep(data, data + 1, torch.sum, estimate=True)
+        rnet.record("", inputs=True)
+        rnet(data)
+        ran.clear()
+        with pytest.raises(RecomputeError, match="FSDP gives parameters"):
+            rnet.recompute("*")
+        assert not ran
+
+
+def record_stages(data: Tensor) -> None:
+    """Each process records its stage of a pipeline, a pass for each microbatch."""
+    outputs, gradients, _ = truth_of(data)
+    rank, net = dist.get_rank(), make_net()
+    names = (NAMES[:2], NAMES[2:])[rank]
+    part = net[:2] if rank == 0 else net[2:]
+    rnet = Recorder(part, input_size=(2, 6, (4, 6)[rank]))
+    rnet.record(*names, gradients=True)
+    found: list[dict[Any, Tensor]] = []
+    rnet.on_gradients(found.append)
+    stage = PipelineStage(part, rank, 2, CPU)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())
+    given = {"target": torch.zeros(len(data))} if rank else {}
+    with rnet.watch() as passes:
+        schedule.step(*([] if rank else [data]), **given)
+    # The first pass tells shapes, and is differentiated in the last stage.
+    assert len(passes) == 3
+    for name in names:
+        assert torch.equal(torch.cat([one[name] for one in passes[1:]]), outputs[name])
+        label = rnet.architecture[name].label
+        assert torch.equal(torch.cat([one[label] for one in found[-2:]]), gradients[name])
 
 
 def shard_the_rest_after(data: Tensor) -> None:
@@ -299,13 +358,16 @@ def main(rank: int, processes: int, store: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=f"file://{store}")
     data = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     for kind in KINDS:
-        if processes == 2 or kind != "tensor_parallel":
+        if processes in SIZES.get(kind, (1, 2)):
             check(kind, data)
     if processes == 2:
         tell_shards()
-    stop_nowhere(data)
-    refuse_a_recorder_that_is_sharded(data)
-    shard_the_rest_after(data)
+        record_stages(data)
+        refuse_before_anything_runs(data)
+    if processes <= 2:
+        stop_nowhere(data)
+        refuse_a_recorder_that_is_sharded(data)
+        shard_the_rest_after(data)
     dist.destroy_process_group()
     print("done")
 

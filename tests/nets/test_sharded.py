@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("sharded.py")
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs torch.distributed")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_sharded(processes: int, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import is_available
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +32,38 @@ def make_data() -> list[torch.Tensor]:
     return [torch.randn(size, 4, generator=generator) for size in (4, 4, 3)]
 
 
+def ids_of(batch: Tensor) -> list[str]:
+    return [f"{first:.4f}" for first in batch[:, 0].tolist()]
+
+
+def broken_off(batches: list[Tensor]) -> Iterator[Tensor]:
+    yield from batches
+    raise InterruptedError
+
+
+class Fused(nn.Module):
+    """Attention with two heads, whose queries, keys and values one layer makes."""
+
+    # By heads, as tensor parallelism needs the rows of that layer, and not by kinds.
+    ORDER = torch.tensor([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
+        hidden = nn.functional.scaled_dot_product_attention(q, k, v)
+        projected: Tensor = self.out(hidden.transpose(1, 2).flatten(2))
+        return projected
+
+
+def make_fused() -> tuple[Fused, list[Tensor]]:
+    torch.manual_seed(0)
+    return Fused().eval(), [torch.randn(size, 3, 4) for size in (2, 1)]
+
+
 def run_rank(rank: int, folder: Path) -> None:
     """Collect a net whose first layer gives its features by shards."""
     import torch.distributed as dist
@@ -41,7 +77,11 @@ def run_rank(rank: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
     )
     net = make_net()
     rnet = Recorder(net, input_size=(2, 4))
@@ -67,6 +107,9 @@ def run_rank(rank: int, folder: Path) -> None:
     assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
     torch.save(found, folder / f"found-{rank}")
     collect_shards(rank, folder, mesh)
+    go_on_in_step(rank, folder, mesh)
+    collect_a_fused_layer(rank, folder, mesh)
+    collect_what_all_have(rank, folder, mesh)
     dist.destroy_process_group()
 
 
@@ -92,9 +135,6 @@ def collect_shards(rank: int, folder: Path, mesh: object) -> None:
     data = make_data()
     rnet.record("0", "1")
 
-    def ids_of(batch: torch.Tensor) -> list[str]:
-        return [f"{first:.4f}" for first in batch[:, 0].tolist()]
-
     def disk(name: str) -> Disk:
         return Disk(folder / name, rank=rank, world_size=WORLD, chunk_bytes=64)
 
@@ -105,16 +145,99 @@ def collect_shards(rank: int, folder: Path, mesh: object) -> None:
     with pytest.warns(ShardWarning):
         again = rnet.collect(data, store=disk("index"))
     assert torch.equal(again["0"][:], own["0"][:])
-    with pytest.raises(CollectError, match="work on shards alone"), pytest.warns(ShardWarning):
+    # Now that it is known, what can't be kept is refused before anything runs.
+    net.register_forward_pre_hook(lambda *call: pytest.fail("ran"))
+    with pytest.raises(CollectError, match="work on shards alone"):
         rnet.collect(data, store=disk("mean"), reduce={"0": Mean()})
-    with pytest.raises(CollectError, match="write as many parts"), pytest.warns(ShardWarning):
+    with pytest.raises(CollectError, match="write as many parts"):
         rnet.collect(data, store=Disk(folder / "three", rank=rank, world_size=3))
     rnet.record("4")
-    with (
-        pytest.raises(CollectError, match="can't be known along which"),
-        pytest.warns(ShardWarning),
-    ):
+    with pytest.raises(CollectError, match="can't be known along which"):
         rnet.collect(data, store=disk("unknown"))
+
+
+def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
+    """Resume where one process has what the other has not: both have to run the same passes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+    from scio_recorder import CollectError, Recorder
+    from scio_recorder.stores import Disk
+
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Replicate())}
+    ran: list[object] = []
+    for kind, net, shift in (
+        ("tensor", parallelize(make_net(), mesh, styles), 0),
+        ("data", fully_shard(make_net()), rank),
+        ("data1", FullyShardedDataParallel(make_net(), device_id=torch.device("cpu")), rank),
+    ):
+        data = [batch + shift for batch in make_data()]
+        rnet = Recorder(net, input_size=(2, 4))
+        net.register_forward_pre_hook(lambda *call: ran.append(call))
+        rnet.record("*0", "*1")
+        with pytest.raises(CollectError, match="each would take other parts"):
+            rnet.collect_parts(lambda part, data=data: data, 2, store=f"disk:{folder}/parts")
+        shared = Disk(folder / kind, rank=rank, world_size=WORLD, chunk_bytes=1)
+        own = Disk(folder / f"{kind}-{rank}", chunk_bytes=1)
+        for store, at_last in ((shared, 0), (own, 3)):
+            with contextlib.suppress(InterruptedError):
+                if rank == 0:
+                    rnet.collect(broken_off(data[:2]), store=store, sample_ids=ids_of)
+                else:
+                    rnet.collect(data[:2], store="host")
+            for num_passes in (3, at_last):
+                ran.clear()
+                rnet.collect(data, store=store, sample_ids=ids_of, resume=True)
+                assert len(ran) == num_passes
+
+
+def collect_a_fused_layer(rank: int, folder: Path, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+    from scio_recorder import Recorder
+    from scio_recorder.errors import ShardWarning
+    from scio_recorder.stores import Disk
+
+    net, data = make_fused()
+    with torch.no_grad():
+        for parameter in net.qkv.parameters():
+            parameter.copy_(parameter[Fused.ORDER])
+    parallelize(net, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+    rnet = Recorder(net, input_size=(2, 3, 4))
+    rnet.record("qkv", "out")
+    with pytest.warns(ShardWarning, match="qkv"):
+        rnet.collect(data, store=Disk(folder / "fused", rank=rank, world_size=WORLD))
+
+
+def collect_what_all_have(rank: int, folder: Path, mesh: Any) -> None:
+    """No row is written twice where each process has it."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+    from scio_recorder import CollectError, Recorder
+    from scio_recorder.stores import Disk
+
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Replicate())}
+    for is_sharded_first in (True, False):
+        net, data, ran = make_net(), make_data(), []
+        if is_sharded_first:
+            parallelize(net, mesh, styles)
+        rnet = Recorder(net, input_size=(2, 4))
+        if not is_sharded_first:
+            parallelize(net, mesh, styles)
+        rnet.record("1")
+        net.register_forward_pre_hook(lambda *call, ran=ran: ran.append(call))
+        store = Disk(folder / "doubled", rank=rank, world_size=WORLD)
+        with pytest.raises(CollectError, match="there would be 2 of each row"):
+            rnet.collect(data, store=store, sample_ids=ids_of)
+        assert len(ran) == (0 if is_sharded_first else 1)
+        assert not (folder / "doubled").exists()
+    one = Disk(folder / "once") if rank == 0 else "host"
+    rnet.collect(data, store=one)
 
 
 def check_shards(folder: Path) -> None:
@@ -124,8 +247,9 @@ def check_shards(folder: Path) -> None:
     with torch.no_grad():
         wanted = [torch.cat([net[: last + 1](x) for x in data]) for last in range(2)]
     for name, ids in (
-        ("run", [f"{first:.4f}" for first in torch.cat(data)[:, 0].tolist()]),
+        ("run", ids_of(torch.cat(data))),
         ("index", list(range(11))),
+        ("tensor", ids_of(torch.cat(data))),
     ):
         recording = open_recording(folder / name, verify=True)
         assert recording.complete
@@ -139,6 +263,32 @@ def check_shards(folder: Path) -> None:
             torch.testing.assert_close(torch.cat(list(batches)), whole)
 
 
+def check_what_was_gone_on_with(folder: Path) -> None:
+    from scio_recorder import open_recording
+
+    net, data = make_net(), torch.cat(make_data())
+    with torch.no_grad():
+        wanted = [net(data + rank) for rank in range(WORLD)]
+    for name, whole in {
+        "once": wanted[0],
+        "tensor-0": wanted[0],
+        "tensor-1": wanted[0],
+        "data-0": wanted[0],
+        "data-1": wanted[1],
+        "data": torch.cat(wanted),
+        "data1": torch.cat(wanted),
+    }.items():
+        recording = open_recording(folder / name, verify=True)
+        assert recording.complete
+        torch.testing.assert_close(recording[max(recording)][:], whole)
+    fused, batches = make_fused()
+    recording = open_recording(folder / "fused")
+    with torch.no_grad():
+        torch.testing.assert_close(recording["out"][:], torch.cat([fused(x) for x in batches]))
+        made = torch.cat([fused.qkv(x) for x in batches])[..., Fused.ORDER]
+    torch.testing.assert_close(recording["qkv"][:], made)
+
+
 def test_sharded_activations(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     code = "import sys; from pathlib import Path; from tests.recording.test_sharded import run_rank"
@@ -149,6 +299,7 @@ def test_sharded_activations(tmp_path: Path) -> None:
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0] * WORLD
     check_shards(tmp_path)
+    check_what_was_gone_on_with(tmp_path)
     net, data = make_net(), make_data()
     with torch.no_grad():
         wanted = torch.cat([net[0](x) for x in data])

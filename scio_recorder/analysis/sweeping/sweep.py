@@ -26,6 +26,7 @@ from scio_recorder.capture.replay import Replay
 from scio_recorder.errors import ComparisonError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.postprocessors.base import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -201,6 +202,11 @@ def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
         raise UnsupportedNetError(
             "the network is compiled, in whole or in part, and runs of compiled code can't be "
             "patched: sweep over the network as it is without torch.compile"
+        )
+    if is_sharded(net):
+        raise UnsupportedNetError(
+            "the network is sharded, and what it returns and holds in this process can't be put "
+            "back and patched by itself: sweep over the network in one process"
         )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 
 
@@ -43,6 +44,7 @@ def check_supported(net: Any) -> None:
             "the net is compiled already, and compiled code ignores hooks that come later: wrap "
             "first, compile after, as in torch.compile(Recorder(net, ...))"
         )
+    refuse_part_of_fsdp(net)
     _check_acyclic(net, "", [])
     for name, module in net.named_modules():
         _check_module(name, module)

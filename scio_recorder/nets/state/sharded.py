@@ -10,23 +10,29 @@ then and can be put back by reference. No value of a parameter is touched.
 
 What FSDP learns in its first pass, such as which module is the root, is put back as well: more of
 the network may be sharded after.
+
+NOTE [Passes in step]
+
+Processes that share the parameters, or the work, of a network all have to run each of its passes:
+one that leaves a pass out lets the others wait, or go on with tensors of another pass. So whatever
+lets a process leave out passes is either decided by all of them, or not done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, snapshot
 from scio_recorder.tensors import private, private_distributed
-
-_FSDP = "torch.distributed.fsdp"
+from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -42,15 +48,15 @@ def is_sharded(net: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(2, 1))
     False
     """
-    if not (_classes(_FSDP, "FSDPModule") or _classes("torch.distributed.tensor", "DTensor")):
+    if not (loaded(FSDP, "FSDPModule") or loaded("torch.distributed.tensor", "DTensor")):
         return False
     tensors = (*net.parameters(), *net.buffers())
-    return any(map(_is_fsdp, net.modules())) or any(map(is_dtensor, tensors))
+    return bool(fsdp_modules(net)) or any(map(is_dtensor, tensors))
 
 
 def is_dtensor(value: Any) -> bool:
     """Whether something is a tensor that knows how it is spread over processes."""
-    return isinstance(value, _classes("torch.distributed.tensor", "DTensor"))
+    return isinstance(value, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
@@ -62,18 +68,88 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
     <class 'torch.nn.modules.activation.ReLU'>
     """
     kinds = type(module).__mro__
-    made = [kinds.index(kind) for kind in _classes(_FSDP, "FSDPModule") if kind in kinds]
+    made = [kinds.index(kind) for kind in loaded(FSDP, "FSDPModule") if kind in kinds]
     return kinds[made[0] + 1] if made else kinds[0]
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    return isinstance(module, _classes(_FSDP, "FSDPModule", "FullyShardedDataParallel"))
+class InStep:
+    """The processes that run each pass of a network together; see NOTE [Passes in step].
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        Any network. Most run in this process alone.
+
+    Examples
+    --------
+    >>> together = InStep(nn.Linear(2, 1))
+    >>> together.is_alone, together.all(False)
+    (True, False)
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        for module in fsdp_modules(net):
+            # Whole parameters that were left in place don't say over what they are spread.
+            private_distributed.take_whole_parameters(module)
+        groups = [group for module in net.modules() for group in _groups_of(module)]
+        self._groups = {
+            id(group): group for group in groups if torch.distributed.get_world_size(group) > 1
+        }
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part in a pass."""
+        return not self._groups
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds in all of them, which must all ask."""
+        for group in self._groups.values():
+            device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+            least = torch.tensor(int(holds), device=device)
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group)
+            holds = bool(least.item())
+        return holds
 
 
-def _classes(module: str, *names: str) -> tuple[type, ...]:
-    # Nothing is sharded where this was not imported, and importing it takes long.
-    loaded = sys.modules.get(module)
-    return tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
+def _groups_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the groups of processes that take part in each call of a module."""
+    tensors: list[Any] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            yield from map(tensor.device_mesh.get_group, range(tensor.device_mesh.ndim))
+    owner: Any = module
+    if isinstance(module, loaded(FSDP, "FullyShardedDataParallel")):
+        yield owner.process_group
+    is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+    if is_ddp and owner.broadcast_buffers and [*owner.buffers()]:
+        # One process gives its buffers to the others ahead of each call.
+        yield owner.process_group
+
+
+def needs_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP gives a module, or something in it, parameters for the length of a pass."""
+    return private_distributed.is_inside_fsdp(module) or bool(fsdp_modules(module))
+
+
+def refuse_part_of_fsdp(net: nn.Module) -> None:
+    """Refuse a network that has parameters only while what FSDP wrapped around it is called.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        Any.
+
+    Raises
+    ------
+    UnsupportedNetError
+        It is no network of its own.
+    """
+    if private_distributed.is_inside_fsdp(net) and net not in fsdp_modules(net):
+        raise UnsupportedNetError(
+            f"the net ({type(net).__name__}) is a part of what FSDP has sharded, and has its "
+            "parameters only while the whole is called: give the whole, and record the layers of "
+            "this part by their names"
+        )
 
 
 @contextlib.contextmanager
@@ -85,7 +161,7 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
     net : torch.nn.Module
         The network, which all processes of its mesh run in the block. See the NOTE.
     """
-    fsdp = [module for module in net.modules() if _is_fsdp(module)]
+    fsdp = fsdp_modules(net)
     for module in fsdp:
         private_distributed.take_whole_parameters(module)
     notes = [note for module in fsdp for note in private_distributed.fsdp_notes(module)]

@@ -12,6 +12,7 @@ import torch
 from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.failing import naming_batch
 from scio_recorder.recording.collect.feed import (
@@ -19,6 +20,7 @@ from scio_recorder.recording.collect.feed import (
     advise_second_element,
 )
 from scio_recorder.recording.recording import Recording
+from scio_recorder.stores import as_store
 
 
 def go_through(
@@ -45,29 +47,49 @@ def go_through(
     if compiled is not None:
         _check_compiled(collection, stop_early)
 
-    def run(inputs: Inputs) -> Any:
+    def run(inputs: Inputs, sink: Collection | None) -> Any:
         args, kwargs = inputs
         options: dict[str, Any] = {"given": collection.posts, "records_outputs": False}
         if compiled is None:
-            return capture.run(net, args, kwargs, sink=collection, stop=stop_early, **options)
+            return capture.run(net, args, kwargs, sink=sink, stop=stop_early, **options)
         call = partial(compiled, *args, activation_postproc=collection.posts, **kwargs)
-        return capture.hand_on_compiled(call, collection)
+        return call() if sink is None else capture.hand_on_compiled(call, sink)
 
     collection.open()
-    if not collection.is_complete:
+    together = InStep(net)
+    if not (collection.is_complete and together.is_alone):
         try:
             advise_evaluation(net)
-            _run_batches(collection, run, progress)
+            _run_batches(collection, run, _leaving_out(collection, together), progress)
         except BaseException:
             collection.abandon()
             raise
     return collection.finish()
 
 
+def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
+    """Return what says whether a pass is left out that has nothing new for this process.
+
+    See NOTE [Passes in step]. The others are asked where they do what this one does, until one of
+    them needs a pass.
+    """
+    if together.is_alone:
+        return bool
+    asks = collection.resume and as_store(collection.store).is_shared
+
+    def is_left_out(has_nothing_new: bool) -> bool:
+        nonlocal asks
+        asks = asks and together.all(has_nothing_new)
+        return asks
+
+    return is_left_out
+
+
 @torch.no_grad()
 def _run_batches(
     collection: Collection,
-    run: Callable[[Inputs], Any],
+    run: Callable[[Inputs, Collection | None], Any],
+    is_left_out: Callable[[bool], bool],
     progress: AbstractContextManager[Advance],
 ) -> None:
     """Run the net on all batches, past the samples that are durable already, in order."""
@@ -81,9 +103,13 @@ def _run_batches(
                 continue
             is_advised = is_advised or advise_second_element(net, batch)
             inputs = feed.inputs(batch)
-            if collection.begin(batch, inputs, is_taken=is_taken):
+            is_new = collection.begin(batch, inputs, is_taken=is_taken)
+            if is_taken and not is_left_out(not is_new):
                 with naming_batch(feed.number, collection.options.architecture, net, inputs):
-                    collection.take(partial(run, inputs))
+                    if is_new:
+                        collection.take(partial(run, inputs, collection))
+                    else:
+                        run(inputs, None)
             added = collection.end()
             if is_taken:
                 advance(*added)

@@ -18,6 +18,7 @@ from typing import Any
 
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError
+from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.terminating import terminable
 from scio_recorder.recording.recording import Recording, opened
@@ -74,6 +75,12 @@ class Parts:
         pattern = self.collection((), 0, self._store, None)
         options = pattern.options
         options.check_mergeable()
+        if not InStep(pattern.net).is_alone:
+            raise CollectError(
+                "several processes run each pass of this net together, and each would take other "
+                "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) in "
+                "all of them"
+            )
         header = header_of(options.architecture, pattern.job().settings(), is_shared=True)
         self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
