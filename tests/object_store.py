@@ -1,7 +1,7 @@
 """A store of objects on this machine, and a proxy before it at which every request can go wrong.
 
 The store is moto's, which keeps to ``If-None-Match: *``, but looks and puts in two steps: the proxy
-lets one request that writes through at a time.
+lets one request that writes or lists through at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ FAULTS = (
     "late",  # it arrives later
     "twice",  # it arrives twice, and the second answer is the one that is seen
     "halved",  # half of the answer is seen
+    "repeated",  # the answer is seen twice
+    "silent",  # it does not arrive, and there is no answer as long as anybody waits
 )
 
 
@@ -50,7 +52,7 @@ class Traffic:
     requests: list[Request] = field(default_factory=list)
     number: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # One at a time writes.
+    # One at a time writes or lists.
     writing: threading.Lock = field(default_factory=threading.Lock)
 
     def next_fate(self, method: str, path: str) -> str:
@@ -80,12 +82,16 @@ class Proxy(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fate = self.traffic.next_fate(self.command, self.path)
-        if fate in ("cut", "refused", "denied"):
+        if fate in ("cut", "refused", "denied", "silent"):
             self._log(len(body), 0)
             if fate == "refused":
                 self._answer(503, [], b"<Error><Code>SlowDown</Code></Error>")
             elif fate == "denied":
                 self._answer(403, [], _DENIED)
+            elif fate == "silent":
+                # Until the other side hangs up.
+                self.connection.recv(1)
+                self._cut()
             else:
                 self._cut()
             return
@@ -99,13 +105,15 @@ class Proxy(BaseHTTPRequestHandler):
         elif fate == "halved":
             self._answer(status, headers, answer, cut_at=len(answer) // 2)
         else:
-            self._answer(status, headers, answer)
+            for _ in range(2 if fate == "repeated" else 1):
+                self._answer(status, headers, answer)
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _handle  # noqa: N815 - as the base wants it
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        with self.traffic.writing if self.command != "GET" else nullcontext():
+        is_alone = self.command != "GET" or "list-type" in self.path
+        with self.traffic.writing if is_alone else nullcontext():
             connection.request(self.command, self.path, body, dict(self.headers))
             answer = connection.getresponse()
             found = answer.status, answer.getheaders(), answer.read()
@@ -122,8 +130,8 @@ class Proxy(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
         self.wfile.write(body[:cut_at])
-        self.wfile.flush()
         if cut_at is not None:
+            self.wfile.flush()
             self._cut()
 
     def _cut(self) -> None:

@@ -1,27 +1,31 @@
 """Workers that are killed at random moments while they fill a recording in parts.
 
 A program of its own, ``python -m tests.recording.parts_campaign FOLDER COUNT [SEED]``, that forks:
-see `tests.recording.campaign`.
+see `tests.recording.campaign`. ``s3`` in place of the folder is a bucket, on a server at which
+every 50th request goes wrong; a lease lasts for a second there.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from scio_recorder import open_recording
+from scio_recorder import RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import claims, requests, system
+from scio_recorder.stores.disk_format import lease as leases
+from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.lease import STALE_AFTER
+from tests.object_store import Traffic, at_random, by_hand, environment, object_store
 from tests.recording.nets import batches, expected, recorder
 
 NUM_PARTS = 6
@@ -45,18 +49,26 @@ class Parts:
             for i in range(sum(map(len, self.data[part])))
         ]
 
-    def collect(self, path: Path) -> None:
-        # A chunk holds one batch.
-        self.rnet.collect_parts(
-            lambda part: self.data[part],
-            NUM_PARTS,
-            store=Disk(path, chunk_bytes=1),
-            reduce=REDUCE,
-            progress=False,
-        )
+    def collect(self, place: str) -> None:
+        while True:
+            try:
+                # A chunk holds one batch.
+                self.rnet.collect_parts(
+                    lambda part: self.data[part],
+                    NUM_PARTS,
+                    store=Disk(place, chunk_bytes=1),
+                    reduce=REDUCE,
+                    progress=False,
+                )
+            except RecordingError as error:
+                # Who is slower than a lease lasts is told so, and can try again.
+                if not (is_url(place) and re.search("lease of part|another writer", str(error))):
+                    raise
+            else:
+                return
 
-    def check(self, path: Path) -> None:
-        found = open_recording(path, verify=True)
+    def check(self, place: str) -> None:
+        found = open_recording(place, verify=True)
         assert found.complete
         assert list(found.sample_ids) == self.ids
         for key, samples in self.samples.items():
@@ -77,40 +89,73 @@ def forked(work: Callable[[], object]) -> int:
     return child
 
 
+def succeeded(child: int) -> bool:
+    return not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def serve(dice: random.Random) -> int:
+    """Start a server whose requests go wrong now and then, and let time run faster for leases."""
+    ours, theirs = os.pipe()
+
+    def work() -> None:
+        with object_store(Traffic(at_random(dice, 0.02))) as url:
+            # No other process is at work yet.
+            by_hand(url, "PUT", "/bucket")
+            os.write(theirs, url.encode())
+            time.sleep(1e6)
+
+    child = forked(work)
+    os.environ.update(environment(os.read(ours, 100).decode()))
+    for name in ("RENEWED_EVERY", "TRUSTED_FOR", "STALE_AFTER", "TAKEN_WITHIN", "_LOOKS_EVERY"):
+        setattr(leases, name, getattr(leases, name) / 50)
+        if hasattr(claims, name):
+            setattr(claims, name, getattr(leases, name))
+    claims._LATE /= 50
+    requests._FIRST_PAUSE /= 50
+    return child
+
+
+def killed(parts: Parts, place: str, length: float, dice: random.Random) -> int:
+    """Fill a recording while two workers are killed, and return how many were at work then."""
+    kills, work = 0, lambda: parts.collect(place)
+    workers = [forked(work) for _ in range(2)]
+    for _ in range(2):
+        time.sleep(dice.uniform(0, length))
+        victim = workers.pop(dice.randrange(len(workers)))
+        os.kill(victim, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        kills += status != 0
+        # Somebody else comes late, and takes over what has been left.
+        workers.append(forked(work))
+    for worker in workers:
+        assert succeeded(worker), place
+    return kills
+
+
 def main() -> None:
     folder, count, *seed = sys.argv[1:]
     torch.set_num_threads(1)
     # No power is lost here, and waiting for the disk would take minutes.
     system.fsync = lambda descriptor: os.fstat(descriptor) and None
     dice, parts = random.Random(int(seed[0]) if seed else 0), Parts()
-    clean = Path(folder) / "clean"
+    server = serve(dice) if folder == "s3" else None
+    root = "s3://bucket" if server else folder
     begun = time.monotonic()
-    os.waitpid(forked(lambda: parts.collect(clean)), 0)
+    assert succeeded(forked(lambda: parts.collect(f"{root}/clean")))
     length = time.monotonic() - begun
-    kills = in_time = 0
-    for attempt in range(int(count)):
-        path = Path(folder) / str(attempt)
-        work = lambda path=path: parts.collect(path)  # noqa: E731 - what each of them does
-        started = time.monotonic()
-        workers = [forked(work) for _ in range(2)]
-        for _ in range(2):
-            time.sleep(dice.uniform(0, length))
-            victim = workers.pop(dice.randrange(len(workers)))
-            os.kill(victim, signal.SIGKILL)
-            _, status = os.waitpid(victim, 0)
-            was_killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-            assert was_killed or not os.waitstatus_to_exitcode(status)
-            kills += was_killed
-            # Somebody else comes late, and takes over what has been left.
-            workers.append(forked(work))
-        for worker in workers:
-            _, status = os.waitpid(worker, 0)
-            assert not os.waitstatus_to_exitcode(status), f"attempt {attempt}: {status}"
-        # The locks of the dead are free at once.
-        in_time += time.monotonic() - started < STALE_AFTER
-        parts.check(path)
-        shutil.rmtree(path)
-    assert in_time == int(count)
+    kills = 0
+    try:
+        for attempt in range(int(count)):
+            place, started = f"{root}/{attempt}", time.monotonic()
+            kills += killed(parts, place, length, dice)
+            # The locks of the dead are free at once.
+            assert time.monotonic() - started < STALE_AFTER
+            assert succeeded(forked(lambda place=place: parts.check(place))), place
+            shutil.rmtree(place, ignore_errors=True)
+    finally:
+        if server:
+            os.kill(server, signal.SIGKILL)
     assert kills > int(count) // 2, kills
     print(f"{count} recordings, {kills} workers killed: no sample lost, doubled or wrong")
 

@@ -28,6 +28,7 @@ from scio_recorder.stores.disk_format.claims import Claims
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
 from scio_recorder.stores.disk_format.index import put_together
 from scio_recorder.stores.disk_format.lease import Keeper, Lease, machine, seconds
+from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.tensors.arguments import whole
 
@@ -90,16 +91,17 @@ class Parts:
             Keeper() as self._keeper,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
-            self._take_all(
-                Claims(self._medium, self.num_parts, self._said, clock=seconds), wait=wait
-            )
             path = self._medium.path
+            with accessing(path):
+                claims = Claims(self._medium, self.num_parts, self._said, clock=seconds)
+            self._take_all(claims, wait=wait)
         return opened(RunReader(path), options.reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
         shown, busy_at = 0, time.monotonic()
         while not claims.is_finished:
-            lease = claims.take()
+            with accessing(self._medium.path):
+                lease = claims.take()
             self._advance(0, 0, claims.num_done - shown)
             shown = claims.num_done
             if lease is not None:
@@ -123,7 +125,8 @@ class Parts:
     def _do(self, claims: Claims, lease: Lease) -> None:
         if lease.part == self.num_parts:
             put_together(self._medium, lease)
-            claims.clear_away()
+            with accessing(self._medium.path):
+                claims.clear_away()
         else:
             self._store = self._store.part(lease, self.num_parts)
             batches = self.make_batches(lease.part)

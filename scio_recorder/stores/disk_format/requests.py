@@ -102,7 +102,11 @@ class Requests:
     def _client(self, num_bytes: int) -> ObjectStore:
         # Which other processes and tests may change, and users with new credentials.
         environment = (item for item in os.environ.items() if item[0].startswith(_SETTINGS))
-        return _client(os.getpid(), self._url, _seconds(num_bytes), frozenset(environment))
+        try:
+            return _client(os.getpid(), self._url, _seconds(num_bytes), frozenset(environment))
+        except Exception as error:
+            # Not even a request could be made of what the environment says.
+            raise OSError(errno.EINVAL, _in_words(str(error))) from None
 
     def _library(self) -> ModuleType:
         try:
@@ -120,6 +124,8 @@ def _understood(error: Exception) -> tuple[OSError, bool]:
     """Return an error that says what is wrong, and whether that may pass."""
     kind, text = type(error).__name__, str(error)
     said = _in_words(text)
+    if type(error) is OSError:
+        return OSError(*error.args), False
     if "NoSuchBucket" in text or "ContainerNotFound" in text:
         return OSError(errno.ENXIO, f"there is no such bucket ({said})"), False
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ def store() -> Iterator[tuple[str, Traffic]]:
             for name, value in environment(url).items():
                 patch.setenv(name, value)
             patch.setattr(requests, "_FIRST_PAUSE", 0.001)
+            patch.setattr(requests, "_SECONDS", 1)
             yield url, traffic
 
 
@@ -163,6 +165,20 @@ def test_without_credentials_that_is_said(monkeypatch):
     )
     assert isinstance(said[0], PermissionError)
     assert "no credentials in the environment" in str(said[0])
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    requests._library.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"scio-recorder\[cloud\]"):
+        Bucket("s3://bucket/run")
+
+
+def test_what_no_store_can_be_made_of_is_said_at_once(traffic, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    monkeypatch.setattr(requests.time, "sleep", lambda seconds: pytest.fail("tried again"))
+    with pytest.raises(OSError, match="Account must be specified"):
+        Bucket("az://container/run").names()
 
 
 def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
