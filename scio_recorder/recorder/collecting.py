@@ -72,7 +72,9 @@ class Collecting(Reading):
             both as a pair ``(tuple, dict)``.
         sample_ids : callable, optional
             ``batch ->`` integers or strings, one for each sample, none twice. By default samples
-            are numbered from 0 on, those of batches that are passed over included.
+            are numbered from 0 on, those of batches that are passed over included; those that a
+            sampler such as ``DistributedSampler`` gives this process have their indices in the
+            dataset, and its repeats are dropped.
         dtype : torch.dtype, optional
             What floating-point activations are rounded to where they are kept.
         rows : Tokens or Nodes, optional
@@ -93,7 +95,7 @@ class Collecting(Reading):
         Returns
         -------
         Recording
-            Samples or summaries by layer.
+            Samples or summaries by layer; where processes share a dataset, those of this one.
 
         Raises
         ------

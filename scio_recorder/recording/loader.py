@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -22,6 +21,7 @@ from scio_recorder.stores.disk_format.jsons import checksum, dump
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.processes import this_process
 
 BUFFER_BYTES = 256 << 20
 # From so many rows a recording in memory is recognised.
@@ -64,9 +64,7 @@ def arguments(*, rank: int | None, world_size: int | None, **others: Any) -> Arg
             "torch.distributed"
         )
     if rank is None:
-        known = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if known else 0
-        world_size = torch.distributed.get_world_size() if known else 1
+        rank, world_size = this_process()
     leasts = {"batch_size": 1, "seed": 0, "buffer_bytes": 1}
     numbers = {name: whole(name, others[name], leasts[name], ArgumentError) for name in leasts}
     world_size = whole("world_size", world_size, 1, ArgumentError)

@@ -26,10 +26,11 @@ from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.showing import Showing
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.calls import KeptCall
-from scio_recorder.stores.disk import CHUNK_BYTES, held_by
+from scio_recorder.stores.disk import CHUNK_BYTES
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import Packed, unpack
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_tensor import held_by
 
 
 class Recording(RecomputingRecording, Exporting, Showing):

@@ -17,8 +17,13 @@ from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.tensors.processes import Place, this_process
 
 State: TypeAlias = dict[str, Any]
+
+
+class EmptyPartError(CollectError):
+    """A part has no samples, and there is no recording yet that could have it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,20 @@ class Job:
     num_batches: int | None
     settings: Callable[[], dict[str, Any]]
     resume: bool = False
+
+    def header(self, *, is_shared: bool) -> dict[str, Any]:
+        """Return what a recording on disk says about itself.
+
+        Parameters
+        ----------
+        is_shared : bool
+            Whether several processes write it.
+        """
+        header = {"architecture": self.architecture.to_dict(), **self.settings()}
+        if is_shared and str(header.get("weights")).startswith("local-"):
+            # Each process holds other shards of the weights.
+            header["weights"] = "local"
+        return header
 
 
 @dataclass
@@ -177,6 +196,38 @@ class Store(abc.ABC):
     can_resume = False
     # Whether other processes fill it too, with samples of their own.
     is_shared = False
+
+    def placed(self, place: Place, problem: str | None) -> Store | None:
+        """Return where one of several processes keeps its share of a dataset.
+
+        Parameters
+        ----------
+        place : Place
+            Which process, as the sampler says that splits the dataset.
+        problem : str or None
+            Why the sampler does not tell which samples are whose.
+
+        Returns
+        -------
+        Store or None
+            None where the process keeps what it is given, whatever others have.
+
+        Raises
+        ------
+        CollectError
+            Others keep theirs in the same place, and there is a problem.
+        """
+        return self if problem is None else None
+
+    def advice(self) -> str:
+        """Say what processes should do that collect into one place, as the end of a message."""
+        number = this_process().world_size
+        if self.is_shared or number == 1:
+            return ""
+        return (
+            f". If all {number} processes collect into it: give the loader a sampler that splits "
+            "the data between them, such as DistributedSampler, or call collect_parts"
+        )
 
     def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
         """Begin, or join, a recording that several processes fill part by part.

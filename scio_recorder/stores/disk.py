@@ -15,6 +15,7 @@ are durable must be the first ones.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -26,12 +27,10 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.base import EmptyPartError, Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
-from scio_recorder.stores.calls import Calls, KeptCalls
+from scio_recorder.stores.calls import KeptCalls
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
-from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.lease import Lease
@@ -39,13 +38,16 @@ from scio_recorder.stores.disk_format.medium import Medium
 from scio_recorder.stores.disk_format.places import check_writable, holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
-from scio_recorder.stores.disk_tensor import DiskTensor
-from scio_recorder.stores.joined import check_shards, joined
+from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
+from scio_recorder.stores.joined import check_shards
 from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.processes import Place
 
 CHUNK_BYTES = 64 << 20
 # A net that is slow, or whose layers are all reduced, loses no more than so much work.
 _SECONDS_BETWEEN_COMMITS = 30.0
+# A process without samples waits so long for others to begin a recording.
+_SECONDS_OF_WAITING = 600.0
 
 
 class Disk(Store):
@@ -59,17 +61,19 @@ class Disk(Store):
     chunk_bytes : int, default 64 MiB
         How many bytes of activations are made durable at a time, to the next whole batch. Memory
         holds two times as many: those that are being written, and those that come meanwhile.
-    rank : int, default 0
-        The number of this process, where several fill one recording with samples of their own.
-    world_size : int, default 1
+    rank : int, optional
+        The number of this process, where several fill one recording with samples of their own. By
+        default a sampler that splits the dataset between processes says so; else there is one.
+    world_size : int, optional
         How many processes do. The recording is complete when all of them are.
 
     Notes
     -----
-    With several processes, each collects with the same net, layers and settings, and says by
-    ``sample_ids`` which samples it has seen. What ``collect`` returns is the part of its own
-    process; ``open_recording`` gives all parts, in the order of the ranks, with reductions merged.
-    ``resume=True`` goes on with each part on its own, in as many processes as before.
+    With several processes, each collects with the same net, layers and settings. Which samples it
+    has seen is said by a sampler that splits, such as ``DistributedSampler``, or by ``sample_ids``.
+    What ``collect`` returns is the part of its own process; ``open_recording`` gives all parts, in
+    the order of the ranks, with reductions merged. ``resume=True`` goes on with each part on its
+    own, in as many processes as before.
 
     Examples
     --------
@@ -80,9 +84,8 @@ class Disk(Store):
     >>> rnet.record("0-1")
     >>> folder = tempfile.TemporaryDirectory()
     >>> recording = rnet.collect([torch.ones(3, 2)], store=Disk(folder.name + "/run"))
-    >>> recording["0-1"][1:]
-    tensor([[1., 1.],
-            [1., 1.]])
+    >>> recording["0-1"][2]
+    tensor([1., 1.])
     >>> folder.cleanup()
     """
 
@@ -93,23 +96,48 @@ class Disk(Store):
         path: str | os.PathLike[str],
         chunk_bytes: int = CHUNK_BYTES,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         self.path = os.fspath(path)
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
-        self.world_size = whole("world_size", world_size, 1)
-        self.rank = whole("rank", rank, 0)
+        self._is_placed = world_size is not None
+        self.world_size = whole("world_size", 1 if world_size is None else world_size, 1)
+        self.rank = whole("rank", 0 if rank is None else rank, 0)
         if self.rank >= self.world_size:
             raise CollectError(
-                f"rank={rank} of world_size={world_size}: ranks are counted from 0 to "
-                f"{world_size - 1}"
+                f"rank={rank} of world_size={self.world_size}: ranks are counted from 0 to "
+                f"{self.world_size - 1}"
             )
-        self.is_shared = world_size > 1
+        self.is_shared = self.world_size > 1
         # The right to write what is written, where processes take parts of a recording.
         self.lease: Lease | None = None
         # What part after part is buffered in; None where a job has memory of its own.
         self.memory: ReusedMemory | None = None
+
+    def placed(self, place: Place, problem: str | None) -> Disk | None:
+        """Return the store of one of several processes, unless rank and world size were given.
+
+        Parameters
+        ----------
+        place : Place
+            Which process.
+        problem : str or None
+            Why it can't be known which samples it has.
+
+        Returns
+        -------
+        Disk or None
+            The same folder; None where others were given.
+        """
+        if self._is_placed:
+            is_same = (self.rank, self.world_size) == place and problem is None
+            return self if is_same else None
+        if problem is not None:
+            raise CollectError(problem)
+        made = copy.copy(self)
+        (made.rank, made.world_size), made.is_shared = place, True
+        return made
 
     def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
         """Begin, or join, a recording that several processes fill part by part.
@@ -172,10 +200,6 @@ class Disk(Store):
         return DiskWriter(job, self)
 
 
-class EmptyPartError(CollectError):
-    """A part has no samples, and there is no recording yet that could have it."""
-
-
 class DiskWriter(StoreWriter):
     """Buffers whole batches until there is a chunk, and has that appended; see the NOTE."""
 
@@ -185,7 +209,7 @@ class DiskWriter(StoreWriter):
         self._store = store
         self._path = store.path
         # Of the net as it is now: passes in training mode change its buffers.
-        self._header = header_of(job.architecture, job.settings(), is_shared=store.is_shared)
+        self._header = job.header(is_shared=store.is_shared)
         self._memory = store.memory or ReusedMemory()
         self._columns: dict[DepthIdx | str, Column] = {}
         # The memory of each column that is written, while the other is filled.
@@ -208,7 +232,7 @@ class DiskWriter(StoreWriter):
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
         if self._found is not None:
-            stored = self._found.get(_name_of(key))
+            stored = self._found.get(name_in_chunk(key))
             if stored != spec:
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 raise RecordingError(
@@ -248,7 +272,7 @@ class DiskWriter(StoreWriter):
         """Make the rest durable, and declare the recording complete if it is."""
         try:
             if not self.is_complete:
-                if self._writer is None and not self._staged and self._store.lease is not None:
+                if self._writer is None and not self._staged and self._store.is_shared:
                     self._writer = self._begun_without_samples()
                 elif self._staged or self._writer is None:
                     self._flush(state)
@@ -297,7 +321,7 @@ class DiskWriter(StoreWriter):
         writer = self._writer = self._writer or self._created()
         chunk: dict[str, Tensor] = {}
         for key, column in self._columns.items():
-            chunk[_name_of(key)] = column.array[: self.start]
+            chunk[name_in_chunk(key)] = column.array[: self.start]
             self._resting[key] = column.turn_to(self._resting[key])
         ids, kept = joined_ids(self._staged), self.calls.take()
         rows = self.start if self.counts_rows else None
@@ -316,22 +340,34 @@ class DiskWriter(StoreWriter):
 
     def _created(self) -> RunWriter:
         self._header["architecture"] = self._architecture.to_dict()
-        specs = [(key, column.spec) for key, column in self._columns.items()]
+        specs, store = [(key, column.spec) for key, column in self._columns.items()], self._store
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
-        return RunWriter.create(
-            self._path,
-            layers={text_of(key): spec for key, spec in specs if not isinstance(key, str)},
-            header=self._header,
-            rows=rows if self.counts_rows else None,
-            rank=self._store.rank,
-            world_size=self._store.world_size,
-            lease=self._store.lease,
-        )
+        try:
+            return RunWriter.create(
+                self._path,
+                layers={text_of(key): spec for key, spec in specs if not isinstance(key, str)},
+                header=self._header,
+                rows=rows if self.counts_rows else None,
+                rank=store.rank,
+                world_size=store.world_size,
+                lease=store.lease,
+            )
+        except RecordingError as error:
+            raise RecordingError(f"{error}{self._store.advice()}") from error
 
     def _begun_without_samples(self) -> RunWriter:
-        if self._found is None and not holds_recording(self._path):
-            raise EmptyPartError("no part has given a batch so far, which would tell what is kept")
-        return self._resumed()
+        if self._found is None:
+            # Whoever takes parts can look for another one meanwhile.
+            until = time.monotonic() + (_SECONDS_OF_WAITING if self._store.lease is None else 0)
+            while not holds_recording(self._path):
+                if time.monotonic() >= until:
+                    raise EmptyPartError(
+                        "there are no samples here, and nobody has given a batch so far, which "
+                        "would tell what is kept"
+                    )
+                time.sleep(0.5)
+            self._go_on(resume=True)
+        return self._writer or self._resumed()
 
     def _resumed(self) -> RunWriter:
         return RunWriter.resume(self._path, rank=self._store.rank, lease=self._store.lease)
@@ -345,7 +381,7 @@ class DiskWriter(StoreWriter):
             if not (resume or is_joining):
                 raise RecordingError(
                     f"{self._path} already holds a recording: go on with it by resume=True, read "
-                    "it with open_recording, or choose another folder"
+                    "it with open_recording, or choose another folder" + self._store.advice()
                 )
             stored = {**reader.header, "world_size": reader.world_size}
             given = {**parse(dump(self._header)), "world_size": self._store.world_size}
@@ -361,40 +397,3 @@ class DiskWriter(StoreWriter):
             if not reader.complete:
                 # At once, so that another writer at work is noticed before any pass.
                 self._writer = self._resumed()
-
-
-def _name_of(key: DepthIdx | str) -> str:
-    """Return what a chunk calls a layer, or a column of rows."""
-    return row_column(key) if isinstance(key, str) else text_of(key)
-
-
-def header_of(
-    architecture: Architecture, settings: dict[str, Any], *, is_shared: bool = False
-) -> dict[str, Any]:
-    """Return what a recording on disk says about itself."""
-    header = {"architecture": architecture.to_dict(), **settings}
-    if is_shared and str(header.get("weights")).startswith("local-"):
-        # Each process holds other shards of the weights.
-        header["weights"] = "local"
-    return header
-
-
-def held_by(reader: RunReader, architecture: Architecture) -> Held:
-    """Return what a recording on disk holds; its samples are read when they are used."""
-    whole = joined(reader, architecture)
-    # Tensors made in inference mode could not be used outside it.
-    with torch.inference_mode(False):
-        values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
-        rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
-    layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
-    calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
-    return Held(
-        values,
-        whole.sample_ids,
-        calls,
-        reader.complete,
-        reader.path,
-        "disk",
-        rows,
-        None if whole.rows is None else whole.num_rows,
-    )

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.stores.base import Held
+from scio_recorder.stores.calls import Calls
+from scio_recorder.stores.disk_format.description import row_column
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
+from scio_recorder.stores.joined import joined
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -158,3 +165,29 @@ class DiskTensor(Tensor):
 
 def _loaded(value: Tensor) -> Tensor:
     return value._read(0, len(value)) if isinstance(value, DiskTensor) else value
+
+
+def name_in_chunk(key: DepthIdx | str) -> str:
+    """Return what a chunk calls a layer, or a column of rows."""
+    return row_column(key) if isinstance(key, str) else text_of(key)
+
+
+def held_by(reader: RunReader, architecture: Architecture) -> Held:
+    """Return what a recording on disk holds; its samples are read when they are used."""
+    whole = joined(reader, architecture)
+    # Tensors made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
+        rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
+    layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
+    calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
+    return Held(
+        values,
+        whole.sample_ids,
+        calls,
+        reader.complete,
+        reader.path,
+        "disk",
+        rows,
+        None if whole.rows is None else whole.num_rows,
+    )

@@ -24,7 +24,6 @@ from scio_recorder import (
 )
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk import header_of
 from scio_recorder.stores.disk_format.jsons import decode, encode
 from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import KeptBatches, RunReader
@@ -321,7 +320,8 @@ def hostile(path: Path, call: Any, spoil: Any = None) -> Recorder:
             tensors += found
             leaves[:] = [[4 + at, list(t.shape), list(t.stride())] for at, t in enumerate(found)]
             value["1-3"]["call"] = node
-        header = header_of(recording.architecture, {"layers": ["1-3"], "inputs": True})
+        architecture = recording.architecture.to_dict()
+        header = {"architecture": architecture, "layers": ["1-3"], "inputs": True}
         kept = KeptBatches([3], [call(value)], tensors)
         with RunWriter.create(path, layers=reader.layers, header=header) as writer:
             writer.append({"1-3": reader.read("1-3", 0, 3)}, range(3), kept=kept)

@@ -215,7 +215,7 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
             root = net.architecture[0, 1].input_shape
             named = inputs.named(net.net)
             found = rows.of(Source(net.net, batch, named, feed.number, "", root, has_rows))
-        ids = feed.ids(batch, inputs, seen, None if found is None else found.num_samples)
+        ids, _ = feed.ids(batch, inputs, seen, None if found is None else found.num_samples)
         seen += len(ids)
         for side in sides.recordings:
             missing.setdefault(side.what, []).extend(side.missing(ids))

@@ -70,6 +70,11 @@ class BatchRows:
         return not self.columns
 
     @property
+    def are_whole_batch(self) -> bool:
+        """Whether each row is a sample, and none is left out."""
+        return self.index is None and self.are_samples
+
+    @property
     def unit(self) -> str:
         """What one row is, in a word."""
         return "sample" if self.are_samples else "row"
@@ -86,11 +91,21 @@ class BatchRows:
         sample = self.columns.get("sample")
         # Rows are in the order of their samples.
         first = skip if sample is None else int((sample < skip).sum())
+        return self._part(first, None)
+
+    def before(self, stop: int) -> BatchRows:
+        """Return the rows of the first few samples; the others still count."""
+        if stop >= self.num_samples:
+            return self
+        sample = self.columns.get("sample")
+        return self._part(0, stop if sample is None else int((sample < stop).sum()))
+
+    def _part(self, first: int, stop: int | None) -> BatchRows:
         index = (
             torch.arange(math.prod(self.shape), device="cpu") if self.index is None else self.index
         )
-        columns = {name: column[first:] for name, column in self.columns.items()}
-        return replace(self, index=index[first:], columns=columns, _indices={})
+        columns = {name: column[first:stop] for name, column in self.columns.items()}
+        return replace(self, index=index[first:stop], columns=columns, _indices={})
 
     def check(self, layer: Layer, values: Tensor, *, is_transformed: bool) -> None:
         """Refuse what a layer gave unless its leading dimensions are those of the batch.

@@ -18,6 +18,7 @@ from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.continuing import Continuing
 from scio_recorder.recording.collect.feed import Feed
+from scio_recorder.recording.collect.given_ids import check_order
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
     ReducingIntake,
@@ -75,8 +76,9 @@ class Collection:
 
     def open(self) -> None:
         """Open the store, and say what takes in each layer."""
-        store = as_store(self.store)
+        store = self.feed.placed(as_store(self.store), by_batches=self.options.with_inputs)
         self._check(store)
+        self.is_shared = store.is_shared
         self._writer = store.open(self.job())
         self._num_durable = len(self._writer.sample_ids)
         self._num_durable_rows = self._writer.num_found_rows
@@ -95,6 +97,8 @@ class Collection:
             to_inputs=self.feed.to_inputs is not None,
             sample_ids=self.feed.sample_ids is not None,
         )
+        if self.feed.share is not None:
+            settings["sampler"] = self.feed.share.settings
         # Without the collection, which holds the writer: neither waits for the garbage collector.
         net, weights = self.net, self.weights
         return Job(
@@ -178,23 +182,26 @@ class Collection:
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
         """Go on to a batch, and return whether it is to be taken, and not durable already."""
         self._check_trusted()
-        self._ids, skip, is_durable = (), 0, False
+        self._ids, skip, is_durable, num_repeats = (), 0, False, 0
         rows = self._rows_of(batch, inputs, is_taken)
         self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
         # Ids that are given need no running index, and samples that go on have theirs.
-        is_counted = self._is_taken or self.feed.sample_ids is None
+        is_counted = self._is_taken or self.feed.is_numbering
         if is_counted and (rows is None or rows.num_samples):
             number = None if rows is None else rows.num_samples
-            self._ids = self.feed.ids(batch, inputs, self._seen, number)
+            self._ids, number = self.feed.ids(batch, inputs, self._seen, number)
+            num_repeats = number - len(self._ids)
+            rows = rows or BatchRows.of_samples(number)
             if self._is_taken:
                 skip = self._num_to_skip(self._ids)
-                is_durable = 0 < skip == len(self._ids)
-        rows = rows or BatchRows.of_samples(len(self._ids))
+                is_durable = len(self._ids) == skip and skip + num_repeats > 0
+        rows = rows or BatchRows.of_samples(0)
+        rows = rows.before(rows.num_samples - num_repeats)
         self._num_rows = rows.num_rows
         if not rows.num_samples:
             # It goes on with samples that are durable, and is so where its rows are.
             is_durable = 0 < self._num_rows <= self._num_durable_rows - self._kept_rows
-        self._current.begin(batch, rows, skip, self._writer.start)
+        self._current.begin(batch, rows, skip, self._writer.start, num_repeats)
         return self._is_taken and not is_durable
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
@@ -219,7 +226,7 @@ class Collection:
         skip = min(max(0, self._num_durable - kept), len(ids))
         if skip:
             self._check_boundary(skip, len(ids))
-            _check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
+            check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
         return skip
 
     def take(self, run: Callable[[], Any]) -> Any:
@@ -389,12 +396,3 @@ class Collection:
             if sums is not None:
                 intake.rounds = True
                 intake.lost, intake.total = sums
-
-
-def _check_order(given: Any, durable: Any, first: int) -> None:
-    for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
-        if one != other:
-            raise CollectError(
-                f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
-                "was begun: resume with the same samples in the same order (no shuffling)"
-            )

@@ -8,13 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count, islice, pairwise
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, CollectWarning, RecorderError, caught_as, warn
 from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.collect.given_ids import SeenIds
+from scio_recorder.recording.collect.samplers import share_of
+from scio_recorder.recording.collect.shares import Share
+from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.structures import tensors
@@ -62,7 +66,7 @@ class Feed:
     def __post_init__(self) -> None:
         batches = self.batches
         # The number of the batch that is under way.
-        self._seen, self.number = _SeenIds(), 0
+        self._seen, self.number = SeenIds(), 0
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
             self.max_batches = whole("max_batches", self.max_batches, 1)
@@ -76,11 +80,14 @@ class Feed:
                 f"batches is a {type(batches).__name__}, which can't be iterated over: give a "
                 "DataLoader, a list of batches or a generator"
             )
+        # What this process is given, where a sampler splits the data between several.
+        self.share: Share | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and not one batch more than needed."""
         stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
-        batches = iter(islice(self.batches, stop))
+        given = self.batches if self.share is None else self.share.through(self.batches)
+        batches = iter(islice(given, stop))
         for number in count():
             try:
                 batch = next(batches)
@@ -138,13 +145,55 @@ class Feed:
             text = f"{name} failed for batch {self.number} with {type(error).__name__}: {error}"
             raise caught_as(CollectError, error, text) from error
 
+    def placed(self, store: Store, *, by_batches: bool) -> Store:
+        """Return where these batches go: to a place of this process, where a sampler splits them.
+
+        Parameters
+        ----------
+        store : Store
+            What was asked for.
+        by_batches : bool
+            Whether something is kept of whole batches.
+        """
+        share = share_of(self.batches, has_ids=self.sample_ids is not None)
+        if share is None or self.part is not None:
+            if share is not None and (share.has_ids or share.problem is not None):
+                raise CollectError(
+                    f"make_batches({self.part}) gave a loader whose sampler splits its dataset "
+                    "between processes, and a part is for one: give it no such sampler"
+                )
+            return store
+        placed = store.placed(share.place, share.problem)
+        if placed is None:
+            # Each process has a store of its own, and need not know what others are given.
+            return store
+        if by_batches and share.num_repeats:
+            raise CollectError(
+                "the sampler fills up with repeats, and inputs are kept by whole batches: give it "
+                "drop_last=True, or record without inputs=True"
+            )
+        self.share = share
+        return placed
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether others may have batches where there are none here."""
+        return self.part is not None or (self.share is not None and not self.share.is_even)
+
+    @property
+    def is_numbering(self) -> bool:
+        """Whether ids are running numbers, for which all batches have to be counted."""
+        return self.sample_ids is None and (self.share is None or not self.share.has_ids)
+
     @property
     def has_ids(self) -> bool:
         """Whether ids tell samples of several processes apart."""
-        return self.sample_ids is not None or self.part is not None
+        return not self.is_numbering or self.part is not None
 
-    def ids(self, batch: Any, inputs: Inputs, first: int, number: int | None = None) -> Ids:
-        """Return the ids of a batch's samples, which also say how many there are.
+    def ids(
+        self, batch: Any, inputs: Inputs, first: int, number: int | None = None
+    ) -> tuple[Ids, int]:
+        """Return the ids of a batch's samples, and how many there are with repeats at the end.
 
         Parameters
         ----------
@@ -157,76 +206,42 @@ class Feed:
         number : int, optional
             How many samples it has, where that is known.
         """
-        if self.sample_ids is None:
-            first += (self.part or 0) * IDS_OF_A_PART
-            return range(first, first + (_num_samples(inputs) if number is None else number))
+        share = self.share
+        if self.sample_ids is not None:
+            given = self._given_ids(batch, number)
+        else:
+            number = _num_samples(inputs) if number is None else number
+            if share is None or not share.has_ids:
+                first += (self.part or 0) * IDS_OF_A_PART
+                return range(first, first + number), number
+            given = share.ids(number)
+        own = len(given) if share is None else share.num_own(len(given))
+        try:
+            ids = to_ids(given[:own])
+        except ValueError as error:
+            raise CollectError(f"sample_ids: {error}") from None
+        self._seen.add(ids, self.number)
+        return ids, len(given)
+
+    def _given_ids(self, batch: Any, number: int | None) -> list[Any]:
         given = self._said("sample_ids", batch)
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
                 f"sample_ids returned {given!r}: return one integer or string for each sample"
             )
-        try:
-            ids = to_ids(list(values))
-        except ValueError as error:
-            raise CollectError(f"sample_ids: {error}") from None
+        ids = list(values)
         if number is not None and len(ids) != number:
             raise CollectError(
                 f"sample_ids returned {len(ids)} ids for batch {self.number}, which has {number} "
                 "samples by rows=: return one for each"
             )
-        self._seen.add(ids, self.number)
         return ids
 
     def forget(self, ids: Ids) -> None:
         """Let ids come again: those of the latest batch, which has failed."""
-        if self.sample_ids is not None:
+        if not self.is_numbering:
             self._seen.remove(ids)
-
-
-class _SeenIds:
-    """Refuses an id that comes twice. As long as ids rise, only the last one has to be looked at.
-
-    Otherwise all of them are kept in a set.
-    """
-
-    def __init__(self) -> None:
-        self._rising: list[Ids] = []
-        self._others: set[int | str] | None = None
-
-    def add(self, ids: Ids, number: int) -> None:
-        """Take the ids of a batch, which has this number; none of them if one came before."""
-        if not len(ids):
-            return
-        if self._others is None:
-            if self._goes_on_rising(ids):
-                self._rising.append(ids)
-                return
-            self._others = set(chain.from_iterable(self._rising))
-        given: Iterable[Any] = ids
-        for place, value in enumerate(given):
-            if value in self._others:
-                self._others.difference_update(ids[:place])
-                raise CollectError(
-                    f"sample_ids: batch {number} has the id {value!r}, which another sample has "
-                    "had before: give every sample an id of its own"
-                )
-            self._others.add(value)
-
-    def remove(self, ids: Ids) -> None:
-        """Forget the ids that were added last."""
-        if self._others is not None:
-            self._others.difference_update(ids)
-        elif len(ids):
-            self._rising.pop()
-
-    def _goes_on_rising(self, ids: Ids) -> bool:
-        before: Any = self._rising[-1][-1:] if self._rising else ()
-        try:
-            return all(one < other for one, other in pairwise([*before, *ids]))
-        except TypeError:
-            # Integers and strings are mixed, which is an error that others report.
-            return False
 
 
 def _first(batch: Any) -> Any:

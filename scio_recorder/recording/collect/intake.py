@@ -32,6 +32,8 @@ class CurrentBatch:
     num_rows: int = 0
     # Samples at its beginning that are durable already.
     skip: int = 0
+    # Samples at its end that another process has, or this one had before.
+    num_repeats: int = 0
     # The row of the store where its rows begin.
     start: int = 0
     # Whether its rows follow those of the batch before, and are as many.
@@ -39,13 +41,30 @@ class CurrentBatch:
     # Whether a reduction may have seen a part of it.
     is_reduced: bool = False
 
-    def begin(self, batch: Any, rows: BatchRows, skip: int, start: int) -> None:
-        """Go on to the next batch, of which the first few samples are not kept again."""
+    def begin(
+        self, batch: Any, rows: BatchRows, skip: int, start: int, num_repeats: int = 0
+    ) -> None:
+        """Go on to the next batch, of which samples at both ends may not be kept again."""
         before, end = self.num_rows, self.start + self.num_rows
-        self.batch, self.rows, self.skip, self.start = batch, rows.past(skip), skip, start
+        self.batch, self.skip, self.num_repeats, self.start = batch, skip, num_repeats, start
+        self.rows = rows.past(skip)
         self.num_rows = self.rows.num_rows
         self.follows = (start, self.num_rows, skip) == (end, before, 0)
         self.is_reduced = False
+
+    @property
+    def why_in_part(self) -> str:
+        """What to do about a batch of which some samples are not kept, as the end of a sentence."""
+        number = self.rows.num_samples
+        if self.skip:
+            return (
+                f"and the first {self.skip} of its {number} samples are durable already: resume "
+                "with the batch size of before, or one that divides it"
+            )
+        return (
+            f"and the last {self.num_repeats} of its {number} samples are repeats, by which the "
+            "sampler fills up: give it drop_last=True"
+        )
 
 
 @dataclass
@@ -149,7 +168,7 @@ class StoringIntake(LayerIntake):
             self._measured = _rounding(rows.choose(kept), place)
         elif self.transform is None:
             self._row_shape = tuple(place.shape[1:])
-            self._usual_shape = activation.shape if rows.are_samples else None
+            self._usual_shape = activation.shape if rows.are_whole_batch else None
 
     def _put(self, kept: Tensor) -> Tensor:
         """Write the rows of what is to be kept to their place."""
@@ -228,7 +247,7 @@ class ReducingIntake(LayerIntake):
         """Hand an activation to the reductions, or a copy of it later."""
         kept = self._transformed(activation)
         rows = self.current.rows
-        if self.current.skip or not rows.are_samples:
+        if not rows.are_whole_batch:
             rows.check(self.layer, kept, is_transformed=self.transform is not None)
             self._check_boundary()
             kept = rows.choose(kept)
@@ -252,7 +271,7 @@ class ReducingIntake(LayerIntake):
         for reduction in self.reductions:
             was_reduced, current.is_reduced = current.is_reduced, True
             try:
-                if current.rows.are_samples or not isinstance(reduction, SampleReduction):
+                if current.rows.are_whole_batch or not isinstance(reduction, SampleReduction):
                     reduction.update(kept, current.batch)
                 else:
                     reduction.update(kept, current.batch, to_rows=current.rows.labels)
@@ -263,15 +282,14 @@ class ReducingIntake(LayerIntake):
                 raise
 
     def _check_boundary(self) -> None:
-        """Refuse a batch that is durable in part where a reduction would read all of it."""
-        rows, skip = self.current.rows, self.current.skip
-        for reduction in self.reductions if skip else ():
-            reads_rows = isinstance(reduction, SampleReduction) and not rows.are_samples
-            if reduction.reads_batch and not reads_rows:
+        """Refuse a batch that counts in part where a reduction would read all of it."""
+        current = self.current
+        for reduction in self.reductions if current.skip or current.num_repeats else ():
+            # Those of this library can be told which rows are left out.
+            is_told = not (current.skip and current.rows.are_samples)
+            if reduction.reads_batch and not (isinstance(reduction, SampleReduction) and is_told):
                 raise CollectError(
-                    f"{reduction!r} of layer {self.layer} reads the batch, and the first "
-                    f"{skip} of its {rows.num_samples} samples are durable already: resume with "
-                    "the batch size of before, or one that divides it"
+                    f"{reduction!r} of layer {self.layer} reads the batch, {current.why_in_part}"
                 )
 
 

@@ -20,7 +20,6 @@ from scio_recorder.recording.collect.feed import (
     advise_second_element,
 )
 from scio_recorder.recording.recording import Recording
-from scio_recorder.stores import as_store
 
 
 def go_through(
@@ -75,7 +74,7 @@ def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], b
     """
     if together.is_alone:
         return bool
-    asks = collection.resume and as_store(collection.store).is_shared
+    asks = collection.resume and collection.is_shared
 
     def is_left_out(has_nothing_new: bool) -> bool:
         nonlocal asks
@@ -98,7 +97,7 @@ def _run_batches(
     with progress as advance:
         for batch, is_taken in feed:
             is_empty = False
-            if not is_taken and feed.sample_ids is not None:
+            if not (is_taken or feed.is_numbering):
                 # Ids that are given need no running index.
                 continue
             is_advised = is_advised or advise_second_element(net, batch)
@@ -113,7 +112,7 @@ def _run_batches(
             added = collection.end()
             if is_taken:
                 advance(*added)
-    if is_empty and feed.part is None:
+    if is_empty and not feed.may_be_empty:
         raise CollectError("batches is empty: it gave no batch to run the net on")
     collection.check_end()
 

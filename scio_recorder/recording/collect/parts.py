@@ -23,7 +23,7 @@ from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.terminating import terminable
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Store, as_store
-from scio_recorder.stores.disk import EmptyPartError, header_of
+from scio_recorder.stores.base import EmptyPartError
 from scio_recorder.stores.disk_format.claims import Claims
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
 from scio_recorder.stores.disk_format.index import put_together
@@ -82,7 +82,7 @@ class Parts:
                 "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) in "
                 "all of them"
             )
-        header = header_of(options.architecture, pattern.job().settings(), is_shared=True)
+        header = pattern.job().header(is_shared=True)
         self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (

@@ -1,0 +1,65 @@
+"""Ids that are given: none may come twice, and those that come again must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from typing import Any
+
+from scio_recorder.errors import CollectError
+from scio_recorder.stores.disk_format.ids import Ids
+
+
+class SeenIds:
+    """Refuses an id that comes twice. As long as ids rise, only the last one has to be looked at.
+
+    Otherwise all of them are kept in a set.
+    """
+
+    def __init__(self) -> None:
+        self._rising: list[Ids] = []
+        self._others: set[int | str] | None = None
+
+    def add(self, ids: Ids, number: int) -> None:
+        """Take the ids of a batch, which has this number; none of them if one came before."""
+        if not len(ids):
+            return
+        if self._others is None:
+            if self._goes_on_rising(ids):
+                self._rising.append(ids)
+                return
+            self._others = set(chain.from_iterable(self._rising))
+        given: Iterable[Any] = ids
+        for place, value in enumerate(given):
+            if value in self._others:
+                self._others.difference_update(ids[:place])
+                raise CollectError(
+                    f"sample_ids: batch {number} has the id {value!r}, which another sample has "
+                    "had before: give every sample an id of its own"
+                )
+            self._others.add(value)
+
+    def remove(self, ids: Ids) -> None:
+        """Forget the ids that were added last."""
+        if self._others is not None:
+            self._others.difference_update(ids)
+        elif len(ids):
+            self._rising.pop()
+
+    def _goes_on_rising(self, ids: Ids) -> bool:
+        before: Any = self._rising[-1][-1:] if self._rising else ()
+        try:
+            return all(one < other for one, other in pairwise([*before, *ids]))
+        except TypeError:
+            # Integers and strings are mixed, which is an error that others report.
+            return False
+
+
+def check_order(given: Any, durable: Any, first: int) -> None:
+    """Refuse samples that are not those that are durable, of which the first one has this place."""
+    for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
+        if one != other:
+            raise CollectError(
+                f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
+                "was begun: resume with the same samples in the same order (no shuffling)"
+            )

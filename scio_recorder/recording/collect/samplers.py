@@ -1,0 +1,228 @@
+"""Samplers that split a dataset between processes, and how each of them deals it out.
+
+See the NOTE in `shares.py`. A sampler that is not known here is followed as far as it can't matter:
+it must not repeat samples.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from scio_recorder.recording.collect.shares import OWN_WORDS, Share, all_left, noting
+from scio_recorder.tensors.processes import Place, this_process
+
+# What decides, besides the dataset, which indices a sampler gives.
+_SETTINGS = (
+    "shuffle", "seed", "initial_seed", "epoch", "drop_last",
+    "batch_size", "split_batches", "even_batches",
+)  # fmt: skip
+# Where classes are from whose samplers deal as their base class does, or as what they wrap.
+_FAITHFUL = ("torch.utils.data.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+_MOST_WRAPPERS = 8
+_DISPATCHES = (
+    "the loader's first process reads for all others, so that no other knows which samples it is "
+    f"given: prepare it with dispatch_batches=False, or {OWN_WORDS}"
+)
+_NO_INDICES = (
+    "samples of an IterableDataset have no indices that would tell them apart: write "
+    "sample_ids=lambda batch: ... with one id for each"
+)
+_WORKERS = (
+    "workers read the stream, so that it can't be seen where it ends and is filled up with "
+    f"repeats: use num_workers=0 or drop_last=True, or {OWN_WORDS}"
+)
+_SKIPS = (
+    "the loader skips its first batches: give the loader that it was made of, and resume=True to "
+    "go on behind what is durable"
+)
+
+
+def share_of(loader: Any, *, has_ids: bool) -> Share | None:
+    """Return what this process is given by a loader, None where that does not split a dataset.
+
+    Parameters
+    ----------
+    loader : any
+        What is collected.
+    has_ids : bool
+        Whether ids are given, by which samples of a stream can be told apart.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None:
+        return None
+    source = getattr(loader, "batch_sampler", None)
+    source = getattr(loader, "sampler", None) if source is None else source
+    found = _of_accelerate(loader, dataset, source, has_ids=has_ids)
+    if found is None and isinstance(dataset, IterableDataset):
+        # Nobody can see whether it splits itself: whoever gives ids says that it does.
+        found = Share(this_process(), is_even=False) if has_ids else None
+    elif found is None:
+        found = _of_sampler(source)
+    if found is None or found.place.world_size == 1:
+        return None
+    found.problem = found.problem or _problem_of(loader, found.place)
+    return found
+
+
+def _problem_of(loader: Any, place: Place) -> str | None:
+    here = this_process()
+    if here.world_size > 1 and here != place:
+        return (
+            f"the sampler gives the samples of rank {place.rank} of {place.world_size}, and this "
+            f"process is rank {here.rank} of {here.world_size}: {OWN_WORDS}"
+        )
+    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+        return (
+            "the loader gives batches in another order than its sampler, so that it can't be known "
+            f"which samples they have: give it in_order=True, or {OWN_WORDS}"
+        )
+    return None
+
+
+def _of_sampler(source: Any) -> Share | None:
+    """Return what a sampler like ``DistributedSampler`` gives, which deals out one by one."""
+    chain = [source]
+    while not _splits(chain[-1]):
+        inner = getattr(chain[-1], "batch_sampler", None) or getattr(chain[-1], "sampler", None)
+        if inner is None or len(chain) > _MOST_WRAPPERS:
+            return None
+        chain.append(inner)
+    sampler, unknown = chain[-1], _unknown(chain)
+    place, size = Place(sampler.rank, sampler.num_replicas), len(sampler.dataset)
+    total = getattr(sampler, "total_size", size + 1)
+    own = len(range(place.rank, size, place.world_size))
+    return Share(
+        place,
+        source,
+        all_left if unknown else lambda number, before: own - before,
+        max(0, total - size),
+        _settings_of(sampler, size),
+        unknown if total > size else None,
+        is_even=total % place.world_size == 0,
+    )
+
+
+def _splits(sampler: Any) -> bool:
+    return all(isinstance(getattr(sampler, name, None), int) for name in ("num_replicas", "rank"))
+
+
+@dataclass
+class _Dealing:
+    """How Accelerate deals out: whole batches in turn, or a share of each batch."""
+
+    place: Place
+    batch_size: int
+    splits_batches: bool
+
+    @property
+    def round(self) -> int:
+        """How many samples come before it is the same process's turn again."""
+        return self.batch_size * (1 if self.splits_batches else self.place.world_size)
+
+    def first(self, number: int) -> int:
+        """Return the place in the list of the first sample of a batch."""
+        return number * self.round + self.place.rank * (self.round // self.place.world_size)
+
+
+def _of_accelerate(loader: Any, dataset: Any, source: Any, *, has_ids: bool) -> Share | None:
+    """Return what a loader gives that Accelerate has prepared."""
+    library = sys.modules.get("accelerate.data_loader")
+    if library is None:
+        return None
+    # What they are in truth: loaders of Accelerate claim the class of those that they wrap.
+    if issubclass(type(loader), library.DataLoaderDispatcher):
+        return Share(this_process(), problem=_DISPATCHES)
+    if isinstance(dataset, library.IterableDatasetShard):
+        return _of_stream(loader, dataset, has_ids=has_ids)
+    is_skipping = isinstance(source, library.SkipBatchSampler)
+    source = source.batch_sampler if is_skipping else source
+    if not isinstance(source, library.BatchSamplerShard):
+        return None
+    found = _of_batches(loader, source)
+    skipped: Any = getattr(loader, "skip_batches", None)
+    if is_skipping or skipped:
+        found.problem = _SKIPS
+    return found
+
+
+def _of_batches(loader: Any, source: Any) -> Share:
+    """Return what a ``BatchSamplerShard`` of Accelerate gives."""
+    inner, place = source.batch_sampler, Place(source.process_index, source.num_processes)
+    # Where batches have sizes of their own, they are dealt out, and repeated, whole.
+    order: Any = getattr(inner, "sampler", None)
+    is_of_batches = source.batch_size is None
+    unknown = None if is_of_batches else _unknown([inner])
+    dealing = _Dealing(place, 1 if is_of_batches else source.batch_size, source.split_batches)
+    size = len(inner if is_of_batches or unknown else order)
+    fills = source.even_batches and not source.drop_last
+
+    def num_left(number: int, before: int) -> int:
+        left = size - dealing.first(number)
+        return left * sys.maxsize if is_of_batches else left
+
+    ordering = {**_settings_of(order, size), "epoch": getattr(loader, "iteration", 0)}
+    return Share(
+        place,
+        source,
+        all_left if unknown else num_left,
+        -size % dealing.round if fills else 0,
+        {**_settings_of(source, size), "order": ordering},
+        unknown if fills else None,
+        is_even=source.even_batches or source.drop_last,
+    )
+
+
+class _Length:
+    """How long a stream is, known when it has ended."""
+
+    def __init__(self) -> None:
+        self.value = sys.maxsize
+        self._number = 0
+
+    def note(self, sample: Any) -> None:
+        """Count a sample."""
+        self._number += 1
+
+    def end(self) -> None:
+        """Know the length."""
+        self.value = self._number
+
+
+def _of_stream(loader: Any, dataset: Any, *, has_ids: bool) -> Share:
+    """Return what an ``IterableDatasetShard`` of Accelerate gives."""
+    place, problem = Place(dataset.process_index, dataset.num_processes), None
+    dealing, length = _Dealing(place, dataset.batch_size, dataset.split_batches), _Length()
+    if not has_ids:
+        problem = _NO_INDICES
+    elif loader.num_workers and not dataset.drop_last:
+        problem = _WORKERS
+    return Share(
+        place,
+        num_left=lambda number, before: length.value - dealing.first(number),
+        num_repeats=0 if dataset.drop_last else 1,
+        settings=_settings_of(dataset, 0),
+        problem=problem,
+        beginning=lambda: noting(dataset.dataset, length.note, length.end),
+    )
+
+
+def _settings_of(sampler: Any, size: int) -> dict[str, Any]:
+    given = {name: getattr(sampler, name, None) for name in _SETTINGS}
+    kept = {name: value for name, value in given.items() if isinstance(value, bool | int)}
+    return {"kind": type(sampler).__name__, "samples": size, **kept}
+
+
+def _unknown(samplers: Sequence[Any]) -> str | None:
+    """Say which sampler may order samples, and repeat some, in a way that is not known here."""
+    for one in samplers:
+        if not str(type(one).__iter__.__module__).startswith(_FAITHFUL):
+            return (
+                f"a {type(one).__name__} fills up with repeats, and it is not known which ones "
+                f"they are: give it drop_last=True, or {OWN_WORDS}"
+            )
+    return None

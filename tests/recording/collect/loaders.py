@@ -1,0 +1,120 @@
+"""Loaders whose samplers split a dataset, as torch, Accelerate and Lightning make them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.wrappers import _FabricDataLoader
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSampler,
+    _IndexBatchSamplerWrapper,
+)
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+
+class Numbers(Dataset):  # type: ignore[type-arg]  # of nothing in particular
+    """Sample i is (i, i + 0.5)."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, index + 0.5])
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]  # of nothing in particular
+    """The same samples, without indices."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([index, index + 0.5]) for index in range(self.size))
+
+
+def distributed(data: Any, rank: int, world: int, batch: int, **options: Any) -> DataLoader[Any]:
+    sampler = DistributedSampler(data, world, rank, **{"shuffle": True, "seed": 3, **options})
+    return DataLoader(data, batch, sampler=sampler)
+
+
+class Batched(Numbers):
+    """Takes lists of indices."""
+
+    def __init__(self, data: Numbers) -> None:
+        super().__init__(len(data))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.stack([super(Batched, self).__getitem__(each) for each in index])
+
+
+def without_batches(data: Any, rank: int, world: int, batch: int) -> DataLoader[Any]:
+    sampler = BatchSampler(DistributedSampler(data, world, rank), batch, drop_last=False)
+    return DataLoader(Batched(data), None, sampler=sampler)
+
+
+def accelerated(data: Any, rank: int, world: int, batch: int, **options: Any) -> Any:
+    order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    inner = BatchSampler(order, batch, options.pop("drop_last", False))
+    return DataLoaderShard(data, batch_sampler=BatchSamplerShard(inner, world, rank, **options))
+
+
+def split_batches(data: Any, rank: int, world: int, batch: int) -> Any:
+    return accelerated(data, rank, world, batch * world, split_batches=True)
+
+
+class OfAnySize:
+    """Batches of one sample, two, three, one and so on."""
+
+    batch_size = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in itertools.cycle((1, 2, 3)):
+            if start >= self.size:
+                return
+            yield list(range(start, min(start + size, self.size)))
+            start += size
+
+
+def of_any_size(data: Any, rank: int, world: int, batch: int) -> Any:
+    return DataLoaderShard(data, batch_sampler=BatchSamplerShard(OfAnySize(len(data)), world, rank))
+
+
+def of_lightning(data: Any, rank: int, world: int, batch: int) -> Any:
+    order = SequentialSampler(range(len(data) - 1, -1, -1))
+    sampler = DistributedSamplerWrapper(order, num_replicas=world, rank=rank, shuffle=False)
+    return _FabricDataLoader(DataLoader(data, batch, sampler=sampler))
+
+
+def predicting(data: Any, rank: int, world: int, batch: int) -> Any:
+    sampler = UnrepeatedDistributedSampler(data, world, rank, shuffle=False)
+    batches = _IndexBatchSamplerWrapper(BatchSampler(sampler, batch, drop_last=False))
+    return DataLoader(data, batch_sampler=batches)
+
+
+LOADERS = (
+    distributed, without_batches, accelerated, split_batches, of_any_size, of_lightning, predicting
+)  # fmt: skip
