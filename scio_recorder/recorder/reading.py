@@ -155,7 +155,7 @@ class Reading:
         >>> rnet.record("*", gradients=True)
         >>> handle = rnet.on_gradients(lambda gradients: print(list(gradients)))
         >>> rnet(torch.ones(1, 2)).sum().backward()
-        [(0, 1), (1, 1), (1, 2)]
+        [(1, 1), (1, 2), (0, 1)]
         >>> handle.remove()
         """
         if not callable(hook):

@@ -123,7 +123,7 @@ def test_a_state_is_of_this_folder(tmp_path):
 def test_layers_are_named_labelled_or_numbered(tmp_path):
     written = make(tmp_path / "states", layers=3)
     recording = open_hidden_states(tmp_path / "states", ["2-7", (2, 5), 16])
-    assert list(recording) == [(1, 3), (2, 5), (2, 7)]
+    assert list(recording) == [(2, 7), (2, 5), (1, 3)]
     for key, number in (("2-7", 0), ((2, 5), 1), ("16", 2), ("1-3", 2)):
         wanted = torch.cat([one["hidden_states"][:, number] for one in written])
         assert torch.equal(recording[key][:], wanted)
