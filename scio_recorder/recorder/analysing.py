@@ -33,8 +33,8 @@ class Analysing(Reading):
     ) -> Effects:
         """Measure what each recorded layer causes: activation patching.
 
-        The network runs on the corrupted inputs once for each layer, and goes on with what that
-        layer returned on the clean ones. Every run starts in the same state, random numbers
+        The network runs on the corrupted inputs once for each layer. In that run the layer's output
+        is the one of the clean run. Every run starts in the same state, random numbers
         included. Afterwards the network and the recorder are as they were; no gradient is touched.
 
         Parameters
@@ -45,16 +45,16 @@ class Analysing(Reading):
         metric : callable
             Takes what the network returns, and returns a number or a tensor of shape ().
         positions : None, "all" or list of int
-            Which positions of dimension 1 are patched, one a run, such as tokens; negative ones
-            count from the end. None patches all of what the layer returned. Of a structure, all
-            tensors are patched; with positions, those with the first two dimensions of its first.
+            Which positions of dimension 1 are patched, such as tokens, one in each run. Negative
+            ones count from the end. None patches the whole output. In a structure all tensors are
+            patched; with positions, those that share the first two dimensions of the first one.
         estimate : bool, default False
             Estimate the same to first order, from one run forward and backward: attribution
             patching. The metric must be differentiable.
         whole_runs : bool, default False
             Start each run at its beginning. Otherwise modules ahead of the patched layer hand out
-            again what they returned in the corrupted run, wherever calling them does nothing else
-            that can be seen. What they leave in global variables can't.
+            again what they returned in the corrupted run, if their calls have no other effect
+            that can be seen. Changes of global variables can't be seen.
 
         Returns
         -------
@@ -107,23 +107,23 @@ class Analysing(Reading):
     ) -> Iterator[Guard]:
         """Find the layer that makes the first NaN or infinity in a block.
 
-        Every call of the network in the block is looked at, whoever makes it, and the backward
-        passes of these calls. All layers are, whether they are recorded or not. A layer makes a NaN
-        if it gives one and was given none, and an infinity if all that it was given was finite.
+        Every call of the network in the block is checked, whoever makes it, and so are the backward
+        passes of these calls. All layers are checked, recorded or not. A layer makes a NaN
+        if it returns one and received none, and an infinity if all its inputs were finite.
 
         Parameters
         ----------
         gradients : bool, default True
-            Look at gradients in backward passes as well.
+            Check gradients in backward passes as well.
         action : {"raise", "warn", "record"}
-            What happens when it is found: an error where it is made, a warning, or nothing but
-            what `origin` says.
+            What follows: an error at the place where the NaN is made, a warning, or nothing but an
+            entry in `origin`.
         kinds : collection of str, default ("nan", "inf")
-            What is looked for. With "nan" alone, infinities are nobody's fault.
+            What to look for. With "nan" alone, infinities are ignored.
         keep_inputs : bool, default False
             Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
-            write those of the one that failed. This takes time, and as much memory as the inputs
-            of the modules that lie in each other.
+            write the inputs of the call that failed. This takes time, and as much memory as the
+            inputs of the modules that lie in each other.
 
         Yields
         ------

@@ -53,16 +53,16 @@ class Collecting(Reading):
         Parameters
         ----------
         batches : iterable
-            A DataLoader, a list, a generator. The net is given a tensor as it is, the first element
-            of a tuple or list, and a mapping as keywords.
+            A DataLoader, a list, a generator. The net gets a batch that is a tensor, the first
+            element of a tuple or list, and the entries of a mapping as keywords.
         store : str, Store or None, default "auto"
             Where samples go: "device", "host", "disk:PATH", "s3://BUCKET/RUN", an object of
             :mod:`scio_recorder.stores`, None where all layers are reduced, or "auto", which
             chooses by the bytes needed and free.
         reduce : Reduction, list of them or mapping by selector, optional
-            Summaries to keep in place of the samples of layers.
+            Summaries to keep instead of samples.
         transform : callable or mapping by selector, optional
-            ``transform(activation, batch) -> Tensor [batch, ...]``: what is kept or reduced.
+            ``transform(activation, batch) -> Tensor [batch, ...]``: what to keep or reduce.
         every : int, default 1
             Take every n-th batch.
         max_batches : int, optional
@@ -72,25 +72,25 @@ class Collecting(Reading):
             both as a pair ``(tuple, dict)``.
         sample_ids : callable, optional
             ``batch ->`` integers or strings, one for each sample, none twice. By default samples
-            are numbered from 0 on, those of batches that are passed over included; those that a
+            are numbered from 0 on, and those of skipped batches are counted too. Samples that a
             sampler such as ``DistributedSampler`` gives this process have their indices in the
             dataset, and its repeats are dropped.
         dtype : torch.dtype, optional
-            What floating-point activations are rounded to where they are kept.
+            Keep floating-point activations in this dtype, rounded.
         rows : Tokens or Nodes, optional
-            What a line of the arrays is, where it is no sample: padding is then left out. Layers,
-            or what ``transform`` makes of them, have to be [batch, positions, ...] or [nodes, ...].
+            Keep one row for each token or node instead of each sample, without padding. Layers, or
+            the results of ``transform``, must be [batch, positions, ...] or [nodes, ...].
         activation_postproc : callable, list or mapping, optional
-            What to do to the output of recorded layers before the network goes on with it, as in
-            ``Recorder.forward``. Layers are collected as they returned, before it acts; one that
-            works in place changes what is collected too.
+            Changes the output of recorded layers before the network goes on with it, as in
+            ``Recorder.forward``. The recording holds the outputs before that, but a post-processor
+            that works in place changes the recording too.
         stop_early : bool, default False
             Run the network no further than the last recorded layer.
         progress : bool, default True
             Show a progress bar, on a terminal.
         resume : bool, default False
-            Go on with what is on disk already: the loader must give the same samples in the same
-            order. What is complete is returned.
+            Go on with the recording on disk. The loader must give the same samples in the same
+            order. A complete recording is returned as it is.
 
         Returns
         -------
@@ -110,7 +110,7 @@ class Collecting(Reading):
         Warns
         -----
         CollectWarning
-            The net is in training mode and has layers that do something else there; or only the
+            The net is in training mode, and has layers that behave otherwise there. Or only the
             first element of batches goes into a net that would take the second, too.
 
         Examples
@@ -163,9 +163,9 @@ class Collecting(Reading):
         """Collect a dataset together with other processes, which come and go as they like.
 
         Every process makes this same call, at any time, on any machine that sees the store. Each
-        takes a part that nobody has, until none is left. A part whose process has died is taken by
-        another, which goes on behind what is durable. What comes out does not depend on who did
-        what: samples are in the order of the parts.
+        takes a part that no other has, until none is left. If a process dies, another one takes
+        its part, and goes on behind the samples that are durable. The result does not depend on
+        who did what: samples are in the order of the parts.
 
         Parameters
         ----------
@@ -173,8 +173,8 @@ class Collecting(Reading):
             ``part -> batches``, for parts from 0 to ``num_parts - 1``: the same batches in the same
             order, whoever asks. A part may be empty.
         num_parts : int
-            How many parts there are, at most 100,000. A part that takes minutes is a good one:
-            whoever dies loses no more than what is not durable, and the last ones are soon done.
+            How many parts there are, at most 100,000. Parts that take minutes are good: a process
+            that dies loses only what is not durable, and the last parts are soon done.
         store : str or Store
             "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or
             "s3://BUCKET/RUN".
@@ -189,7 +189,7 @@ class Collecting(Reading):
             Stop after so many batches of each part that were taken.
         sample_ids : callable, optional
             ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
-            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``, whoever counts.
+            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``.
         progress : bool, default True
             Show a progress bar, on a terminal.
 
@@ -205,8 +205,8 @@ class Collecting(Reading):
             id.
         RecordingError
             Other processes fill the recording with another net, other settings or another number
-            of parts. Or the disk fails; or the lease of a part has expired, since this process was
-            stopped or did not reach the disk for a minute. What is durable stays, and any process
+            of parts. Or the disk fails. Or the lease of a part has expired, since this process was
+            stopped or did not reach the disk for a minute. Durable samples stay, and any process
             that makes the call goes on.
 
         Examples

@@ -38,10 +38,10 @@ def compare(
 ) -> Difference:
     """Find the layers in which two runs differ, and the one that makes the difference.
 
-    What the reference records is compared, or every layer where it records nothing. The candidate
-    need not record anything. Networks run under ``no_grad`` in the mode that they are in, each
-    batch from the same state of random numbers; their buffers are as before afterwards, and the
-    random numbers as one pass a batch leaves them.
+    The layers that the reference records are compared, or all layers if it records none. The
+    candidate need not record anything. Networks run under ``no_grad`` in the mode that they are in,
+    and start each batch from the same state of random numbers. Afterwards their buffers are as
+    before, and random numbers are as one pass over the batches leaves them.
 
     Parameters
     ----------
@@ -63,14 +63,14 @@ def compare(
     max_batches : int, optional
         Stop after so many batches.
     to_inputs : callable or sequence of callables, optional
-        ``batch ->`` inputs of the net, as for ``collect``; two, for the reference and for the
-        candidate, where these take other inputs, such as on another device. A floor takes those of
-        the candidate, or the third.
+        ``batch ->`` inputs of the net, as for ``collect``. Two functions are for the reference and
+        for the candidate, if these take other inputs, such as on another device. A floor takes the
+        inputs of the candidate, or has a third function.
     sample_ids : callable, optional
         ``batch ->`` one integer or string for each sample, by which recordings are looked up. By
         default samples are numbered from 0 on.
     rows : Tokens or Nodes, optional
-        What a line of what layers return is, where networks run: padding is not compared then.
+        Compare tokens or nodes, without padding, where networks run.
     progress : bool, default True
         Show a progress bar, on a terminal.
 

@@ -70,8 +70,9 @@ class Reading:
     def gradients(self) -> Records:
         """Gradients of what was differentiated with respect to the activations.
 
-        After ``record(..., gradients=True)``, a pass and a backward pass. A layer that got none is
-        absent; a new backward pass replaces them. Under gradient scaling they are scaled.
+        They are there after ``record(..., gradients=True)``, a pass and a backward pass. A layer
+        without a gradient is absent. A new backward pass replaces them. Under gradient scaling they
+        are scaled.
         """
         return self._capture.gradients
 
@@ -102,9 +103,9 @@ class Reading:
     def grad_nodes(self) -> LayerMapping[Any]:
         """The node of autograd's graph behind each recorded activation.
 
-        After a pass with gradients on. Where a layer returns a structure, so is this, with None for
-        tensors without a node; a layer without any is absent. A leaf's node is the one that
-        accumulates its gradient.
+        It is there after a pass with gradients on. For a layer that returns a structure it is such
+        a structure of nodes, with None for tensors without a node. A layer without any is absent. A
+        leaf's node is the one that accumulates its gradient.
 
         Examples
         --------
@@ -126,11 +127,10 @@ class Reading:
         return LayerMapping(self.architecture, differentiable, "autograd node")
 
     def on_gradients(self, hook: Callable[[dict[DepthIdx, Any]], object]) -> RemovableHandle:
-        """Have a function called with the gradients of the recorded layers.
+        """Register a function that is called with the gradients of the recorded layers.
 
-        Once for each pass and each backward pass through it, when that ends: then all gradients
-        that come have come. Layers that got none are absent. Passes count that are no longer the
-        latest, too.
+        It is called when a backward pass ends, once for each pass that the backward pass went
+        through, even if newer passes have run since. Layers without a gradient are absent.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class Reading:
     ) -> SavedTensors:
         """Move or shrink what autograd keeps for the backward pass inside the chosen layers.
 
-        For passes inside the block, whether they go through this recorder or not. Parameters and
+        It acts on all passes inside the block, through this recorder or not. Parameters,
         buffers, views of these, and regions under activation checkpointing are left alone.
 
         Parameters

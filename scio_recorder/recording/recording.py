@@ -37,14 +37,14 @@ class Recording(RecomputingRecording, Exporting, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
-    [rows, ...], with a row for each sample unless ``collect`` was given ``rows=``; it is read when
-    it is used if it lies on disk. Of a layer that was reduced it is the reduction's result, and a
-    list of results where there was a list of reductions.
+    [rows, ...], with a row for each sample unless ``collect`` was given ``rows=``. On disk it is
+    read when it is used. For a layer that was reduced, the value is the reduction's result, or the
+    list of results of several reductions.
 
     Parameters
     ----------
     architecture : Architecture
-        The labelled net, also where there is no net any more.
+        The labelled net, without the net itself.
     held : Held
         What the store gave back.
     reductions : mapping

@@ -25,7 +25,7 @@ class AliveResult(NamedTuple):
     active : Tensor
         The share of values above zero, [units], float64.
     dead : Tensor
-        Whether all values were the same, zero as a rule, [units], bool. Nobody knows after one.
+        Whether all values were the same, usually zero, [units], bool. False after one value.
     at_bound : Tensor or None
         The share of values at a bound, [units], float64. None without ``bounds``.
     max_abs : Tensor

@@ -158,7 +158,7 @@ class MomentsResult(NamedTuple):
     mean : Tensor
         Their mean, in the shape of a sample.
     variance : Tensor
-        Their variance (n - 1), likewise; NaN of a single sample.
+        Their variance (n - 1), in the shape of a sample; NaN for a single sample.
     """
 
     count: int  # type: ignore[assignment]  # this name is worth more than tuple.count
