@@ -420,6 +420,24 @@ def test_an_id_twice_is_an_error_and_what_is_durable_stays(tmp_path):
         fill(tmp_path, sample_ids=ids)
 
 
+def test_numbers_in_one_part_and_names_in_another(tmp_path):
+    def ids(batch: Any) -> Any:
+        return [int(name[2:]) if name[0] == "1" else name for name in batch[1]]
+
+    recording = fill(tmp_path, sample_ids=ids)
+    wanted = [int(name[2:]) if name[0] == "1" else name for name in IDS]
+    assert list(recording.sample_ids) == list(open_recording(tmp_path).sample_ids) == wanted
+
+    def twice(batch: Any) -> Any:
+        return [int(name[2:]) for name in batch[1]] if batch[1][0] == "5-0" else ids(batch)
+
+    with pytest.raises(CollectError, match="two samples have the id 0, in part 1 and part 5"):
+        fill(tmp_path / "twice", sample_ids=twice)
+    # One part is what one process gives.
+    with pytest.raises(CollectError, match="integers and strings are mixed"):
+        fill(tmp_path / "mixed", sample_ids=lambda b: [7] if b[1] == ["1-4"] else b[1])
+
+
 def test_all_parts_empty(tmp_path):
     with pytest.raises(CollectError, match="all 3 parts are empty"):
         fill(tmp_path, lambda part: [], num_parts=3)

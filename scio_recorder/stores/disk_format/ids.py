@@ -15,6 +15,8 @@ from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, expect
 
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 
+_TOO_MANY = f"more than {MAX_SIZE} samples"
+
 
 class SampleIds(Sequence[int | str]):
     """The ids of many chunks as one sequence; consecutive numbers take no memory.
@@ -41,6 +43,14 @@ class SampleIds(Sequence[int | str]):
             self._parts.append(part)
             self._ends.append(len(self) + len(part))
 
+    def join(self, others: SampleIds) -> None:
+        """Append those that another writer gave, which may be of another type."""
+        if len(self) + len(others) > MAX_SIZE:
+            raise ValueError(_TOO_MANY)
+        ends = [self._ends[-1] + end for end in others._ends[1:]]
+        self._parts += others._parts
+        self._ends += ends
+
     def check(self, part: Ids) -> None:
         """Raise `ValueError` for ids of another type than the others, or for too many."""
         if (
@@ -50,7 +60,7 @@ class SampleIds(Sequence[int | str]):
         ):
             raise ValueError("integers and strings are mixed as sample ids")
         if len(self) + len(part) > MAX_SIZE:
-            raise ValueError(f"more than {MAX_SIZE} samples")
+            raise ValueError(_TOO_MANY)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -93,18 +103,16 @@ class SampleIds(Sequence[int | str]):
         >>> ids.repeated()
         7
         """
-        if self._parts and isinstance(self._parts[0], tuple):
-            seen: set[int | str] = set()
-            for one in self:
-                if one in seen:
-                    return one
-                seen.add(one)
-            return None
+        seen: set[str] = set()
+        for name in chain.from_iterable(part for part in self._parts if isinstance(part, tuple)):
+            if name in seen:
+                return name
+            seen.add(name)
         spans = sorted((part.start, part.stop) for part in self._parts if isinstance(part, range))
         for (_, stop), (start, _) in pairwise(spans):
             if start < stop:
                 return start
-        others = [numpy.array(part) for part in self._parts if not isinstance(part, range)]
+        others = [numpy.array(part) for part in self._parts if isinstance(part, array)]
         single = numpy.sort(numpy.concatenate(others)) if others else numpy.empty(0, numpy.int64)
         is_twice = numpy.concatenate([single[1:] == single[:-1], [False]])[: len(single)]
         if spans:

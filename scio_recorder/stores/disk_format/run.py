@@ -53,8 +53,11 @@ class Run:
     def sample_ids(self) -> SampleIds:
         """Return the ids of all samples."""
         ids = SampleIds()
-        for chunk in self.all_chunks():
-            ids.add(chunk.ids)
+        for chunks in self.chunks.values():
+            own = SampleIds()
+            for chunk in chunks:
+                own.add(chunk.ids)
+            ids.join(own)
         return ids
 
     def manifest(self, rank: int) -> dict[str, JSON]:
