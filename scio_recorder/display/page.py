@@ -137,6 +137,7 @@ def table_html(
     iterator of str
         HTML.
     """
+    yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'
     # Focusable, so that it can be scrolled by keyboard.
     yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'
     for place, (name, sorts_by) in enumerate(columns.items()):

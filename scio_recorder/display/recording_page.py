@@ -13,6 +13,7 @@ from scio_recorder.display.figure import (
     SATURATION_WIDTH,
     Bars,
     LayerSummary,
+    Units,
 )
 from scio_recorder.display.outline import Outline, searched, text, tree_html
 from scio_recorder.display.page import (
@@ -35,15 +36,15 @@ from scio_recorder.display.page import (
     words_html,
 )
 
-_COLUMNS = {
-    "Layer": PLACE,
-    "Name": TEXT,
-    "Type": TEXT,
+_FIRST = {"Layer": PLACE, "Name": TEXT, "Type": TEXT}
+_OTHERS = {
     "Values": NOTHING,
     **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), NUMBER),
     **dict.fromkeys(("Units", "Dead", "Saturated"), NUMBER),
     "Kept": PLACE,
 }
+# Where a unit that is zero throughout learns nothing more.
+_RECTIFIERS = ("ReLU", "ReLU6")
 _HEIGHT = 100
 
 
@@ -74,7 +75,8 @@ def recording_page(
     iterator of str
         HTML, to be joined and written in UTF-8.
     """
-    warnings = [*map(text, notes), *(_warning(one) for one in layers if _troubles(one))]
+    spoilt = sorted(layers, key=lambda one: not _faults(one))
+    warnings = [*map(text, notes), *(_warning(one) for one in spoilt if _troubles(one))]
     sections = (
         Section("Statistics", _statistics(layers)),
         Section("Histograms", _histograms(layers)),
@@ -89,11 +91,20 @@ def _warning(summary: LayerSummary) -> str:
 
 
 def _troubles(summary: LayerSummary) -> list[str]:
+    units, found = summary.units, [*_faults(summary), *summary.warnings]
+    if units is not None and units.zero and summary.layer.type_name in _RECTIFIERS:
+        which = "all" if units.zero == units.count else f"{units.zero:,} of"
+        found.append(f"{which} {units.count:,} units are dead: zero for all samples")
+    return found
+
+
+def _faults(summary: LayerSummary) -> list[str]:
+    """Say how many values are not finite."""
     values = summary.values
     kinds = (("NaN", values.nans), ("infinite", values.infinities))
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
     plural = "" if (values.nans or 0) + (values.infinities or 0) == 1 else "s"
-    return [f"{counts} value{plural}"] * bool(counts) + list(summary.warnings)
+    return [f"{counts} value{plural}"] * bool(counts)
 
 
 def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -101,8 +112,20 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
         yield "<p>No layer was recorded.</p>"
         return
     yield search_box("statistics and histograms")
-    rows = [_cells(place, summary) for place, summary in enumerate(layers)]
-    yield from table_html("Statistics of layers", _COLUMNS, rows)
+    cells = [_cells(summary) for summary in layers]
+    # On a narrow screen the first columns are those that are seen.
+    alarming = {
+        "NaN": any(one.values.nans for one in layers),
+        "Inf": any(one.values.infinities for one in layers),
+        "Dead": any(one.units and one.units.dead for one in layers),
+    }
+    order = sorted(_OTHERS, key=lambda name: not alarming.get(name))
+    rows = [
+        [*layer_cells(place, summary.layer), *(own[name] for name in order)]
+        for place, (summary, own) in enumerate(zip(layers, cells, strict=True))
+    ]
+    columns = {**_FIRST, **{name: _OTHERS[name] for name in order}}
+    yield from table_html("Statistics of layers", columns, rows)
 
 
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -162,29 +185,35 @@ def _bounds_text(kind: str, low: float | None, high: float | None) -> str:
     return f"{kind} ({numbers})"
 
 
-def _cells(place: int, summary: LayerSummary) -> Iterator[str]:
+def _cells(summary: LayerSummary) -> dict[str, str]:
+    """Return the cells of a row behind the first ones, by column."""
     values, units = summary.values, summary.units
-    yield from layer_cells(place, summary.layer)
     spark = bars_svg(summary.bars, 'class="spark" aria-hidden="true"') if summary.bars else ""
-    yield f"<td>{spark}</td>"
+    found = {"Values": f"<td>{spark}</td>"}
     # The spread of a single value is nan, and rightly so.
     std_may_alarm = not _is_finite(values.mean)
-    figures = (values.mean, True), (values.std, std_may_alarm), (values.low, True)
-    for value, may_alarm in (*figures, (values.high, True)):
-        yield number_cell(value, number_text(value), is_alarm=may_alarm and not _is_finite(value))
-    yield number_cell(values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}")
-    yield count_cell(values.nans)
-    yield count_cell(values.infinities)
+    figures = {"Mean": values.mean, "Std": values.std, "Min": values.low, "Max": values.high}
+    for name, value in figures.items():
+        is_alarm = not _is_finite(value) and (name != "Std" or std_may_alarm)
+        found[name] = number_cell(value, number_text(value), is_alarm=is_alarm)
+    found["Zeros"] = number_cell(
+        values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}"
+    )
+    found |= {"NaN": count_cell(values.nans), "Inf": count_cell(values.infinities)}
+    return {**found, **_unit_cells(units), "Kept": _kept(summary)}
+
+
+def _unit_cells(units: Units | None) -> dict[str, str]:
     if units is None:
-        yield count_cell(None) * 3
-    else:
-        where = f" (dim {units.dimension})" if units.dimension else ""
-        yield number_cell(units.count, f"{units.count:,}{where}")
-        parts = ((units.zero, "zero"), (units.constant, "constant"))
-        dead = " ".join(alarm(f"{count:,} {kind}") for count, kind in parts if count)
-        yield number_cell(units.dead, dead or "0", "number dead")
-        yield count_cell(units.saturated)
-    yield _kept(summary)
+        return dict.fromkeys(("Units", "Dead", "Saturated"), count_cell(None))
+    where = f" (dim {units.dimension})" if units.dimension else ""
+    parts = ((units.zero, "zero"), (units.constant, "constant"))
+    dead = " ".join(alarm(f"{count:,} {kind}") for count, kind in parts if count)
+    return {
+        "Units": number_cell(units.count, f"{units.count:,}{where}"),
+        "Dead": number_cell(units.dead, dead or "0", "number dead"),
+        "Saturated": count_cell(units.saturated),
+    }
 
 
 def _kept(summary: LayerSummary) -> str:

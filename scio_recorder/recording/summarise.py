@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from scio_recorder.display.figure import (
@@ -21,25 +24,25 @@ from scio_recorder.errors import RecorderError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import (
-    Alive,
     AliveResult,
     CovarianceResult,
-    Histogram,
     HistogramResult,
     MomentsResult,
     Reduction,
 )
-from scio_recorder.reductions.alive import unit_dimension, with_units
+from scio_recorder.reductions.alive import is_at_bound, is_dead, unit_dimension
 from scio_recorder.reductions.base import join_means
+from scio_recorder.reductions.binning import Bins
 from scio_recorder.reductions.histogram import widened
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
 from scio_recorder.tensors.threads import one_thread
 
-# Values that are widened to float64 together: they stay in the cache.
+# Values that are looked at together: they stay in the cache.
 _BLOCK = 1 << 17
+_AS_THEY_ARE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # So much of a layer is kept from its statistics to its bins, instead of being read again.
-_KEPT_BYTES = 1 << 28
+_KEPT_BYTES = 1 << 27
 # Bins reach no further from the mean than so many standard deviations.
 _REACH = 6.0
 
@@ -85,7 +88,7 @@ def _of_samples(
     values, span, bars = survey.values, survey.span, None
     if span and bins is not None:
         parts = parts if is_kept else _read(recording, label, advance)
-        bars = _count(parts, span, bins, has_nan=bool(values.nans))
+        bars = _count(parts, span, bins)
     lost = recording.relative_errors.get(label)
     notes = (
         ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
@@ -108,20 +111,24 @@ def _of_samples(
 
 
 def _read(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
-    """Yield the samples of a layer in parts, and say what was read."""
-    for part in recording.parts(label):
-        yield part
-        advance(0, part.nbytes, 0)
+    """Yield the samples of a layer in parts, and say what was read: the next one meanwhile."""
+    parts = recording.parts(label)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = pool.submit(next, parts, None)
+            yield part
+            advance(0, part.nbytes, 0)
 
 
-def _count(parts: Iterable[Tensor], span: tuple[float, float], bins: int, *, has_nan: bool) -> Bars:
+def _count(parts: Iterable[Tensor], span: tuple[float, float], bins: int) -> Bars:
     """Count the values of all parts in bins over a range, except for NaNs."""
-    histogram = Histogram(bins, range=span)
+    found, tally = Bins(*span, bins), torch.zeros(bins + 2, dtype=torch.int64)
     for part in parts:
         for block in _blocks(part):
-            values = block.flatten()
-            histogram.update(values[~values.isnan()] if has_nan else values)
-    return _bars(histogram.compute())
+            tally += found.tally(block.flatten())
+    below, *counts, above = tally.tolist()
+    return Bars(tuple(counts), *span, below, above)
 
 
 def _bars(result: HistogramResult) -> Bars:
@@ -194,24 +201,42 @@ class Survey:
         bounds: tuple[float | None, float | None] | None = None,
     ) -> None:
         self._dimension = dimension
-        self._alive = None if dimension is None else Alive(dimension or 1, bounds)
+        self._bounds = bounds
         self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
-        self._samples = 0
+        self._samples = self._rows = 0
         self._mean = self._squares = 0.0
         self._low, self._high = math.inf, -math.inf
+        # Of each unit: its extremes, and how many of its values are at a bound.
+        self._extremes: tuple[Tensor, Tensor] | None = None
+        self._at_bound: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
         """Take in samples [some, ...]."""
         self._samples += len(part)
         for block in _blocks(part):
             if block.numel():
-                self._take(block.flatten())
-                if self._alive is not None:
-                    self._alive.update(with_units(block, self._dimension))
+                low, high = self._look_at_units(block)
+                self._take(block.flatten(), low, high)
 
-    def _take(self, values: Tensor) -> None:
+    def _look_at_units(self, block: Tensor) -> tuple[float, float]:
+        """Take in what units do, and return the extremes of all; both NaN where anything is."""
+        units = block if self._dimension else block.reshape(-1, 1)
+        own = self._dimension or 1
+        others = [at for at in range(units.ndim) if at != own]
+        low, high = units.amin(others), units.amax(others)
+        self._rows += units.numel() // len(low)
+        if self._bounds is not None:
+            at_bound = is_at_bound(units.double(), self._bounds).sum(others)
+            self._at_bound = at_bound if self._at_bound is None else self._at_bound + at_bound
+        if self._extremes is None:
+            self._extremes = low, high
+        else:
+            before, after = self._extremes
+            self._extremes = torch.minimum(before, low), torch.maximum(after, high)
+        return float(low.amin()), float(high.amax())
+
+    def _take(self, values: Tensor, low: float, high: float) -> None:
         self._total += values.numel()
-        low, high = map(float, values.aminmax())
         # Both are finite only where everything is.
         if not (math.isfinite(low) and math.isfinite(high)):
             self._nans += int(values.isnan().sum())
@@ -222,11 +247,13 @@ class Survey:
                 return
             low, high = map(float, values.aminmax())
         self._low, self._high = min(self._low, low), max(self._high, high)
-        # Several times faster than count_nonzero, whose branches guess wrong on what a ReLU gives.
-        self._zeros += int((values == 0).sum())
-        mean = float(values.mean())
+        widened_values = values.double()
+        # NumPy counts several times faster.
+        self._zeros += int(np.count_nonzero(widened_values.numpy() == 0))
+        mean = float(widened_values.mean())
         self._mean, apart = join_means(self._count, self._mean, values.numel(), mean)
-        self._squares += float((values - mean).square_().sum()) + apart * apart
+        away = widened_values - mean
+        self._squares += float(away @ away) + apart * apart
         self._count += values.numel()
 
     @property
@@ -257,9 +284,17 @@ class Survey:
     @property
     def units(self) -> Units | None:
         """Facts about units; None where fewer than two samples were seen."""
-        if self._alive is None or self._samples < 2 or not self._total:
+        if self._dimension is None or self._samples < 2 or self._extremes is None:
             return None
-        return _units(self._alive.compute(), self._dimension or 0)
+        low, high = (one.double() for one in self._extremes)
+        result = AliveResult(
+            self._rows,
+            torch.empty(0),
+            is_dead(self._rows, low, high),
+            None if self._at_bound is None else self._at_bound.double() / self._rows,
+            torch.maximum(low.abs(), high.abs()),
+        )
+        return _units(result, self._dimension)
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -284,8 +319,9 @@ def _units(result: AliveResult, dimension: int) -> Units:
 
 
 def _blocks(part: Tensor) -> Iterator[Tensor]:
-    """Yield samples in float64, a bounded number of values at a time."""
+    """Yield samples a bounded number of values at a time, on the CPU."""
     rows = max(1, _BLOCK // max(1, part.shape[1:].numel()))
     for start in range(0, len(part), rows):
-        block = part[start : start + rows].detach()
-        yield (block.abs() if block.is_complex() else block).double()
+        block = part[start : start + rows].detach().cpu()
+        block = block.abs() if block.is_complex() else block
+        yield block if block.dtype in _AS_THEY_ARE else block.double()

@@ -119,15 +119,27 @@ class Alive(RowReduction):
     def _result(self) -> AliveResult:
         if self._rows is None:
             raise CollectError(f"{self!r} has seen samples without a position, so no values.")
-        # A comparison with NaN is false.
-        is_same = (self._low == self._high) & self._low.isfinite()
         return AliveResult(
             self._rows,
             self._active.double() / self._rows,
-            is_same & (self._rows > 1),
+            is_dead(self._rows, self._low, self._high),
             None if self._bounds is None else self._at_bound.double() / self._rows,
             torch.maximum(self._low.abs(), self._high.abs()),
         )
+
+
+def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
+    """Return which units had one and the same value, from their extremes; nobody knows after one.
+
+    Parameters
+    ----------
+    count : int
+        How many values of each unit were seen.
+    low, high : Tensor
+        The smallest and the largest, [units].
+    """
+    # A comparison with NaN is false.
+    return (low == high) & low.isfinite() & (count > 1)
 
 
 def unit_dimension(type_name: str, ndim: int) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, Label
+from scio_recorder.reductions.binning import Bins
 from scio_recorder.reductions.samples import SampleReduction
 from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.
-_PORTION = 2**16
+_PORTION = 2**18
 
 
 class HistogramResult(NamedTuple):
@@ -107,21 +107,9 @@ class Histogram(SampleReduction):
     def _add(self, samples: Tensor) -> None:
         if self._tally is None:
             self._tally = torch.zeros(self._bins + 2, dtype=torch.int64, device=samples.device)
+        bins = self._bins_of_range()
         for values in torch.split(samples.reshape(-1), _PORTION):
-            self._tally += self._tally_of(values.double())
-
-    def _tally_of(self, values: Tensor) -> Tensor:
-        """Count values [n] of float64: below, bin by bin, above."""
-        edges = self._edges()
-        if values.device.type == "cpu" and (edges.diff() > 0).all():
-            counts, _ = np.histogram(values.numpy(), self._bins, (self._low, self._high))
-            below = int(np.count_nonzero(values.numpy() < self._low))
-            return torch.tensor([below, *counts, len(values) - below - int(counts.sum())])
-        # Several times slower than NumPy on a CPU, but nothing waits for an accelerator, and bins
-        # may be narrower than float64 can tell apart.
-        edges = edges.to(values.device)
-        places = torch.bucketize(values, edges, right=True) - (values == edges[-1]).long()
-        return torch.bincount(places, minlength=self._bins + 2)
+            self._tally += bins.tally(values)
 
     @property
     def why_not_merged(self) -> str | None:
@@ -142,13 +130,13 @@ class Histogram(SampleReduction):
     def _join(self, other: Histogram) -> None:
         self._tally = self._tally + other._tally
 
-    def _edges(self) -> Tensor:
-        return torch.from_numpy(np.linspace(self._low, self._high, self._bins + 1))
+    def _bins_of_range(self) -> Bins:
+        return Bins(self._low, self._high, self._bins)
 
     def _result(self) -> HistogramResult:
         below, *_, above = self._tally.tolist()
         counts = self._tally[1:-1].clone()
-        return HistogramResult(counts, self._edges().to(counts.device), below, above)
+        return HistogramResult(counts, self._bins_of_range().edges.to(counts.device), below, above)
 
 
 def _finite_range(samples: Tensor) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,3 +264,74 @@ def test_command_line(
     assert "<h1>Recording of Sequential</h1>" in Path("other.html").read_text(encoding="utf-8")
     assert main(["report", "nothing"]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def table_of(page: str) -> list[dict[str, str]]:
+    """The cells of the statistics by the names of their columns, without tags."""
+    table = page.partition('aria-label="Statistics of layers"')[2].partition("</table>")[0]
+    rows = [
+        [re.sub(r"<.*?>", "", cell).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row)]
+        for row in table.split("<tr")[1:]
+    ]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def test_each_row_shows_its_own_layer(tmp_path: Path) -> None:
+    recording = small_recording()
+    rows = table_of(recording.report(tmp_path / "page.html").read_text(encoding="utf-8"))
+    frame = recording.to_frame()
+    assert [row["Layer"] for row in rows] == list(frame.index)
+    for row, (_, wanted) in zip(rows, frame.iterrows(), strict=True):
+        assert (row["NaN"], row["Inf"]) == (str(wanted["nan"]), str(wanted["inf"]))
+        assert row["Mean"] == f"{wanted['mean']:.4g}"
+        assert row["Dead"].startswith("0" if wanted["dead"] == 0 else str(wanted["dead"]))
+
+
+def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
+    page = small_recording().report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert list(table_of(page)[0])[3:6] == ["NaN", "Inf", "Dead"]
+    warnings = page.partition("Look at this first")[2].partition("</section>")[0]
+    said = [re.sub(r"<.*?>", "", one) for one in re.findall(r"<li>.*?</li>", warnings)]
+    assert said[0].startswith("1-3 2: ")
+    assert "NaN" in said[0]
+    assert said[1] == "2-2 0.act: 1 of 4 units are dead: zero for all samples"
+    # Nothing is moved, and nothing is said, where all is well.
+    rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), input_size=(1, 3))
+    rnet.record("*")
+    page = rnet.collect([torch.rand(9, 3) + 0.1]).report(tmp_path / "well.html").read_text()
+    assert list(table_of(page)[0])[3:5] == ["Values", "Mean"]
+    assert "Look at this first" not in page
+
+
+def test_a_relu_that_is_dead_as_a_whole(tmp_path: Path) -> None:
+    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 3))
+    rnet.record("0")
+    page = rnet.collect([-torch.rand(9, 3)]).report(tmp_path / "page.html").read_text()
+    assert "all 3 units are dead: zero for all samples" in page
+
+
+def test_a_layer_is_read_in_parts_of_which_few_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 1000))
+    rnet.record("0")
+    recording = rnet.collect([torch.randn(50, 1000) for _ in range(8)])
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+    original = type(recording).parts
+
+    def parts(self: Recording, key: object) -> Iterator[torch.Tensor]:
+        nonlocal most
+        for part in original(self, key):  # type: ignore[arg-type]
+            copy = part.clone()
+            alive.add(copy)
+            most = max(most, len(alive))
+            yield copy
+            del copy, part
+
+    monkeypatch.setattr(type(recording), "parts", parts)
+    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", 20 * 4000)
+    monkeypatch.setattr("scio_recorder.recording.summarise._KEPT_BYTES", 0)
+    recording.report(tmp_path / "page.html")
+    # The one that is looked at, the next one, and the one that is being read after it.
+    assert 1 <= most <= 3

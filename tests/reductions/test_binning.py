@@ -1,0 +1,58 @@
+"""Values are counted as NumPy counts them, whatever their type and however many there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from scio_recorder.reductions import binning
+from scio_recorder.reductions.binning import Bins
+
+INF = float("inf")
+
+
+def by_hand(values: Tensor, low: float, high: float, count: int) -> list[int]:
+    whole = values[~values.isnan()].double().numpy()
+    inside, _ = np.histogram(whole, count, (low, high))
+    return [int((whole < low).sum()), *inside.tolist(), int((whole > high).sum())]
+
+
+def awkward(dtype: torch.dtype) -> Tensor:
+    """Values on edges and right beside them, zeros of both signs, the smallest and the largest."""
+    some = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-300, -1e-300, INF, -INF, float("nan"), 3.0])
+    edges = torch.from_numpy(np.linspace(-1.0, 3.0, 41)).to(dtype)
+    beside = [torch.nextafter(edges, torch.full_like(edges, end)) for end in (-INF, INF)]
+    rows = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.cat([some.to(dtype), edges, *beside, rows.to(dtype), (rows * 1e-3).to(dtype)])
+
+
+@pytest.mark.parametrize("many", [0, 1 << 22], ids=["by table", "by search"])
+@pytest.mark.parametrize("count", [1, 40, 300])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
+)
+def test_counts_are_numpys(
+    dtype: torch.dtype, count: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binning, "_MANY", many)
+    values = awkward(dtype)
+    for low, high in ((-1.0, 3.0), (0.0, 2.7), (-1e-3, 1e-3), (1e-38, 1e-37)):
+        bins = Bins(low, high, count)
+        halves = [bins.tally(part) for part in (values[::2], values[1::2])]
+        assert sum(halves).tolist() == by_hand(values, low, high, count)  # type: ignore[union-attr]
+
+
+def test_whole_numbers_and_bins_narrower_than_can_be_told_apart() -> None:
+    numbers = torch.arange(-3, 9)
+    assert Bins(0.0, 5.0, 5).tally(numbers).tolist() == by_hand(numbers, 0.0, 5.0, 5)
+    narrow = Bins(1.0, 1.0 + 4e-16, 9).tally(torch.tensor([0.5, 1.0, 1.5]).double())
+    assert (int(narrow.sum()), int(narrow[0]), int(narrow[-1])) == (3, 1, 1)
+
+
+def test_a_table_is_made_once_it_is_worth_it() -> None:
+    bins, values = Bins(-2.0, 2.0, 50), torch.randn(1 << 20)
+    tallies = [bins.tally(values).tolist() for _ in range(5)]
+    assert bins._tables.keys() == {torch.float32}
+    assert all(tally == by_hand(values, -2.0, 2.0, 50) for tally in tallies)
