@@ -229,8 +229,8 @@ def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
     assert browser.ask("return document.querySelectorAll('img').length") == 0
     assert browser.driver.title == "</title><script>x()</script>"
     names = browser.ask(ORDER.replace("cells[0]", "cells[1]"))
-    assert names[0] == "", "the net itself"
-    assert names[1:7] == [
+    assert names[-1] == "", "the net itself"
+    assert names[:6] == [
         "<script>alert(1)</script>",
         "\"quoted\" & 'single'",
         "</script><img src=x onerror=alert(2)>",
@@ -238,7 +238,7 @@ def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
         "\\u202egnp-exe",
         "[red]markup[/red]",
     ]
-    assert names[7:] == ["línea\\nnueva\\x1b[31m", "\\ud800"]
+    assert names[6:-1] == ["línea\\nnueva\\x1b[31m", "\\ud800"]
     assert browser.ask("return document.documentElement.scrollWidth") <= 1280
 
 
