@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def test_the_site(tmp_path: Path) -> None:
     every_public_name_is_in_the_reference(site)
     nothing_is_fetched_from_another_host(site)
     formulas_need_no_script(site)
+    search_knows_what_pages_say(site)
 
 
 def built(folder: Path) -> Path:
@@ -139,3 +141,12 @@ def formulas_need_no_script(site: Path) -> None:
     pages = [page.read_text(encoding="utf-8") for page in (site / "notebooks").glob("*.html")]
     assert any("<math" in page for page in pages)
     assert not any("MathJax" in page for page in pages)
+
+
+def search_knows_what_pages_say(site: Path) -> None:
+    script = (site / "_static" / "page_texts.js").read_text(encoding="utf-8")
+    texts = json.loads(script.removeprefix("PAGE_TEXTS = ").removesuffix(";"))
+    assert "Mahalanobis distance" in texts["how-to/out-of-distribution.html"]
+    assert not [page for page, text in texts.items() if "<p>" in text]
+    search = (site / "search.html").read_text(encoding="utf-8")
+    assert "search_in_files.js" in search
