@@ -58,7 +58,8 @@ class Traffic:
     def next_fate(self, method: str, path: str) -> str:
         with self.lock:
             self.number += 1
-            return self.fate(self.number - 1, method, path)
+            number = self.number - 1
+        return self.fate(number, method, path)
 
     def clear(self) -> None:
         with self.lock:

@@ -20,6 +20,7 @@ from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
 from scio_recorder.stores.joined import joined
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
+from scio_recorder.tensors.threads import for_each
 
 _PROPERTIES = (
     *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
@@ -151,12 +152,16 @@ class DiskTensor(Tensor):
         edges = [0, *(apart.nonzero().squeeze(1) + 1).tolist(), len(rows)]
         # Not every dtype can be gathered; bytes can.
         out = memory(len(rows) * row_bytes).view(len(rows), row_bytes)
-        for begin, end in pairwise(edges):
+
+        def gather(span: tuple[int, int]) -> None:
+            begin, end = span
             first = int(rows[begin])
             count = int(rows[end - 1]) + 1 - first
             part = memory(count * row_bytes)
             self.reader.read_into(part.numpy(), self.layer, first)
             out[order[begin:end]] = part.view(count, row_bytes)[rows[begin:end] - first]
+
+        for_each(gather, list(pairwise(edges)), self.reader.num_readers)
         return out.view(-1).view(self.dtype).view(len(rows), *self.shape[1:])
 
     def _read(self, start: int, stop: int) -> Tensor:

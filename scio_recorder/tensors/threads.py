@@ -43,6 +43,10 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
     >>> sorted(found)
     [0, 1, 2, 3]
     """
+    if min(threads, len(items)) < 2:
+        for item in items:
+            work(item)
+        return
     # Each takes the next one, so that none waits for a slow one.
     left = iter(items)
 
@@ -57,7 +61,7 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
             raise
 
     others = []
-    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+    with ThreadPoolExecutor(min(threads, len(items)) - 1) as pool:
         # Where no thread can be had, all of the work is left for this one.
         with suppress(RuntimeError):
             others += [pool.submit(work_on) for _ in range(min(threads, len(items)) - 1)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,7 @@ from tests.recording.nets import assert_same, batches, expected, recorder
 from tests.stores.disk_format.by_the_book import read_run
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
+ROOT = Path(__file__).parents[2]
 DATA = batches(3, 2, 4, 1)
 NUM_SAMPLES = 10
 REDUCE = {"3": Covariance()}
@@ -200,6 +204,26 @@ def test_parts(traffic, place, rnet):
     check(rnet, recording)
     check(rnet, open_recording(f"s3://{place}", verify=True))
     assert {path for path in Counter(one.path for one in traffic.requests) if "lease" in path}
+
+
+def test_rows_in_any_order_are_asked_for_at_once(traffic, place, rnet):
+    recording = rnet.collect(DATA, store=Disk(f"s3://{place}", chunk_bytes=1), progress=False)
+    waiting = threading.Barrier(len(DATA), timeout=20)
+
+    def wait_for_others(number: int, method: str, path: str) -> str:
+        waiting.wait()
+        return ""
+
+    traffic.fate = wait_for_others
+    wanted = expected(rnet, DATA)[rnet.architecture.resolve("0")]
+    order = torch.randperm(NUM_SAMPLES)
+    assert torch.equal(recording["0"][order], wanted[order])
+
+
+def test_workers_killed_at_random_moments():
+    command = [sys.executable, "-m", "tests.recording.parts_campaign", "s3", "500" if FULL else "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("workers", [0, 2])

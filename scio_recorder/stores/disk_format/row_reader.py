@@ -71,11 +71,7 @@ class RowReader(abc.ABC):
             part = out[(first - start) * row_bytes : (last - start) * row_bytes]
             self._fill(part, number, name, first - self.starts[number])
 
-        if self.num_readers > 1 and len(numbers) > 1:
-            for_each(fill, numbers, self.num_readers)
-            return
-        for number in numbers:
-            fill(number)
+        for_each(fill, numbers, self.num_readers)
 
     @abc.abstractmethod
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:

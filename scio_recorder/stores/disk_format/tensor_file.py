@@ -304,11 +304,7 @@ class TensorFile:
             work = partial(self._copy_span, file, out, name, start)
             # In two threads, neither the system nor the checksum holds the other up.
             threads = max(self._medium.num_readers, 1 + (len(spans) >= _READS_FOR_TWO))
-            if min(threads, len(spans)) > 1:
-                for_each(work, spans, threads)
-            else:
-                for span in spans:
-                    work(span)
+            for_each(work, spans, threads)
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in memory of its own."""

@@ -167,6 +167,12 @@ def test_without_credentials_that_is_said(monkeypatch):
     assert "no credentials in the environment" in str(said[0])
 
 
+def test_what_is_too_large_for_one_put_is_said(place, monkeypatch):
+    monkeypatch.setattr(buckets, "_MAX_BYTES", 2)
+    with pytest.raises(RecordingError, match="set a smaller chunk_bytes"):
+        put(Bucket(f"s3://{place}"), "name", b"abc")
+
+
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     requests._library.cache_clear()
