@@ -62,7 +62,7 @@ class Quantiles(RowReduction):
     # one at level 0.
     _summaries: list[Tensor]
     _odd: int
-    _waiting: Tensor | None  # [rows, features], raw; None also where none wait
+    _waiting: Tensor | None  # [rows, features], raw; None if none wait
 
     def __init__(
         self,

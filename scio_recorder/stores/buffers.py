@@ -4,7 +4,7 @@ NOTE [Memory of a host store]
 
 Each layer has an anonymous private mapping. Pages that were never written take no memory, so a
 capacity that is too large costs nothing, and growing remaps pages instead of copying them: one
-array a layer, and never two copies of it, also where the length is not known. A mapping counts the
+array a layer, and never two copies of it, even if the length is unknown. A mapping counts the
 buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
 a NumPy array over its memory. Only memory that nobody holds is used again.
 

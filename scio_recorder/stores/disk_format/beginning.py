@@ -48,7 +48,7 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
 
 
 def agreed(medium: Medium) -> dict[str, Any] | None:
-    """Return what a recording in parts was begun with, also where only ranks have begun it."""
+    """Return what a recording in parts was begun with, even if only ranks have begun it."""
     if medium.has(PARTS_NAME):
         with parsing(medium.path_of(PARTS_NAME)):
             said = TensorFile(medium, PARTS_NAME).content
