@@ -114,7 +114,11 @@ class _Shared:
         self, architecture: Architecture, guard: Guard, gradients: GuardedGradients | None
     ) -> None:
         self._architecture = architecture
-        self._has_warned = False
+        # Networks without such a layer have nothing to be warned of, and needn't be asked in each
+        # pass.
+        self._has_warned = not any(
+            isinstance(row.module, nn.TransformerEncoderLayer) for row in architecture.values()
+        )
         self.guard = guard
         self.gradients = gradients
         self.local = _Local()
