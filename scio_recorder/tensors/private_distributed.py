@@ -73,19 +73,29 @@ def _is_state(note: Any) -> bool:
     return "_training_state" in vars(note)
 
 
-def take_whole_parameters(module: nn.Module) -> None:
+def take_whole_parameters(module: Any) -> None:
     """Let a module that FSDP has sharded hold its own shards of parameters only."""
-    owner: Any = module
     if hasattr(module, "reshard"):
-        owner.reshard()
+        module.reshard()
         return
-    with _naming("FullyShardedDataParallel._handle"):
-        # Before its first pass, it holds nothing else and can't be told to.
-        handle = None if owner._is_root is None else owner._handle
-    if handle is not None:
+    handle = _handle_of(module)
+    # Before its first pass, it holds nothing else and can't be told to.
+    if handle is not None and module._is_root is not None:
         with _naming("FlatParamHandle.reshard"):
             handle.reshard(handle.uses_sharded_strategy)
             handle.post_reshard()
+
+
+def flat_parameters(module: Any) -> list[nn.Parameter]:
+    """Return what FSDP1 has made of the parameters of a module, none for FSDP2."""
+    handle = None if hasattr(module, "reshard") else _handle_of(module)
+    with _naming("FlatParamHandle.flat_param"):
+        return [] if handle is None else [handle.flat_param]
+
+
+def _handle_of(module: Any) -> Any:
+    with _naming("FullyShardedDataParallel._handle"):
+        return module._handle
 
 
 def is_inside_fsdp(module: nn.Module) -> bool:

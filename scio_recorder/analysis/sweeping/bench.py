@@ -57,7 +57,7 @@ class Bench:
         """Have the state of now for runs in the block, whose operations leave no graph."""
         self._restore, self._look = snapshot(self._net), self.surroundings.look(self._net)
         try:
-            aside = gradients_aside(self._net)
+            aside = gradients_aside(self._net.parameters())
             with preserved_rng(), aside, torch.inference_mode(False), torch.no_grad():
                 yield
         finally:

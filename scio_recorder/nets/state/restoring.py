@@ -10,7 +10,7 @@ import threading
 import warnings
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -105,7 +105,7 @@ def restored(
     0
     """
     restore = snapshot(net, keep_parameters=keep_parameters)
-    with gradients_aside(net):
+    with gradients_aside(net.parameters()):
         try:
             if not keep_hooks:
                 for module in net.modules():
@@ -160,15 +160,15 @@ def attributes_of(owners: Sequence[Any]) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def gradients_aside(net: nn.Module) -> Iterator[None]:
+def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let parameters have no gradients in the block, and those that they had after it.
 
     Parameters
     ----------
-    net : torch.nn.Module
-        The net. One that differentiates inside its forward adds to gradients in place.
+    parameters : iterable of torch.Tensor
+        Those of a net. One that differentiates inside its forward adds to gradients in place.
     """
-    gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in gradients:
             parameter.grad = None

@@ -168,7 +168,9 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
     end_passes = private_distributed.ending(notes)
     put_back = attributes_of(notes)
     restore = snapshot(net, keep_parameters=True)
-    with gradients_aside(net):
+    # FSDP1 takes back into flat parameters what the gradients of those that it shows have become.
+    flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
+    with gradients_aside((*net.parameters(), *flat)):
         try:
             _leave_hooks_of_torch(net)
             yield
