@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from itertools import chain, pairwise
 from typing import Any
 
 from scio_recorder.errors import CollectError
+from scio_recorder.stores.disk_format.claims import complete_parts
+from scio_recorder.stores.disk_format.description import read_description
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.places import medium_at
+from scio_recorder.stores.disk_format.reader import RunReader
 
 
 class SeenIds:
@@ -63,3 +68,24 @@ def check_order(given: Any, durable: Any, first: int) -> None:
                 f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
                 "was begun: resume with the same samples in the same order (no shuffling)"
             )
+
+
+def check_all(path: str) -> None:
+    """Refuse samples that two processes have; whoever is the last to end sees those of all.
+
+    Parameters
+    ----------
+    path : str
+        Where several processes fill one recording, of which this one has ended.
+    """
+    with closing(medium_at(path)) as medium:
+        if len(complete_parts(medium)) < read_description(medium).world_size:
+            return
+    with RunReader(path) as whole:
+        twice = whole.sample_ids.repeated()
+    if twice is not None:
+        raise CollectError(
+            f"{path} has two samples with the id {twice!r}, of different processes: give each "
+            "process samples of its own, and every sample an id of its own, and collect into "
+            "another place"
+        )

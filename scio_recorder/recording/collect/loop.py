@@ -19,6 +19,7 @@ from scio_recorder.recording.collect.feed import (
     advise_evaluation,
     advise_second_element,
 )
+from scio_recorder.recording.collect.given_ids import check_all
 from scio_recorder.recording.recording import Recording
 
 
@@ -63,7 +64,12 @@ def go_through(
         except BaseException:
             collection.abandon()
             raise
-    return collection.finish()
+    recording = collection.finish()
+    # Who takes parts looks when they are put together, and shards are of the same samples.
+    is_of_ranks = collection.is_shared and collection.feed.part is None
+    if is_of_ranks and recording.path is not None and not collection.options.has_shards:
+        check_all(recording.path)
+    return recording
 
 
 def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
