@@ -16,6 +16,7 @@ import random
 import shutil
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,16 @@ from scio_recorder import Recorder, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.description import (
+    DESCRIPTION_NAME,
+    chunk_name,
+    manifest_name,
+)
 from scio_recorder.stores.disk_format.folder import Folder
 from scio_recorder.stores.disk_format.index import put_together
-from scio_recorder.stores.disk_format.jsons import Packed
 from scio_recorder.stores.disk_format.lease import Lease, seconds
-from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.stores.disk_format.run import scan
+from scio_recorder.stores.disk_format.tensor_file import prepared
 
 LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 200
 NUM_PROCESSES, PARTS_OF_EACH = 2, 2
@@ -117,23 +123,21 @@ def time_to_open(folder: Path, number: int) -> tuple[float, float]:
     rnet.collect_parts(
         lambda part: [torch.zeros(1, FEATURES)], 1, store=f"disk:{folder}/one", progress=False
     )
-    one = open_recording(f"{folder}/one")
-    Path(path).mkdir()
-    header = {"architecture": one.architecture.to_dict(), **one.settings}
-    layers = {"1-1": TensorSpec((2,), torch.float32)}
-    state = Packed(
-        {"dict": [["reductions", {"dict": []}], ["rounding", {"dict": []}], ["columns", []]]}, []
+    run = scan(Folder(f"{folder}/one"))
+    description = replace(
+        run.description, world_size=number, layers={"1-1": TensorSpec((2,), torch.float32)}
     )
+    Path(path).mkdir()
+    many, rows = Folder(path), {"1-1": torch.ones(1, 2)}
+    many.put(DESCRIPTION_NAME, "parts", prepared({}, description.to_json()))
     for part in range(number):
-        lease = Lease(Folder(str(folder)), part, 0, dict, seconds)
-        with RunWriter.create(
-            path, layers=layers, header=header, world_size=number, rank=part, lease=lease
-        ) as writer:
-            ids = range(part * 10**12, part * 10**12 + 1)
-            writer.append({"1-1": torch.ones(1, 2)}, ids, state=state)
-            writer.finish()
+        said = {**run.chunks[0][0].said, "ids": {"start": part * 10**12, "count": 1}}
+        content = {**description.place(part, 0, 0), **said}
+        known = many.put(chunk_name(part, 0), "parts", prepared(rows, content))
+        listed = {**description.manifest(part, 1, [known]), "commits": [said]}
+        many.put(manifest_name(part), "parts", prepared({}, listed))
     start = time.perf_counter()
-    put_together(Folder(path), Lease(Folder(path), number, 0, dict, seconds))
+    put_together(many, Lease(many, number, 0, dict, seconds))
     together = time.perf_counter()
     recording = open_recording(path)
     opened = time.perf_counter()
