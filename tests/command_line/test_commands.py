@@ -269,12 +269,3 @@ def test_as_a_program() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Linear" in done.stdout
-    done = subprocess.run(
-        [*command, "summary", "cli_nets"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": root},
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr

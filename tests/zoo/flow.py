@@ -108,7 +108,7 @@ def direct_forward_call() -> nn.Module:
 
 @CASES.add(vectors)
 def very_deep() -> nn.Module:
-    return nn.Sequential(*(nn.Tanh() if i % 2 else linear() for i in range(200)))
+    return nn.Sequential(*(nn.Tanh() if i % 2 else linear() for i in range(60)))
 
 
 @CASES.add(vectors)

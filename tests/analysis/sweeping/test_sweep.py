@@ -107,7 +107,7 @@ def logit(output: Any) -> Tensor:
     [
         (gpt2, IDS, "transformer.h.?"),
         (gpt2, IDS, "*.attn"),
-        (gpt2, IDS, "*.mlp*"),
+        (gpt2, IDS, "*.0.mlp*"),
         (vit, IMAGES, "*layer*.?"),
     ],
 )
