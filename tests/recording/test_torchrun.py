@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -128,6 +130,13 @@ class Stream(IterableDataset):  # type: ignore[type-arg]  # of pairs
         return ((i, samples[i]) for i in range(dist.get_rank(), SIZE, WORLD))
 
 
+class Predicting(LightningModule):
+    """What a trainer runs, so that it prepares the loader."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return make_net()(batch[0])
+
+
 def test_every_library_splits_in_its_way(tmp_path):
     def work(folder: Path) -> None:
         own = make_recorder().collect(make_loader(), store=f"disk:{folder}/torch")
@@ -143,6 +152,13 @@ def test_every_library_splits_in_its_way(tmp_path):
         loader = fabric.setup_dataloaders(DataLoader(make_data(), BATCH, shuffle=True))
         own = make_recorder().collect(loader, store=f"disk:{folder}/fabric")
         check(folder / "fabric", own)
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(accelerator="cpu", devices=WORLD, strategy="ddp", **options)
+        with warnings.catch_warnings(action="ignore"):
+            # Of Lightning's own: about workers, and versions to come.
+            trainer.predict(Predicting(), DataLoader(make_data(), BATCH))
+        own = make_recorder().collect(trainer.predict_dataloaders, store=f"disk:{folder}/trainer")
+        check(folder / "trainer", own)
         stream = {"sample_ids": lambda batch: batch[0], "to_inputs": lambda batch: batch[1]}
         own = make_recorder().collect(
             DataLoader(Stream(), BATCH), store=f"disk:{folder}/stream", **stream
