@@ -353,7 +353,10 @@ class DiskWriter(StoreWriter):
                 lease=store.lease,
             )
         except RecordingError as error:
-            raise RecordingError(f"{error}{self._store.advice()}") from error
+            advised = RecordingError(f"{error}{self._store.advice()}")
+            # What the system said stays what callers can ask for.
+            advised.errno = error.errno
+            raise advised from error
 
     def _begun_without_samples(self) -> RunWriter:
         if self._found is None:
