@@ -353,10 +353,8 @@ class DiskWriter(StoreWriter):
                 lease=store.lease,
             )
         except RecordingError as error:
-            advised = RecordingError(f"{error}{self._store.advice()}")
-            # What the system said stays what callers can ask for.
-            advised.errno = error.errno
-            raise advised from error
+            error.args = (f"{error}{self._store.advice()}",)
+            raise
 
     def _begun_without_samples(self) -> RunWriter:
         if self._found is None:
