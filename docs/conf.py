@@ -79,9 +79,10 @@ def skip_fields(
 
 
 def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
-    """Let links to notebooks lead to the copies that the site is built from."""
+    """Let links to notebooks lead to the copies that the site is built from, and theirs back."""
     for way in ("", "../"):  # from this folder, and from one inside it
         source[0] = source[0].replace(f"]({way}../notebooks/", f"]({way}notebooks/")
+    source[0] = source[0].replace("](../docs/", "](../")
 
 
 def write_texts(app: Sphinx, exception: Exception | None) -> None:

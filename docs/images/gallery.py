@@ -1,6 +1,6 @@
 """Make the pictures of the gallery: ``python docs/images/gallery.py`` in a clone of the repository.
 
-Each is a figure that a notebook holds, made smaller.
+Each is a figure that a notebook holds, made smaller. The notebook begins with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FIGURES = {
     "ood_detection": 1,
     "patching_gpt2": 0,
     "steering_generation": 0,
-    "watching_training": 1,
+    "watching_training": 2,
     "where_did_the_nan_come_from": 1,
 }
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
+from PIL import Image
 
 from tests.project.notebooks import NOTEBOOKS, differences, environment, execute, read
 
@@ -42,7 +46,8 @@ def test_notebook_is_stored_clean(path: Path) -> None:
     notebook = read(path)
     nbformat.validate(notebook)  # type: ignore[no-untyped-call]
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    assert all(not cell.metadata for cell in notebook.cells)
+    # The site folds long definitions.
+    assert all(cell.metadata in ({}, {"tags": ["hide-input"]}) for cell in notebook.cells)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     # Warnings and logs go to stderr.
@@ -58,6 +63,25 @@ def test_notebook_has_one_title_and_no_gap_in_its_headings(path: Path) -> None:
     assert prose[0].startswith("# ")
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_begins_with_a_figure_that_it_draws(path: Path) -> None:
+    notebook = read(path)
+    (link,) = re.findall(r"^!\[[^]]+\]\((.*)\)$", notebook.cells[0].source, re.MULTILINE)
+    shown = Image.open(path.parent / link).convert("RGB")
+    outputs = [output for cell in notebook.cells[1:] for output in cell.get("outputs", ())]
+    pictures = [
+        output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})
+    ]
+    figures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in pictures]
+    # It has fewer colours than the figure.
+    assert min(apart(figure.convert("RGB").resize(shown.size), shown) for figure in figures) < 2
+
+
+def apart(one: Image.Image, other: Image.Image) -> float:
+    """Return the mean difference of two pictures' values, which go up to 255."""
+    return float(np.abs(np.asarray(one, dtype=float) - np.asarray(other, dtype=float)).mean())
 
 
 def notebook_of(source: str, printed: str) -> NotebookNode:
