@@ -93,10 +93,10 @@ def collect_parts(
     ...     return rnet
     >>> def make_batches(part):
     ...     return [torch.full((3, 2), float(part))]
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> recording = collect_parts(
-    ...     make_recorder, make_batches, 4, store=f"disk:{folder.name}/run", num_workers=2
-    ... )  # doctest: +SKIP
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+    ...     recording = collect_parts(
+    ...         make_recorder, make_batches, 4, store=f"disk:{folder}/run", num_workers=2
+    ...     )
     """
     number = whole("num_parts", num_parts, 1)
     where = _seen_by_all(as_store(store))

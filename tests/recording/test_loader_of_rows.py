@@ -148,13 +148,13 @@ def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr("scio_recorder.recording.shuffling._THREADS", 1)
     recording = made("disk", tmp_path)
     counted = []
-    original = tensor_file.TensorFile._fill_verified
+    original = tensor_file.TensorFile._verify
 
-    def count(self, file, out, offset, number):
+    def count(self, block, offset, number):
         counted.append((self.name, number))
-        original(self, file, out, offset, number)
+        original(self, block, offset, number)
 
-    monkeypatch.setattr(tensor_file.TensorFile, "_fill_verified", count)
+    monkeypatch.setattr(tensor_file.TensorFile, "_verify", count)
     for _ in range(2):
         list(recording.loader("0", batch_size=8, shuffle=True, buffer_bytes=900, with_rows=True))
         assert len(counted) == len(set(counted))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scio_recorder import open_recording
-from scio_recorder.command_line.commands import run
+from scio_recorder.command_line import main as run
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.stores import Disk
 from tests.recording.rows import (
