@@ -198,11 +198,15 @@ def test_one_folder_without_a_sampler_that_splits(tmp_path):
         rank, rnet, data = dist.get_rank(), make_recorder(), DataLoader(make_data(), BATCH)
         own = rnet.collect(data, store=f"disk:{folder}/{rank}")
         assert own.num_samples == SIZE
-        assert open_recording(folder / str(rank)).complete
+        assert rnet.collect(data, store=f"disk:{folder}/{rank}", resume=True).complete
         if rank == 1:
             dist.barrier()
             with pytest.raises(RecordingError, match=r"DistributedSampler.*collect_parts"):
                 rnet.collect(data, store=f"disk:{folder}/same")
+            # All that is there is another's: nothing of this process's own is done.
+            both = r"rank 0 of 2.*rank 1 of 2.*DistributedSampler"
+            with pytest.raises(RecordingError, match=both):
+                rnet.collect(data, store=f"disk:{folder}/same", resume=True)
         else:
             assert rnet.collect(data, store=f"disk:{folder}/same").complete
             dist.barrier()

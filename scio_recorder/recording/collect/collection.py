@@ -79,13 +79,13 @@ class Collection:
         store = self.feed.placed(as_store(self.store), by_batches=self.options.with_inputs)
         self._check(store)
         self.is_shared = store.is_shared
-        self._writer = store.open(self.job())
+        self._writer = store.open(self.job(is_shared=store.is_shared))
         self._num_durable = len(self._writer.sample_ids)
         self._num_durable_rows = self._writer.num_found_rows
         self._prepare()
 
-    def job(self) -> Job:
-        """Return what a store is told."""
+    def job(self, *, is_shared: bool) -> Job:
+        """Return what a store is told, which others may share."""
         given, program = self.activation_postproc, self.capture.program
         # Post-processors by layer.
         self.posts = None if given is None else assign(program.architecture, program.order, given)
@@ -97,8 +97,7 @@ class Collection:
             to_inputs=self.feed.to_inputs is not None,
             sample_ids=self.feed.sample_ids is not None,
         )
-        if self.feed.share is not None:
-            settings["sampler"] = self.feed.share.settings
+        settings |= self.feed.place_settings(is_shared=is_shared)
         # Without the collection, which holds the writer: neither waits for the garbage collector.
         net, weights = self.net, self.weights
         return Job(

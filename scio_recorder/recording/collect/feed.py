@@ -21,6 +21,7 @@ from scio_recorder.recording.collect.shares import Share
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.processes import this_process
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (
@@ -144,6 +145,19 @@ class Feed:
         except Exception as error:
             text = f"{name} failed for batch {self.number} with {type(error).__name__}: {error}"
             raise caught_as(CollectError, error, text) from error
+
+    def place_settings(self, *, is_shared: bool) -> dict[str, Any]:
+        """Return what must agree of what this process is given, for whoever goes on.
+
+        Where nothing tells whether a loader splits its dataset, a process must not take for its own
+        what another has recorded, and for done what that has left out.
+        """
+        if self.share is not None:
+            return {"sampler": self.share.settings}
+        here = this_process()
+        if here.world_size == 1 or is_shared or self.part is not None:
+            return {}
+        return {"process": f"rank {here.rank} of {here.world_size}"}
 
     def placed(self, store: Store, *, by_batches: bool) -> Store:
         """Return where these batches go: to a place of this process, where a sampler splits them.

@@ -82,7 +82,7 @@ class Parts:
                 "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) in "
                 "all of them"
             )
-        header = pattern.job().header(is_shared=True)
+        header = pattern.job(is_shared=True).header(is_shared=True)
         self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (

@@ -62,7 +62,7 @@ def share_of(loader: Any, *, has_ids: bool) -> Share | None:
         # Nobody can see whether it splits itself: whoever gives ids says that it does.
         found = Share(this_process(), is_even=False) if has_ids else None
     elif found is None:
-        found = _of_sampler(source)
+        found = _of_sampler(source, dataset)
     if found is None or found.place.world_size == 1:
         return None
     found.problem = found.problem or _problem_of(loader, found.place)
@@ -84,7 +84,7 @@ def _problem_of(loader: Any, place: Place) -> str | None:
     return None
 
 
-def _of_sampler(source: Any) -> Share | None:
+def _of_sampler(source: Any, dataset: Any) -> Share | None:
     """Return what a sampler like ``DistributedSampler`` gives, which deals out one by one."""
     chain = [source]
     while not _splits(chain[-1]):
@@ -93,8 +93,12 @@ def _of_sampler(source: Any) -> Share | None:
             return None
         chain.append(inner)
     sampler, unknown = chain[-1], _unknown(chain)
-    place, size = Place(sampler.rank, sampler.num_replicas), len(sampler.dataset)
-    total = getattr(sampler, "total_size", size + 1)
+    place = Place(sampler.rank, sampler.num_replicas)
+    size = len(getattr(sampler, "dataset", dataset))
+    # Without a word about it, a sampler that drops nothing may repeat something.
+    is_even = getattr(sampler, "drop_last", False) is True
+    total = size - size % place.world_size if is_even else size + 1
+    total = getattr(sampler, "total_size", total)
     own = len(range(place.rank, size, place.world_size))
     return Share(
         place,

@@ -63,8 +63,11 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
     """Refuse to go on with what was recorded with other settings."""
     found = differences(_briefly(stored), _briefly(given))
     if found:
-        is_of_others = stored.get("world_size") != given.get("world_size")
-        way = "; collect_parts goes on with any number of processes" if is_of_others else ""
+        way = ""
+        if stored.get("world_size") != given.get("world_size"):
+            way = "; collect_parts goes on with any number of processes"
+        elif stored.get("process") != given.get("process"):
+            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         raise RecordingError(
             f"{path} was recorded with other settings: {'; '.join(found[:4])}. Resume with all as "
             f"it was then, or choose another folder{way}"

@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -232,6 +233,19 @@ def test_an_order_of_its_own_without_repeats(tmp_path):
     recording = collect(tmp_path / "less", [bucketed(9, r, drop_last=True) for r in range(2)])
     assert recording.num_samples == 8
     assert torch.equal(recording["0"][:, 0].int(), torch.tensor(recording.sample_ids.tolist()))
+
+
+def test_a_sampler_that_tells_no_more_than_it_has_to(tmp_path):
+    class Every(Sampler[int]):
+        def __init__(self, rank: int) -> None:
+            self.num_replicas, self.rank, self.drop_last = 2, rank, True
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.rank, 8, 2))
+
+    loaders = [DataLoader(Numbers(9), 3, sampler=Every(rank)) for rank in range(2)]
+    recording = collect(tmp_path / "run", loaders)
+    assert sorted(recording.sample_ids) == list(range(8))
 
 
 def test_samples_are_counted_as_the_sampler_counts_them(tmp_path):
