@@ -150,7 +150,7 @@ def truth_of(data: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor], list[T
 def check(kind: str, data: Tensor) -> None:
     """Compare a net that is labelled first, and one that is sharded first, with one process."""
     outputs, gradients, losses = truth_of(data)
-    if kind.startswith("fsdp2") and FSDP2_ADDS_UP:
+    if FSDP2_ADDS_UP and kind.startswith(("fsdp2", "grid")):
         bare = KINDS[kind](make_net())
         losses = list(trained(bare, bare, data))
     before = torch.get_rng_state()
