@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+import pytest
 from moto.server import ThreadedMotoServer
+
+from scio_recorder.stores.disk_format import requests
 
 # What can happen to a request, besides nothing, which is "", and that it is "denied".
 FAULTS = (
@@ -175,6 +178,20 @@ def environment(url: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
         "AWS_REGION": "us-east-1",
     }
+
+
+@contextmanager
+def impatient_store() -> Iterator[tuple[str, Traffic]]:
+    """Run a server with a bucket, which requests of this process find and don't wait for long."""
+    traffic = Traffic()
+    with object_store(traffic) as url:
+        by_hand(url, "PUT", "/bucket")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment(url).items():
+                patch.setenv(name, value)
+            patch.setattr(requests, "_FIRST_PAUSE", 0.001)
+            patch.setattr(requests, "_SECONDS", 1)
+            yield url, traffic
 
 
 def by_hand(url: str, method: str, path: str, body: bytes = b"") -> bytes:

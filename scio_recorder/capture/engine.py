@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, UnsupportedNetError, warn
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.shards import Shards
@@ -266,7 +266,7 @@ class Capture:
         self._known[key] = setting
         if not self._has_warned:
             self._has_warned = warn_of_other_kernels(
-                self.program.architecture, self.program.modules, "recorded"
+                fusable(self.program.architecture), self.program.modules, "recorded"
             )
         return setting
 
@@ -351,15 +351,21 @@ class Capture:
         return output
 
 
+def fusable(architecture: Architecture) -> list[Layer]:
+    """Return the layers for which torch has a fused kernel, which it leaves where hooks are."""
+    rows = architecture.values()
+    return [row for row in rows if isinstance(row.module, nn.TransformerEncoderLayer)]
+
+
 def warn_of_other_kernels(
-    architecture: Architecture, modules: Collection[nn.Module | None], what: str
+    layers: Iterable[Layer], modules: Collection[nn.Module | None], what: str
 ) -> bool:
     """Warn where hooks on modules make torch run another kernel, and return whether they do."""
     if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
         return False
-    for row in architecture.values():
+    for row in layers:
         module = row.module
-        if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
+        if module is None or module.training:
             continue
         if any(inner in modules for inner in module.modules()):
             warn(

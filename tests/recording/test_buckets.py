@@ -21,8 +21,7 @@ from scio_recorder.command_line import main
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Covariance
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import requests
-from tests.object_store import FAULTS, Traffic, by_hand, environment, object_store, objects
+from tests.object_store import FAULTS, Traffic, environment, impatient_store, objects
 from tests.recording.nets import assert_same, batches, expected, recorder
 from tests.stores.disk_format.by_the_book import read_run
 
@@ -35,15 +34,8 @@ REDUCE = {"3": Covariance()}
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[tuple[str, Traffic]]:
-    traffic = Traffic()
-    with object_store(traffic) as url:
-        by_hand(url, "PUT", "/bucket")
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment(url).items():
-                patch.setenv(name, value)
-            patch.setattr(requests, "_FIRST_PAUSE", 0.001)
-            patch.setattr(requests, "_SECONDS", 1)
-            yield url, traffic
+    with impatient_store() as found:
+        yield found
 
 
 @pytest.fixture

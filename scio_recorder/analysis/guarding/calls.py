@@ -14,7 +14,7 @@ from scio_recorder.analysis.guarding.gradients import GuardedGradients, Passing
 from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarding.kept_call import CallBefore
 from scio_recorder.analysis.guarding.vouching import Link, can_wait, followed, is_harmless, tells
-from scio_recorder.capture.engine import refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
@@ -114,11 +114,9 @@ class _Shared:
         self, architecture: Architecture, guard: Guard, gradients: GuardedGradients | None
     ) -> None:
         self._architecture = architecture
-        # Networks without such a layer have nothing to be warned of, and needn't be asked in each
-        # pass.
-        self._has_warned = not any(
-            isinstance(row.module, nn.TransformerEncoderLayer) for row in architecture.values()
-        )
+        # Found once: passes are many, and most networks have none.
+        self._fusable = fusable(architecture)
+        self._has_warned = False
         self.guard = guard
         self.gradients = gradients
         self.local = _Local()
@@ -131,9 +129,9 @@ class _Shared:
         # A pass that was broken off by what is no Exception has left its frames.
         state.frames.clear()
         state.links = _NO_LINKS
-        if not self._has_warned:
+        if self._fusable and not self._has_warned:
             self._has_warned = warn_of_other_kernels(
-                self._architecture, {row.module for row in self._architecture.values()}, "guarded"
+                self._fusable, {row.module for row in self._architecture.values()}, "guarded"
             )
         if private.backward_pass() != -1:
             # Checkpointing runs again what belongs to a pass that was counted.

@@ -22,7 +22,7 @@ from scio_recorder.stores.disk_format.jsons import Packed
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
-from tests.object_store import FAULTS, Traffic, by_hand, environment, object_store, objects
+from tests.object_store import FAULTS, Traffic, by_hand, environment, impatient_store, objects
 from tests.stores.disk_format.by_the_book import read_run
 from tests.stores.disk_format.runs import HEADER, LAYERS, check_contents, rows, state_after
 
@@ -31,15 +31,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[tuple[str, Traffic]]:
-    traffic = Traffic()
-    with object_store(traffic) as url:
-        by_hand(url, "PUT", "/bucket")
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment(url).items():
-                patch.setenv(name, value)
-            patch.setattr(requests, "_FIRST_PAUSE", 0.001)
-            patch.setattr(requests, "_SECONDS", 1)
-            yield url, traffic
+    with impatient_store() as found:
+        yield found
 
 
 @pytest.fixture
