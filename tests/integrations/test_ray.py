@@ -27,9 +27,12 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     options = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(num_cpus=2, **options)
     yield
     ray.shutdown()
+    # Ray leaves a handler of its own to all that this process runs afterwards.
+    signal.signal(signal.SIGTERM, before)
 
 
 def functions() -> tuple[Callable[[], Recorder], Callable[[int], list[Tensor]]]:
