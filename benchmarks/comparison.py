@@ -288,7 +288,7 @@ def verdict(record: Record, case: Case) -> str:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    print("| what is asked for |", " | ".join(f"{name} {released(name)}" for name in PEERS), "|")
+    print("| what is recorded |", " | ".join(f"{name} {released(name)}" for name in PEERS), "|")
     print("| --- |", " | ".join("---" for _ in PEERS), "|")
     with torch.no_grad():
         for case in cases():
