@@ -89,7 +89,7 @@ def caught_as(kind: type[RecorderError], error: Exception, text: str) -> Excepti
     """
     try:
         # A class made here can't be found by name, where an error goes to another process.
-        reduce = {"__reduce__": lambda self: (caught_as, (kind, error, text))}
+        reduce = {"__reduce__": lambda self: (caught_as, (kind, error, str(self)))}
         both: Any = type(kind.__name__, (kind, type(error)), reduce)
         # Without its constructor, which may want anything.
         made: Exception = type(error).__new__(both, text)

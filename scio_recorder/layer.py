@@ -65,6 +65,9 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"shape {self.shape} and {self.dtype}"
+
     @property
     def nbytes(self) -> int:
         """Bytes of its elements, zero where a dimension varies."""

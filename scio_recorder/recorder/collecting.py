@@ -90,7 +90,8 @@ class Collecting(Reading):
             Show a progress bar, on a terminal.
         resume : bool, default False
             Go on with the recording on disk. The loader must give the same samples in the same
-            order. A complete recording is returned as it is.
+            order. A complete recording is returned as it is, without reading a loader that is as
+            long as it was; if it is not, another number of samples is an error.
 
         Returns
         -------

@@ -256,15 +256,15 @@ class Store(abc.ABC):
             'none: write store="disk:PATH"'
         )
 
-    def part(self, lease: Lease, num_parts: int) -> Store:
+    def part(self, number: int, num_parts: int, lease: Lease | None) -> Store:
         """Return the store of one part of such a recording: the first, or the one behind this one.
 
         Parameters
         ----------
-        lease : Lease
-            The right to write it.
-        num_parts : int
-            How many parts there are.
+        number, num_parts : int
+            Which part, and how many there are.
+        lease : Lease or None
+            The right to write it; None for one that is complete.
         """
         raise NotImplementedError
 

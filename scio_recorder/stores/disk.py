@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.stores.base import EmptyPartError, Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
@@ -77,8 +77,7 @@ class Disk(Store):
 
     Examples
     --------
-    >>> import tempfile
-    >>> import torch
+    >>> import tempfile, torch
     >>> from scio_recorder import Recorder
     >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
     >>> rnet.record("0-1")
@@ -164,22 +163,22 @@ class Disk(Store):
         agree(medium, num_parts, header)
         return medium
 
-    def part(self, lease: Lease, num_parts: int) -> Disk:
+    def part(self, number: int, num_parts: int, lease: Lease | None) -> Disk:
         """Return the store of one part of such a recording: the first, or the one behind this one.
 
         Parameters
         ----------
-        lease : Lease
-            The right to write it.
-        num_parts : int
-            How many parts there are.
+        number, num_parts : int
+            Which part, and how many there are.
+        lease : Lease or None
+            The right to write it; None for one that is complete.
 
         Returns
         -------
         Disk
             The same folder.
         """
-        made = Disk(self.path, self.chunk_bytes, rank=lease.part, world_size=num_parts)
+        made = Disk(self.path, self.chunk_bytes, rank=number, world_size=num_parts)
         made.lease, made.is_shared = lease, True
         made.memory = self.memory or ReusedMemory()
         return made
@@ -235,10 +234,11 @@ class DiskWriter(StoreWriter):
             stored = self._found.get(name_in_chunk(key))
             if stored != spec:
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
-                raise RecordingError(
-                    f"{self._path}: {named} gives {spec}, and {stored} "
-                    "is stored: resume with the same data and transform"
+                text = (
+                    f"{self._path}: {named} gives samples of {spec}, and of {stored} are stored: "
+                    "give the same data and transform as before, or make them alike by transform="
                 )
+                raise caught_as(CollectError, RecordingError(text), text)
         self._devices.add(first.device)
         pinned = first.device.type == "cuda"
         buffer, resting = (self._memory.buffer((key, turn), pinned) for turn in range(2))

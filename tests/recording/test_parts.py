@@ -405,7 +405,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         fill(tmp_path)
     assert os.listdir(tmp_path) == ["thesis.tex"]
     seeded("*").collect(data_of(0), store=f"disk:{tmp_path}/one", sample_ids=lambda b: b[1])
-    with pytest.raises(RecordingError, match="in 1 parts"):
+    with pytest.raises(RecordingError, match="in 1 part, and num_parts is 6"):
         fill(tmp_path / "one")
 
 

@@ -20,7 +20,8 @@ from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.state.restoring import random_state, restore_random, restored
-from scio_recorder.recording.collect.feed import Feed, advise_second_element
+from scio_recorder.recording.collect.advice import advise_second_element
+from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
 

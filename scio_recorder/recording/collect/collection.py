@@ -18,7 +18,6 @@ from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.continuing import Continuing
 from scio_recorder.recording.collect.feed import Feed
-from scio_recorder.recording.collect.given_ids import check_order
 from scio_recorder.recording.collect.intake import (
     CurrentBatch,
     ReducingIntake,
@@ -27,8 +26,14 @@ from scio_recorder.recording.collect.intake import (
 )
 from scio_recorder.recording.collect.options import Options
 from scio_recorder.recording.collect.probing import Doubts
+from scio_recorder.recording.collect.resuming import (
+    check_boundary,
+    check_number,
+    check_order,
+    restore_state,
+    state_of,
+)
 from scio_recorder.recording.collect.rows import Source
-from scio_recorder.recording.recipes import restore, states_of
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall
@@ -78,7 +83,7 @@ class Collection:
         """Open the store, and say what takes in each layer."""
         store = self.feed.placed(as_store(self.store), by_batches=self.options.with_inputs)
         self._check(store)
-        self.is_shared = store.is_shared
+        self.is_shared, self._length = store.is_shared, self.feed.length
         self._writer = store.open(self.job(is_shared=store.is_shared))
         self._num_durable = len(self._writer.sample_ids)
         self._num_durable_rows = self._writer.num_found_rows
@@ -113,6 +118,12 @@ class Collection:
     def is_complete(self) -> bool:
         """Whether the store held all samples when it was opened."""
         return self._writer.is_complete
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether batches have to come: not where all of as many as these are durable already."""
+        length = (self._writer.state or {}).get("length")
+        return not (self.is_complete and length == self._length)
 
     def _check(self, store: Store) -> None:
         if self.store is None and self.options.stored:
@@ -171,7 +182,8 @@ class Collection:
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
         self._weights = Weights()
         if self._writer.state is not None:
-            self._restore(self._writer.state)
+            made = options.reductions, self._storing, self._row_columns
+            restore_state(self._writer.state, *made)
 
     @property
     def is_empty(self) -> bool:
@@ -201,7 +213,7 @@ class Collection:
             # It goes on with samples that are durable, and is so where its rows are.
             is_durable = 0 < self._num_rows <= self._num_durable_rows - self._kept_rows
         self._current.begin(batch, rows, skip, self._writer.start, num_repeats)
-        return self._is_taken and not is_durable
+        return self._is_taken and not (is_durable or self.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
         """Return the rows of a batch, None where they are its samples."""
@@ -224,7 +236,8 @@ class Collection:
         kept = self._kept
         skip = min(max(0, self._num_durable - kept), len(ids))
         if skip:
-            self._check_boundary(skip, len(ids))
+            if self.options.with_inputs:
+                check_boundary(skip, len(ids))
             check_order(ids[:skip], self._writer.sample_ids[kept : kept + skip], kept)
         return skip
 
@@ -298,6 +311,9 @@ class Collection:
             return 0, 0
         self._kept += len(ids)
         self._kept_rows += self._num_rows
+        if self.is_complete and self.feed.num_batches is None:
+            # There may be no end to wait for.
+            self._check_number(is_end=False)
         # All layers have run by then, and no two passes differ in this.
         self._row_bytes = self._row_bytes or sum(i.sample_bytes for i in self._storing.values())
         return len(ids) - self._current.skip, self._current.num_rows * self._row_bytes
@@ -305,26 +321,24 @@ class Collection:
     def check_end(self) -> None:
         """Refuse the end of the data before all has come that is durable."""
         self._check_trusted()
-        if self.is_complete:
-            return
-        if self._kept < self._num_durable or self._kept_rows < self._num_durable_rows:
-            raise CollectError(
-                f"the recording holds {self._num_durable} samples already and {self._kept} came "
-                "now, or fewer rows of them: resume with the same loader, or the same passes"
-            )
+        if not (self.is_complete and self.is_of_others):
+            self._check_number()
+
+    def _check_number(self, *, is_end: bool = True) -> None:
+        came, durable = self._kept, self._num_durable
+        rows = self._kept_rows if self._num_durable_rows else 0
+        check_number(
+            (came, rows),
+            (durable, self._num_durable_rows),
+            is_complete=self.is_complete,
+            is_end=is_end,
+        )
 
     def _check_trusted(self) -> None:
         if not self.is_trusted:
             raise CollectError(
                 "a reduction has failed in the middle of a pass, and holds a part of it: collect "
-                "again, from the beginning or by resume=True"
-            )
-
-    def _check_boundary(self, skip: int, rows: int) -> None:
-        if self.options.with_inputs and skip < rows:
-            raise CollectError(
-                f"the first {skip} of {rows} samples of a batch are durable already, and inputs "
-                "are kept by whole batches: resume with the batch size of before"
+                "again, from the beginning or behind what is durable"
             )
 
     # What a pass hands over.
@@ -375,23 +389,6 @@ class Collection:
             settings=self._settings,
         )
 
-    # What goes to disk with the samples, so that a collection can go on.
-
     def _state(self) -> State:
-        rounding = {
-            text_of(label): [intake.lost, intake.total]
-            for label, intake in self._storing.items()
-            if intake.rounds
-        }
-        reductions = states_of(self.options.reductions)
-        return {"reductions": reductions, "rounding": rounding, "columns": self._row_columns.names}
-
-    def _restore(self, state: State) -> None:
-        # Recordings made before there were rows have none.
-        self._row_columns.names = state.get("columns", [])
-        restore(self.options.reductions, state["reductions"])
-        for label, intake in self._storing.items():
-            sums = state["rounding"].get(text_of(label))
-            if sums is not None:
-                intake.rounds = True
-                intake.lost, intake.total = sums
+        made = self.options.reductions, self._storing, self._row_columns
+        return state_of(*made, self._length)

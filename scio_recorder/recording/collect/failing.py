@@ -45,6 +45,19 @@ def naming_batch(
         raise caught_as(CollectError, error, f"batch {number}: {text}") from error
 
 
+@contextmanager
+def naming_part(part: int) -> Iterator[None]:
+    """Let an error inside the block say in which part of a dataset it happened."""
+    try:
+        yield
+    except RecorderError as error:
+        error.args = (f"part {part}: {error}",)
+        raise
+    except Exception as error:
+        error.add_note(f"This happened in part {part}.")
+        raise
+
+
 def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str:
     layer = _failing_layer(error, architecture)
     given = [*map(_look, inputs.args)]

@@ -1,19 +1,15 @@
-"""The loader's side: which batches are taken, what the net is given, how many samples there are.
-
-What is likely to be a mistake in how a net is fed is said here too, once a collection.
-"""
+"""The loader's side: which batches are taken, what the net is given, how many samples there are."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from scio_recorder.errors import CollectError, CollectWarning, RecorderError, caught_as, warn
+from scio_recorder.errors import CollectError, RecorderError, caught_as
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.given_ids import SeenIds
 from scio_recorder.recording.collect.samplers import share_of
@@ -32,11 +28,6 @@ _WRITE = (
 # By default sample 5 of part 17 has the id 17_000_000_000_005, whoever counts, and however many
 # samples other parts have.
 IDS_OF_A_PART = 10**12
-
-_LABELS = {"label", "labels", "target", "targets", "y"}
-# Layers that drop at random, those of other libraries too, by words in the names of their types.
-_DROPPING = ("Dropout", "DropPath", "StochasticDepth")
-_SHOWN = 3
 
 
 @dataclass
@@ -110,12 +101,25 @@ class Feed:
     @property
     def num_batches(self) -> int | None:
         """How many batches will be taken, where the loader knows its length."""
-        try:
-            length = len(self.batches)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
+        length = _length(self.batches)
+        if length is None:
             return None
         taken = -(-length // self.every)
         return taken if self.max_batches is None else min(taken, self.max_batches)
+
+    @property
+    def length(self) -> list[int | None]:
+        """What is known ahead of how much comes: batches to be taken, and samples to choose from.
+
+        Where it is the same another time, so is most likely the number of samples that come.
+        """
+        taken, batches = self.num_batches, self.batches
+        if isinstance(batches, list | tuple):
+            firsts = (one[0] if isinstance(one, list | tuple) and one else one for one in batches)
+            samples: int | None = sum(map(len, filter(_has_rows, firsts)))
+        else:
+            samples = _length(getattr(batches, "sampler", None))
+        return [self.max_batches if taken is None else taken, samples]
 
     def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""
@@ -258,6 +262,17 @@ class Feed:
             self._seen.remove(ids)
 
 
+def _length(given: Any) -> int | None:
+    try:
+        return len(given)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _has_rows(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
 def _first(batch: Any) -> Any:
     if not isinstance(batch, tuple | list):
         return batch
@@ -285,9 +300,9 @@ def _keywords(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _num_samples(inputs: Inputs) -> int:
     first = inputs.args[0] if inputs.args else None
-    if isinstance(first, Tensor) and first.ndim > 0:
+    if _has_rows(first):
         # Usually the first input counts, and there is no need to look through all of them.
-        return first.shape[0]
+        return len(first)
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:
             return tensor.shape[0]
@@ -295,85 +310,3 @@ def _num_samples(inputs: Inputs) -> int:
         "there is no tensor in what the net is given that would tell the number of samples: "
         "write sample_ids=lambda batch: ... with one id for each sample"
     )
-
-
-def advise_evaluation(net: nn.Module) -> None:
-    """Warn where a net is in training mode and has layers that do something else there.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net, which is about to run.
-    """
-    if not net.training:
-        return
-    found = [
-        f"{name or 'the net itself'} ({type(module).__name__})"
-        for name, module in net.named_modules()
-        if module.training and _differs_in_training(module)
-    ]
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        warn(
-            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} return "
-            "something else than in evaluation mode: call net.eval() before collect(...) unless "
-            "that is meant",
-            CollectWarning,
-        )
-
-
-def advise_second_element(net: nn.Module, batch: Any) -> bool:
-    """Warn, and say so, where forward would take the second element of a batch beside the first.
-
-    Only a tensor that looks like an input counts, and no labels, as in ``(ids, mask)``.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net.
-    batch : Any
-        What the loader gave, of which the first element alone goes into the net.
-    """
-    if not isinstance(batch, tuple | list) or len(batch) < 2:
-        return False
-    first, second = batch[0], batch[1]
-    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return False
-    parameter = _second_parameter(net)
-    if parameter is None or parameter.name in _LABELS or first.shape[:1] != second.shape[:1]:
-        return False
-    if parameter.default is not parameter.empty and second.ndim <= 1:
-        # One number a sample is taken for a label where the net can do without it.
-        return False
-    warn(
-        "batch[0] alone goes into the net, whose forward would take batch[1] as well, a tensor of "
-        f"shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) to give it "
-        "both, or to_inputs=lambda batch: batch[0] where the first is all that it should get",
-        CollectWarning,
-    )
-    return True
-
-
-def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
-    """Return the second positional parameter of a net's forward, if a tensor can be meant."""
-    try:
-        parameters = list(inspect.signature(net.forward).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(parameters) < 2 or any(parameter.kind not in kinds for parameter in parameters[:2]):
-        return None
-    second = parameters[1]
-    is_option = isinstance(second.default, bool | int | float | str)
-    return None if is_option else second
-
-
-def _differs_in_training(module: nn.Module) -> bool:
-    # Without statistics of their own, batch norms do the same in both modes.
-    if getattr(module, "track_running_stats", False) or isinstance(module, nn.RReLU):
-        return True
-    if any(word in type(module).__name__ for word in _DROPPING):
-        rates = (getattr(module, name, None) for name in ("p", "drop_prob"))
-        return next((rate for rate in rates if isinstance(rate, int | float)), 1) > 0
-    rate = getattr(module, "dropout", 0)
-    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and rate > 0

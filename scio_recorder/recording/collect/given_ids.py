@@ -1,4 +1,4 @@
-"""Ids that are given: none may come twice, and those that come again must be the same."""
+"""Ids that are given: none may come twice."""
 
 from __future__ import annotations
 
@@ -58,16 +58,6 @@ class SeenIds:
         except TypeError:
             # Integers and strings are mixed, which is an error that others report.
             return False
-
-
-def check_order(given: Any, durable: Any, first: int) -> None:
-    """Refuse samples that are not those that are durable, of which the first one has this place."""
-    for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
-        if one != other:
-            raise CollectError(
-                f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
-                "was begun: resume with the same samples in the same order (no shuffling)"
-            )
 
 
 def check_all(path: str) -> None:

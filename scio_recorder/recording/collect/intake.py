@@ -58,8 +58,8 @@ class CurrentBatch:
         number = self.rows.num_samples
         if self.skip:
             return (
-                f"and the first {self.skip} of its {number} samples are durable already: resume "
-                "with the batch size of before, or one that divides it"
+                f"and the first {self.skip} of its {number} samples are durable already: give "
+                "the batch size of before, or one that divides it"
             )
         return (
             f"and the last {self.num_repeats} of its {number} samples are repeats, by which the "

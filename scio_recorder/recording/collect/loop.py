@@ -13,12 +13,9 @@ from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import InStep
+from scio_recorder.recording.collect.advice import advise_evaluation, advise_second_element
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.failing import naming_batch
-from scio_recorder.recording.collect.feed import (
-    advise_evaluation,
-    advise_second_element,
-)
 from scio_recorder.recording.collect.given_ids import check_all
 from scio_recorder.recording.recording import Recording
 
@@ -57,7 +54,7 @@ def go_through(
 
     collection.open()
     together = InStep(net)
-    if not (collection.is_complete and together.is_alone):
+    if collection.needs_batches or not together.is_alone:
         try:
             advise_evaluation(net)
             _run_batches(collection, run, _leaving_out(collection, together), progress)

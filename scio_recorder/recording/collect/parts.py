@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, caught_as
 from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.collect.failing import naming_part
 from scio_recorder.recording.collect.terminating import terminable
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Store, as_store
@@ -94,6 +95,8 @@ class Parts:
             path = self._medium.path
             with accessing(path):
                 claims = Claims(self._medium, self.num_parts, self._said, clock=seconds)
+            if claims.num_done == self.num_parts:
+                self._check_complete()
             self._take_all(claims, wait=wait)
         return opened(RunReader(path), options.reductions)
 
@@ -128,16 +131,37 @@ class Parts:
             with accessing(self._medium.path):
                 claims.clear_away()
         else:
-            self._store = self._store.part(lease, self.num_parts)
-            batches = self.make_batches(lease.part)
-            collection = self.collection(batches, lease.part, self._store, self._weights)
             try:
-                self.run(collection, nullcontext(self._count))
+                with naming_part(lease.part):
+                    self._run(lease.part, self._batches(lease.part), lease)
             except EmptyPartError:
                 claims.put_off(lease.part)
                 return
             self._num_parts += 1
         claims.done(lease.part)
+
+    def _check_complete(self) -> None:
+        """Refuse data of another length, where all was complete before, as the outer parts tell."""
+        for part in sorted({0, self.num_parts - 1}):
+            try:
+                batches = self.make_batches(part)
+            except Exception:
+                # The data may be gone by now, and the recording is not.
+                continue
+            with naming_part(part):
+                self._run(part, batches, None)
+
+    def _batches(self, part: int) -> Iterable[Any]:
+        try:
+            return self.make_batches(part)
+        except Exception as error:
+            text = f"make_batches({part}) failed with {type(error).__name__}: {error}"
+            raise caught_as(CollectError, error, text) from error
+
+    def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
+        self._store = self._store.part(part, self.num_parts, lease)
+        collection = self.collection(batches, part, self._store, self._weights)
+        self.run(collection, nullcontext(self._count))
 
     def _count(self, samples: int, num_bytes: int) -> None:
         self._num_samples += samples

@@ -41,8 +41,8 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
     if stored is None or stored["parts"] != num_parts:
         found = None if stored is None else stored["parts"]
         raise RecordingError(
-            f"{medium.path} is being filled in {found} parts, and num_parts is {num_parts} here: "
-            "give the same number, or choose another folder"
+            f"{medium.path} is a recording in {found} part{'s' * (found != 1)}, and num_parts is "
+            f"{num_parts} here: give the same number, or choose another folder"
         )
     check_settings(medium.path, stored["header"], given["header"])
 
@@ -69,7 +69,7 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         elif stored.get("process") != given.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         raise RecordingError(
-            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Resume with all as "
+            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Give all as "
             f"it was then, or choose another folder{way}"
         )
 

@@ -194,7 +194,7 @@ class Bucket(Medium):
         try:
             self.make(name, put, num_bytes)
         except FileExistsError as error:
-            problem = "is there already: another writer has committed it; resume the recording"
+            problem = "is there already: another writer has committed it; go on behind that"
             raise FileExistsError(error.errno, f"{name} {problem}") from None
 
 

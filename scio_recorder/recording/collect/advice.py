@@ -1,0 +1,97 @@
+"""Warnings of what is likely to be a mistake in how a net is fed, once a collection."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from scio_recorder.errors import CollectWarning, warn
+
+_LABELS = {"label", "labels", "target", "targets", "y"}
+# Layers that drop at random, those of other libraries too, by words in the names of their types.
+_DROPPING = ("Dropout", "DropPath", "StochasticDepth")
+_SHOWN = 3
+
+
+def advise_evaluation(net: nn.Module) -> None:
+    """Warn where a net is in training mode and has layers that do something else there.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net, which is about to run.
+    """
+    if not net.training:
+        return
+    found = [
+        f"{name or 'the net itself'} ({type(module).__name__})"
+        for name, module in net.named_modules()
+        if module.training and _differs_in_training(module)
+    ]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        warn(
+            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} return "
+            "something else than in evaluation mode: call net.eval() before collect(...) unless "
+            "that is meant",
+            CollectWarning,
+        )
+
+
+def advise_second_element(net: nn.Module, batch: Any) -> bool:
+    """Warn, and say so, where forward would take the second element of a batch beside the first.
+
+    Only a tensor that looks like an input counts, and no labels, as in ``(ids, mask)``.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+    batch : Any
+        What the loader gave, of which the first element alone goes into the net.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        return False
+    first, second = batch[0], batch[1]
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return False
+    parameter = _second_parameter(net)
+    if parameter is None or parameter.name in _LABELS or first.shape[:1] != second.shape[:1]:
+        return False
+    if parameter.default is not parameter.empty and second.ndim <= 1:
+        # One number a sample is taken for a label where the net can do without it.
+        return False
+    warn(
+        "batch[0] alone goes into the net, whose forward would take batch[1] as well, a tensor of "
+        f"shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) to give it "
+        "both, or to_inputs=lambda batch: batch[0] where the first is all that it should get",
+        CollectWarning,
+    )
+    return True
+
+
+def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
+    """Return the second positional parameter of a net's forward, if a tensor can be meant."""
+    try:
+        parameters = list(inspect.signature(net.forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(parameters) < 2 or any(parameter.kind not in kinds for parameter in parameters[:2]):
+        return None
+    second = parameters[1]
+    is_option = isinstance(second.default, bool | int | float | str)
+    return None if is_option else second
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    # Without statistics of their own, batch norms do the same in both modes.
+    if getattr(module, "track_running_stats", False) or isinstance(module, nn.RReLU):
+        return True
+    if any(word in type(module).__name__ for word in _DROPPING):
+        rates = (getattr(module, name, None) for name in ("p", "drop_prob"))
+        return next((rate for rate in rates if isinstance(rate, int | float)), 1) > 0
+    rate = getattr(module, "dropout", 0)
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and rate > 0

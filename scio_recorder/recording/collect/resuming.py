@@ -1,0 +1,102 @@
+"""Going on with a recording: what is committed for that, and the same data has to come again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scio_recorder.errors import CollectError
+from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.recording.collect.intake import RowColumns, StoringIntake
+from scio_recorder.recording.recipes import Reductions, restore, states_of
+from scio_recorder.stores import State
+
+
+def state_of(
+    reductions: Mapping[DepthIdx, Reductions],
+    storing: Mapping[DepthIdx, StoringIntake],
+    columns: RowColumns,
+    length: list[int | None],
+) -> State:
+    """Return what goes to disk with the samples.
+
+    Parameters
+    ----------
+    reductions, storing : mapping
+        What becomes of each layer.
+    columns : RowColumns
+        What is kept of each row.
+    length : list
+        `Feed.length`.
+    """
+    rounding = {
+        text_of(label): [intake.lost, intake.total]
+        for label, intake in storing.items()
+        if intake.rounds
+    }
+    reduced = states_of(reductions)
+    return {"reductions": reduced, "rounding": rounding, "columns": columns.names, "length": length}
+
+
+def restore_state(
+    state: State,
+    reductions: Mapping[DepthIdx, Reductions],
+    storing: Mapping[DepthIdx, StoringIntake],
+    columns: RowColumns,
+) -> None:
+    """Go on from what `state_of` returned."""
+    # Recordings made before there were rows have none.
+    columns.names = state.get("columns", [])
+    restore(reductions, state["reductions"])
+    for label, intake in storing.items():
+        sums = state["rounding"].get(text_of(label))
+        if sums is not None:
+            intake.rounds = True
+            intake.lost, intake.total = sums
+
+
+def check_order(given: Any, durable: Any, first: int) -> None:
+    """Refuse samples that are not those that are durable, of which the first one has this place."""
+    for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
+        if one != other:
+            raise CollectError(
+                f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
+                "was begun: give the same samples in the same order (no shuffling)"
+            )
+
+
+def check_boundary(skip: int, number: int) -> None:
+    """Refuse a batch of which only the first samples are durable, where inputs are kept."""
+    if skip < number:
+        raise CollectError(
+            f"the first {skip} of {number} samples of a batch are durable already, and inputs "
+            "are kept by whole batches: give the batch size of before"
+        )
+
+
+def check_number(
+    came: tuple[int, int], durable: tuple[int, int], *, is_complete: bool, is_end: bool
+) -> None:
+    """Refuse data of which other samples, or rows of them, came than are durable.
+
+    Parameters
+    ----------
+    came, durable : (int, int)
+        How many samples, and how many rows where these are counted.
+    is_complete : bool
+        Whether there can't be more than are durable.
+    is_end : bool
+        Whether all have come.
+    """
+    samples, rows = (f"{came[i]}{'' if is_end else ' or more'}" for i in range(2))
+    counted = (f" in {durable[1]} rows", f" in {rows} rows") if durable[1] else ("", "")
+    what = f"holds {durable[0]} samples{counted[0]} already, and {samples}{counted[1]} came now"
+    if is_complete and came != durable and (is_end or came > durable):
+        raise CollectError(
+            f"the recording is complete: it {what}. Read it with open_recording, give what it was "
+            "made of, or choose another folder"
+        )
+    if not is_complete and (came[0] < durable[0] or came[1] < durable[1]):
+        raise CollectError(
+            f"the recording {what}: give the same loader, or the same passes, as when it was begun"
+        )
