@@ -11,8 +11,8 @@ from torch import Tensor
 
 from scio_recorder.analysis.alikeness.cka import Features, linear_cka
 from scio_recorder.analysis.alikeness.pairing import paired_rows
+from scio_recorder.display.charts import Matrix, draw_matrix, matrix_html
 from scio_recorder.display.listing import Listed, Listing
-from scio_recorder.display.matrix import Matrix, draw_matrix, matrix_html
 from scio_recorder.display.outline import full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError

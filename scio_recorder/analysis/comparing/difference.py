@@ -18,10 +18,10 @@ from scio_recorder.analysis.comparing.showing import (
     profile,
     sentence,
 )
+from scio_recorder.display.charts import draw_profile
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import Outline, Outlined
 from scio_recorder.display.page import write_page
-from scio_recorder.display.profile import draw_profile
 from scio_recorder.errors import ComparisonError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from scio_recorder.display.effects import EffectMap, draw_effects
+from scio_recorder.display.charts import EffectMap, draw_effects
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx, Layer, text_of
