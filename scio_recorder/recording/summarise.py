@@ -30,10 +30,9 @@ from scio_recorder.reductions import (
     MomentsResult,
     Reduction,
 )
-from scio_recorder.reductions.alive import is_at_bound, is_dead, unit_dimension
+from scio_recorder.reductions.alive import Alive, unit_dimension, with_units
 from scio_recorder.reductions.base import join_means
-from scio_recorder.reductions.binning import Bins
-from scio_recorder.reductions.histogram import widened
+from scio_recorder.reductions.histogram import Bins, widened
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
 from scio_recorder.tensors.threads import one_thread
@@ -188,54 +187,34 @@ class Survey:
 
     Parameters
     ----------
-    dimension : int, optional
-        The dimension of [samples, ...] along which units lie; None to leave units out, 0 to take
-        everything for one unit.
+    dimension : int
+        The dimension of [samples, ...] along which units lie; 0 to take everything for one unit.
     bounds : (float or None, float or None), optional
         The bounds at which the layer saturates.
     """
 
     def __init__(
         self,
-        dimension: int | None = None,
+        dimension: int,
         bounds: tuple[float | None, float | None] | None = None,
     ) -> None:
         self._dimension = dimension
-        self._bounds = bounds
+        self._alive = Alive(dimension or 1, bounds)
         self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
-        self._samples = self._rows = 0
+        self._samples = 0
         self._mean = self._squares = 0.0
         self._low, self._high = math.inf, -math.inf
-        # Of each unit: its extremes, and how many of its values are at a bound.
-        self._extremes: tuple[Tensor, Tensor] | None = None
-        self._at_bound: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
         """Take in samples [some, ...]."""
         self._samples += len(part)
         for block in _blocks(part):
             if block.numel():
-                low, high = self._look_at_units(block)
-                self._take(block.flatten(), low, high)
+                self._alive.update(with_units(block, self._dimension))
+                self._take(block.flatten())
 
-    def _look_at_units(self, block: Tensor) -> tuple[float, float]:
-        """Take in what units do, and return the extremes of all; both NaN where anything is."""
-        units = block if self._dimension else block.reshape(-1, 1)
-        own = self._dimension or 1
-        others = [at for at in range(units.ndim) if at != own]
-        low, high = units.amin(others), units.amax(others)
-        self._rows += units.numel() // len(low)
-        if self._bounds is not None:
-            at_bound = is_at_bound(units.double(), self._bounds).sum(others)
-            self._at_bound = at_bound if self._at_bound is None else self._at_bound + at_bound
-        if self._extremes is None:
-            self._extremes = low, high
-        else:
-            before, after = self._extremes
-            self._extremes = torch.minimum(before, low), torch.maximum(after, high)
-        return float(low.amin()), float(high.amax())
-
-    def _take(self, values: Tensor, low: float, high: float) -> None:
+    def _take(self, values: Tensor) -> None:
+        low, high = map(float, values.aminmax())
         self._total += values.numel()
         # Both are finite only where everything is.
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -283,18 +262,9 @@ class Survey:
 
     @property
     def units(self) -> Units | None:
-        """Facts about units; None where fewer than two samples were seen."""
-        if self._dimension is None or self._samples < 2 or self._extremes is None:
-            return None
-        low, high = (one.double() for one in self._extremes)
-        result = AliveResult(
-            self._rows,
-            torch.empty(0),
-            is_dead(self._rows, low, high),
-            None if self._at_bound is None else self._at_bound.double() / self._rows,
-            torch.maximum(low.abs(), high.abs()),
-        )
-        return _units(result, self._dimension)
+        """Facts about units; None where fewer than two samples were seen, or no values."""
+        is_known = self._samples > 1 and self._total > 0
+        return _units(self._alive.compute(), self._dimension) if is_known else None
 
     @property
     def span(self) -> tuple[float, float] | None:

@@ -91,16 +91,20 @@ class Alive(RowReduction):
         super().__init__(feature_dim, by=by, bounds=given)
 
     def _add(self, samples: Tensor) -> None:
-        values = self._rows_of(samples)
-        if not len(values):
+        # Units where they are: to move them last would copy everything.
+        dim = self._feature_dim
+        values = samples.flatten(1) if dim is None else samples.movedim(dim, 1)
+        rows = len(values) * values.shape[2:].numel()
+        if not rows:
             return
-        low, high = values.amin(0), values.amax(0)
+        others = [0, *range(2, values.ndim)]
+        low, high = values.amin(others), values.amax(others)
         # Of booleans there is a smallest one, and no absolute value.
         low, high = low.to(self._dtype), high.to(self._dtype)
-        active, at_bound = (values > 0).sum(0), torch.zeros_like(low, dtype=torch.int64)
+        active, at_bound = (values > 0).sum(others), torch.zeros_like(low, dtype=torch.int64)
         if self._bounds is not None:
-            at_bound = is_at_bound(values, self._bounds).sum(0)
-        self._take(len(values), active, at_bound, low, high)
+            at_bound = is_at_bound(values, self._bounds).sum(others)
+        self._take(rows, active, at_bound, low, high)
 
     def _take(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:
         if self._rows is None:
