@@ -21,14 +21,14 @@ from scio_recorder.stores.disk_format.jsons import checksum, dump
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of
-from scio_recorder.tensors.processes import this_process
+from scio_recorder.tensors.processes import Place, this_process
 
 BUFFER_BYTES = 256 << 20
 # From so many rows a recording in memory is recognised.
 _FINGERPRINT_ROWS = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arguments:
     """How a recording is read; see :meth:`scio_recorder.Recording.loader`."""
 
@@ -40,6 +40,10 @@ class Arguments:
     drop_last: bool
     buffer_bytes: int
     with_rows: bool
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("seed", 0), ("buffer_bytes", 1)):
+            setattr(self, name, whole(name, getattr(self, name), least, ArgumentError))
 
     def share(self, num_rows: int) -> range:
         """Return the places of this rank, where all ranks together have so many."""
@@ -56,24 +60,16 @@ class Arguments:
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 
-def arguments(*, rank: int | None, world_size: int | None, **others: Any) -> Arguments:
-    """Return arguments that were checked, with the rank of this process where none is given."""
+def place_of(rank: int | None, world_size: int | None) -> Place:
+    """Return the place that was given, and that of this process where none was."""
     if (rank is None) != (world_size is None):
         raise ArgumentError(
             f"rank={rank}, world_size={world_size}: give both, or neither for those of "
             "torch.distributed"
         )
     if rank is None:
-        rank, world_size = this_process()
-    leasts = {"batch_size": 1, "seed": 0, "buffer_bytes": 1}
-    numbers = {name: whole(name, others[name], leasts[name], ArgumentError) for name in leasts}
-    world_size = whole("world_size", world_size, 1, ArgumentError)
-    rank = whole("rank", rank, 0, ArgumentError)
-    if rank >= world_size:
-        raise ArgumentError(
-            f"rank={rank} of world_size={world_size}: ranks are counted from 0 to {world_size - 1}"
-        )
-    return Arguments(rank=rank, world_size=world_size, **{**others, **numbers})
+        return this_process()
+    return Place.checked(rank, world_size, ArgumentError)
 
 
 def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, Tensor]:

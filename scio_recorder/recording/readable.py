@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -13,18 +14,104 @@ from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.recording.by_sample import RowsOfSamples, SampleValues
 from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_tensor import bytes_of_row
 
+T = TypeVar("T")
 # Bytes that are looked at together where all of a layer is read.
 _PART_BYTES = 1 << 26
+# Rows of which the samples are looked at together.
+_PART_ROWS = 1 << 20
 
 
-class BatchInputs(Sequence[Inputs]):
+class OnDemand(Sequence[T]):
+    """Entries that are read when they are asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self._read(number) for number in found]
+        return self._read(found)
+
+    @abc.abstractmethod
+    def _read(self, number: int) -> T:
+        """Return the entry of a number, which there is."""
+
+
+class RowsOfSamples(OnDemand["slice | Tensor"]):
+    """Which rows each sample has, in the order in which they were collected.
+
+    Parameters
+    ----------
+    samples : Tensor
+        The sample of each row, from which it is read part by part.
+    num_samples : int
+        How many samples there are, of which some may have no rows.
+
+    Examples
+    --------
+    >>> rows = RowsOfSamples(torch.tensor([0, 0, 2]), 3)
+    >>> rows[0], rows[1], rows.lengths
+    (slice(0, 2, None), slice(2, 2, None), tensor([2, 0, 1]))
+    >>> RowsOfSamples(torch.tensor([0, 1, 0]), 2)[0]
+    tensor([0, 2])
+    """
+
+    def __init__(self, samples: Tensor, num_samples: int) -> None:
+        self.lengths = torch.zeros(num_samples, dtype=torch.int64, device="cpu")
+        is_rising, last = True, 0
+        for start in range(0, len(samples), _PART_ROWS):
+            part = samples[start : start + _PART_ROWS].cpu()
+            low = int(part.min())
+            counts = torch.bincount(part - low)
+            self.lengths[low : low + len(counts)] += counts
+            is_rising = is_rising and int(part[0]) >= last and not bool((part.diff() < 0).any())
+            last = int(part[-1])
+        self._starts = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+        # Where rows of a sample are not together, each takes a number.
+        self._order = None if is_rising else samples[:].cpu().argsort(stable=True)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _read(self, number: int) -> slice | Tensor:
+        start, stop = self._starts[number : number + 2].tolist()
+        return slice(start, stop) if self._order is None else self._order[start:stop]
+
+
+class SampleValues(OnDemand[Tensor]):
+    """A layer's values by sample, [rows of the sample, ...] each, read when they are asked for.
+
+    Parameters
+    ----------
+    values : Tensor
+        Those of all rows.
+    rows : sequence
+        Which rows each sample has, as indices.
+    """
+
+    def __init__(self, values: Tensor, rows: Sequence[slice | Tensor]) -> None:
+        self._values = values
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _read(self, number: int) -> Tensor:
+        return self._values[self._rows[number]]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} samples, {list(self._values.shape)} in all>"
+
+
+class BatchInputs(OnDemand[Inputs]):
     """What a layer's forward received, ``(args, kwargs)`` for each batch, read when it is used.
 
     Parameters
@@ -42,15 +129,8 @@ class BatchInputs(Sequence[Inputs]):
     def __len__(self) -> int:
         return len(self._calls.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Inputs: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Inputs]: ...
-    def __getitem__(self, index: int | slice) -> Inputs | Sequence[Inputs]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self[number] for number in numbers]
-        return self._calls.call(numbers, self._label).inputs
+    def _read(self, number: int) -> Inputs:
+        return self._calls.call(number, self._label).inputs
 
     def __repr__(self) -> str:
         return f"<inputs of {len(self)} batches>"

@@ -17,8 +17,9 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.exporting import Exporting
 from scio_recorder.recording.loader import (
     BUFFER_BYTES,
+    Arguments,
     RecordingLoader,
-    arguments,
+    place_of,
     rows_of,
 )
 from scio_recorder.recording.recipes import Reductions, from_recipes, recipes_of, states_of
@@ -153,16 +154,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
         >>> [len(batch) for batch in loader], torch.cat(list(loader)).sum()
         ([3, 3, 2], tensor(28))
         """
-        given = arguments(
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            buffer_bytes=buffer_bytes,
-            with_rows=with_rows,
-        )
+        place = place_of(rank, world_size)
+        given = Arguments(batch_size, shuffle, seed, *place, drop_last, buffer_bytes, with_rows)
         layers, fingerprint = rows_of(self, selectors), self.architecture.fingerprint
         return RecordingLoader(layers, self.rows, fingerprint, given)
 

@@ -101,13 +101,8 @@ class Disk(Store):
         self.path = os.fspath(path)
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
         self._is_placed = world_size is not None
-        self.world_size = whole("world_size", 1 if world_size is None else world_size, 1)
-        self.rank = whole("rank", 0 if rank is None else rank, 0)
-        if self.rank >= self.world_size:
-            raise CollectError(
-                f"rank={rank} of world_size={self.world_size}: ranks are counted from 0 to "
-                f"{self.world_size - 1}"
-            )
+        given = (0 if rank is None else rank), (1 if world_size is None else world_size)
+        self.rank, self.world_size = Place.checked(*given, CollectError)
         self.is_shared = self.world_size > 1
         # The right to write what is written, where processes take parts of a recording.
         self.lease: Lease | None = None

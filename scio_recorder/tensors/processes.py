@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed
+
+from scio_recorder.errors import RecorderError
+from scio_recorder.tensors.arguments import whole
 
 
 class Place(NamedTuple):
@@ -12,6 +15,17 @@ class Place(NamedTuple):
 
     rank: int
     world_size: int
+
+    @classmethod
+    def checked(cls, rank: Any, world_size: Any, error: type[RecorderError]) -> Self:
+        """Return the place that arguments name, and raise an error where there is none such."""
+        place = cls(whole("rank", rank, 0, error), whole("world_size", world_size, 1, error))
+        if place.rank >= place.world_size:
+            raise error(
+                f"rank={rank} of world_size={world_size}: ranks are counted from 0 to "
+                f"{place.world_size - 1}"
+            )
+        return place
 
 
 def this_process() -> Place:

@@ -10,8 +10,8 @@ import torch
 
 from scio_recorder import open_recording
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.recording import by_sample
-from scio_recorder.recording.by_sample import RowsOfSamples
+from scio_recorder.recording import readable
+from scio_recorder.recording.readable import RowsOfSamples
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Device, Disk, Host
 from scio_recorder.stores.disk_tensor import DiskTensor
@@ -163,7 +163,7 @@ def test_several_ranks(tmp_path):
 
 
 def test_samples_are_read_part_by_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(by_sample, "_PART_ROWS", 2)
+    monkeypatch.setattr(readable, "_PART_ROWS", 2)
     for name, passes in ALL_PASSES.items():
         check(write(f"disk:{tmp_path}/{name}", passes), passes)
 
@@ -179,7 +179,7 @@ def test_rows_that_are_together_are_not_numbered():
 
 
 def test_rows_fall_where_parts_meet(monkeypatch):
-    monkeypatch.setattr(by_sample, "_PART_ROWS", 2)
+    monkeypatch.setattr(readable, "_PART_ROWS", 2)
     falling = RowsOfSamples(torch.tensor([0, 1, 0, 1, 2]), 3)
     assert [falling[sample].tolist() for sample in range(3)] == [[0, 2], [1, 3], [4]]
     assert RowsOfSamples(torch.tensor([0, 1, 1, 1, 2]), 3)[1] == slice(1, 4)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions import binning
-from scio_recorder.reductions.binning import Bins
+from scio_recorder.reductions import histogram
+from scio_recorder.reductions.histogram import Bins
 
 INF = float("inf")
 
@@ -36,7 +36,7 @@ def awkward(dtype: torch.dtype) -> Tensor:
 def test_counts_are_numpys(
     dtype: torch.dtype, count: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binning, "_MANY", many)
+    monkeypatch.setattr(histogram, "_MANY", many)
     values = awkward(dtype)
     for low, high in ((-1.0, 3.0), (0.0, 2.7), (-1e-3, 1e-3), (1e-38, 1e-37)):
         bins = Bins(low, high, count)
