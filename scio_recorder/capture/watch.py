@@ -1,4 +1,4 @@
-"""Passes that others run: every call of the network inside a block.
+"""Passes that other code runs: every call of the network inside a block.
 
 NOTE [How a call becomes a pass]
 

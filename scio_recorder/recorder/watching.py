@@ -1,4 +1,4 @@
-"""What a recorder offers for passes that others run."""
+"""The methods of a recorder for passes that other code runs."""
 
 from __future__ import annotations
 
