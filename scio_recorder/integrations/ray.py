@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
+from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
+from scio_recorder.recording.collect.options import Reduce, Transforms
+from scio_recorder.recording.collect.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.claims import complete_parts
@@ -37,8 +44,17 @@ def collect_parts(
     num_workers: int,
     resources: Mapping[str, float] | None = None,
     max_restarts: int = 3,
+    reduce: Reduce | None = None,
+    transform: Transforms | None = None,
+    every: int = 1,
+    max_batches: int | None = None,
+    to_inputs: Callable[[Any], Any] | None = None,
+    sample_ids: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype | None = None,
+    rows: Rows | None = None,
+    activation_postproc: Postprocessors | None = None,
+    stop_early: bool = False,
     progress: bool = True,
-    **options: Any,
 ) -> Recording:
     """Collect a dataset in parts, by actors on the machines of a Ray cluster.
 
@@ -63,10 +79,12 @@ def collect_parts(
         What each actor needs, such as ``{"CPU": 2, "GPU": 1}``; one CPU by default.
     max_restarts : int, default 3
         How often Ray restarts each actor that dies.
+    reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows : optional
+        As :meth:`scio_recorder.Recorder.collect_parts` takes them.
+    activation_postproc, stop_early : optional
+        As well.
     progress : bool, default True
         Show a progress bar of parts, on a terminal.
-    **options : any
-        The other keywords of :meth:`scio_recorder.Recorder.collect_parts`, but for ``wait``.
 
     Returns
     -------
@@ -76,10 +94,16 @@ def collect_parts(
     Raises
     ------
     CollectError
-        As ``collect_parts`` raises it; what an actor raises is raised here, and ends the others.
+        As ``collect_parts`` raises it; what an actor raises is raised here, and ends the others. Or
+        ``make_recorder`` makes no recorder, which is a TypeError as well.
     RecordingError
         As ``collect_parts`` raises it; or all actors have died more often than they are restarted.
         What is durable stays, and the same call goes on.
+
+    Warns
+    -----
+    CollectWarning
+        No machine of the cluster has ``resources``: actors wait for one that has.
 
     Examples
     --------
@@ -99,8 +123,10 @@ def collect_parts(
     ...     )
     """
     number = whole("num_parts", num_parts, 1)
+    _check_functions(make_recorder, make_batches)
     where = _seen_by_all(as_store(store))
-    named = {_NAMED.get(name, name): value for name, value in (resources or {"CPU": 1}).items()}
+    needs = resources or {"CPU": 1}
+    named = {_NAMED.get(name, name): value for name, value in needs.items()}
     own = {name: value for name, value in named.items() if name not in _NAMED.values()}
     kind: Any = ray.remote(_Worker).options(
         **{name: value for name, value in named.items() if name not in own},
@@ -110,7 +136,13 @@ def collect_parts(
     )
     functions = ray.put((make_recorder, make_batches))
     workers = [kind.remote() for _ in range(whole("num_workers", num_workers, 1))]
-    options = {**options, "store": where, "progress": False}
+    _advise_resources(needs)
+    options = {
+        "store": where, "reduce": reduce, "transform": transform, "every": every,
+        "max_batches": max_batches, "to_inputs": to_inputs, "sample_ids": sample_ids,
+        "dtype": dtype, "rows": rows, "activation_postproc": activation_postproc,
+        "stop_early": stop_early, "progress": False,
+    }  # fmt: skip
     try:
         tasks = [worker.collect.remote(functions, number, options) for worker in workers]
         _wait(tasks, where.path, number, progress=progress)
@@ -127,7 +159,52 @@ class _Worker:
         self, functions: tuple[Callable[[], Any], Any], num_parts: int, options: Any
     ) -> None:
         make_recorder, make_batches = functions
-        make_recorder().collect_parts(make_batches, num_parts, **options)
+        rnet = make_recorder()
+        if not _is_recorder(rnet):
+            raise _wrong(f"make_recorder returned a {type(rnet).__name__}: return a Recorder")
+        rnet.collect_parts(make_batches, num_parts, **options)
+
+
+def _is_recorder(given: Any) -> bool:
+    return isinstance(given, nn.Module) and hasattr(given, "collect_parts")
+
+
+def _wrong(text: str) -> Exception:
+    return caught_as(CollectError, TypeError(text), text)
+
+
+def _check_functions(make_recorder: Any, make_batches: Any) -> None:
+    if _is_recorder(make_recorder) or not callable(make_recorder):
+        raise _wrong(
+            f"make_recorder is a {type(make_recorder).__name__}: give a function without "
+            "arguments that makes a Recorder and chooses its layers, which each actor calls"
+        )
+    if not callable(make_batches):
+        raise _wrong(
+            f"make_batches is a {type(make_batches).__name__}: give a function, which is called "
+            "with the number of a part and returns its batches"
+        )
+
+
+def _advise_resources(needs: Mapping[str, float]) -> None:
+    """Warn where no machine of the cluster can run an actor, for which Ray waits without a word."""
+    # Which has no types.
+    cluster: Any = ray
+    machines = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
+    if any(all(has.get(name, 0) >= needs[name] for name in needs) for has in machines):
+        return
+    most = {name: max((has.get(name, 0) for has in machines), default=0) for name in needs}
+    lacking = {name: needs[name] for name in needs if most[name] < needs[name]} or dict(needs)
+    # Each machine has its address, and a share of the store of objects, besides.
+    hidden = re.compile(r"node:.*|object_store_memory")
+    found = cluster.cluster_resources()
+    there = {name: found[name] for name in sorted(found) if not hidden.fullmatch(name)}
+    warn(
+        f"no machine of the Ray cluster has {lacking} for an actor, and actors wait until there is "
+        f"one that has: in all, the cluster has {there}. Write resources= with names and numbers "
+        "of these, unless the cluster is about to grow",
+        CollectWarning,
+    )
 
 
 def _seen_by_all(store: Store) -> Disk:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pickle
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
+from scio_recorder.errors import CollectWarning
 
 ray = pytest.importorskip("ray")
-from scio_recorder.integrations.ray import collect_parts  # noqa: E402 - which needs ray
+from scio_recorder.integrations.ray import _Worker, collect_parts  # noqa: E402 - which needs ray
 
 pytestmark = pytest.mark.filterwarnings(
     # What Ray says of itself, and leaves open.
@@ -105,3 +109,72 @@ def test_what_goes_wrong(tmp_path):
     with pytest.raises(RecordingError, match=r"all actors have died.*same call goes on"):
         collect_parts(make_recorder, dying, 3, **options)
     check(collect_parts(make_recorder, make_batches, 3, **options), 3)
+
+
+def collecting(make_recorder: Any, make_batches: Any, **options: Any) -> None:
+    given = {"store": "disk:unused", "num_workers": 1} | options
+    collect_parts(make_recorder, make_batches, 3, **given)
+
+
+def test_wrong_arguments_are_refused_before_there_are_actors(monkeypatch):
+    make_recorder, make_batches = functions()
+
+    def unused(*arguments: Any) -> Any:
+        raise AssertionError("nothing is sent to actors")
+
+    monkeypatch.setattr(ray, "put", unused)
+    for name in ("sampleids", "wait", "resume"):
+        with pytest.raises(TypeError, match=name):
+            collecting(make_recorder, make_batches, **{name: 1})
+    for made in (make_recorder(), None):
+        with pytest.raises(CollectError, match=r"make_recorder is a .*give a function") as caught:
+            collecting(made, make_batches)
+        assert isinstance(caught.value, TypeError)
+    with pytest.raises(CollectError, match="make_batches is a list: give a function") as caught:
+        collecting(make_recorder, make_batches(0))
+    assert isinstance(caught.value, TypeError)
+
+
+def test_keywords_are_those_of_the_method():
+    ours, theirs = (inspect.signature(one) for one in (collect_parts, Recorder.collect_parts))
+    for name, parameter in theirs.parameters.items():
+        if name not in ("self", "wait"):
+            assert ours.parameters[name].default == parameter.default, name
+
+
+def test_what_makes_no_recorder():
+    # What an actor does, and what it raises as it comes back.
+    with pytest.raises(CollectError, match="make_recorder returned a NoneType") as caught:
+        _Worker().collect((lambda: None, functions()[1]), 3, {})
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), TypeError)
+
+
+@pytest.mark.parametrize(
+    ("resources", "lacking"),
+    [
+        ({"GPU": 1}, r"{'GPU': 1}"),
+        ({"CPU": 1, "cpu": 2}, r"{'cpu': 2}"),
+        ({"CPU": 3}, r"{'CPU': 3}"),
+        ({"CPU": 2}, None),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_told(tmp_path, monkeypatch, resources, lacking):
+    class Ended(Exception):  # noqa: N818 - it is thrown by no fault of anybody
+        pass
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        raise Ended
+
+    make_recorder, make_batches = functions()
+    monkeypatch.setattr(ray, "wait", waits)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(Ended):
+            collecting(
+                make_recorder, make_batches, store=f"disk:{tmp_path}/run", resources=resources
+            )
+    told = [str(one.message) for one in caught if one.category is CollectWarning]
+    assert len(told) == (lacking is not None)
+    for text in told:
+        assert f"no machine of the Ray cluster has {lacking}" in text
+        assert "the cluster has {'CPU': 2.0" in text

@@ -14,6 +14,7 @@ two writers apart is the put alone.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import uuid
@@ -248,11 +249,16 @@ class Object:
         """Read into memory from ``offset`` on."""
         data = self._range(offset, len(out)) if out else memoryview(b"")
         if len(data) != len(out):
-            raise RecordingError(f"{self.path} is damaged: it ends at byte {offset + len(data)}")
+            raise RecordingError(f"{self.path} is damaged: it ends before byte {offset + len(out)}")
         out[:] = data
 
     def _range(self, offset: int, count: int) -> memoryview:
-        return memoryview(self._get({"range": (offset, offset + count)}, count))
+        try:
+            return memoryview(self._get({"range": (offset, offset + count)}, count))
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+            return memoryview(b"")
 
     def _get(self, options: Mapping[str, Any], num_bytes: int = 0) -> Any:
         # By its tag, it is the same one in every request.

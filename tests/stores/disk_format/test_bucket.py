@@ -238,6 +238,24 @@ def test_a_flipped_bit_is_noticed(store, place):
         RunReader(f"s3://{place}", verify=True)
 
 
+@pytest.mark.parametrize("length", [0, 1, 4000])
+def test_an_object_that_was_cut_is_damaged(store, place, length):
+    with RunWriter.create(f"s3://{place}", layers=LAYERS, header=HEADER) as writer:
+        writer.append(rows(0, 500), range(500), state=state_after(500))
+        writer.finish()
+    for name, whole in objects(store[0], place).items():
+        if not whole:
+            continue
+        reader = RunReader(f"s3://{place}")
+        by_hand(store[0], "PUT", f"/{place}/{name}", whole[:length])
+        with pytest.raises(RecordingError, match=f"{name}.* is damaged"):
+            RunReader(f"s3://{place}", verify=True)
+        if name.startswith("chunk"):
+            with pytest.raises(RecordingError, match=f"{name}: has become another one"):
+                reader.read("1-1", 0, 500)
+        by_hand(store[0], "PUT", f"/{place}/{name}", whole)
+
+
 def test_rows_cost_their_bytes_and_two_requests(traffic, place):
     layers = {"a": TensorSpec((MIB // 4,), torch.float32), "b": TensorSpec((4,), torch.float32)}
     generator = numpy.random.default_rng(0)
