@@ -17,6 +17,7 @@ The tree::
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
     ├── ComparisonError     (ValueError)    runs that can't be compared
     ├── NonFiniteError      (ArithmeticError) a NaN or an infinity was made
+    ├── MissingPackageError (ModuleNotFoundError) a package of an extra is not installed
     └── UnsupportedTorchError (RuntimeError) torch or Python works otherwise in this version
 
 Warnings::
@@ -32,6 +33,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "LabellingError",
     "LayerNotFoundError",
     "MissingInputError",
+    "MissingPackageError",
     "MutationError",
     "NonFiniteError",
     "PostprocessorError",
@@ -159,6 +163,10 @@ class NonFiniteError(RecorderError, ArithmeticError):
     origin: Any = None
 
 
+class MissingPackageError(RecorderError, ModuleNotFoundError):
+    """A feature needs a package that is not installed; the message names the extra that has it."""
+
+
 class UnsupportedTorchError(RecorderError, RuntimeError):
     """A feature needs something of torch or Python that this version has not, or has otherwise."""
 
@@ -169,6 +177,34 @@ class CollectWarning(UserWarning):
 
 class ShardWarning(UserWarning):
     """A layer returns a shard: its record is only what this process has of the activation."""
+
+
+@contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Let an import in the block that finds no package say which extra has it.
+
+    Parameters
+    ----------
+    extra : str
+        The extra.
+    what : str
+        What needs it.
+
+    Examples
+    --------
+    >>> with needing("frame", "a table"):
+    ...     import no_pandas
+    Traceback (most recent call last):
+    scio_recorder.errors.MissingPackageError: a table needs no_pandas, which is not installed: ...
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{what} needs {error.name}, which is not installed: "
+            f"pip install 'scio-recorder[{extra}]'",
+            name=error.name,
+        ) from error
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -367,12 +367,7 @@ def demo(parsed: argparse.Namespace, console: Console) -> None:
     """
     from scio_recorder.command_line.demo import run_demo
 
-    try:
-        run_demo(console, seed=parsed.seed, epochs=parsed.epochs)
-    except ModuleNotFoundError as error:
-        if error.name != "sklearn":
-            raise
-        raise UsageError("the demo needs scikit-learn: pip install scikit-learn") from None
+    run_demo(console, seed=parsed.seed, epochs=parsed.epochs)
 
 
 def _inputs(parsed: argparse.Namespace) -> dict[str, Any]:

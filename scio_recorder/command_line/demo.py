@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import needing
 from scio_recorder.postprocessors import Clip
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
@@ -114,8 +115,8 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
 
 def load_digits() -> Digits:
     """Load scikit-learn's handwritten digits, and split the known ones at random."""
-    # Only the demo needs scikit-learn.
-    from sklearn import datasets
+    with needing("demo", "the demonstration"):
+        from sklearn import datasets
 
     bunch = datasets.load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16

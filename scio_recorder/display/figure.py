@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scio_recorder.display.outline import short_title
+from scio_recorder.errors import needing
 from scio_recorder.layer import Layer
 
 if TYPE_CHECKING:
@@ -147,15 +148,11 @@ def blank(size: tuple[float, float]) -> Figure:
 
     Raises
     ------
-    ModuleNotFoundError
+    MissingPackageError
         matplotlib is not installed.
     """
-    try:
+    with needing("plot", "a figure"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "plots need matplotlib: pip install 'scio-recorder[plot]'", name=error.name
-        ) from error
     figure = Figure(figsize=size)
     # A notebook shows figures that pyplot knows; this one says itself how it looks.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it

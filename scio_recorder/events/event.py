@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from scio_recorder.errors import ArgumentError, warn
+from scio_recorder.errors import ArgumentError, needing, warn
 from scio_recorder.tensors.structures import tensors
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def event_frame(
     stashes: Sequence[Any], stat: Statistic | Mapping[str, Statistic], stat_name: str | None
 ) -> pandas.DataFrame:
     """Return one row for each event, with one column for each statistic."""
-    import pandas
+    with needing("frame", "a frame"):
+        import pandas
 
     statistics = _named(stat, stat_name)
     rows = [_row(stash, statistics) for stash in stashes]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.events import Event, Tracker
 from scio_recorder.integrations.statistics import (
     OF_UNITS,
@@ -24,13 +24,9 @@ from scio_recorder.tensors.arguments import whole
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
 
-try:
+with needing("lightning", "the callback"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import rank_zero_warn
-except ModuleNotFoundError as error:  # pragma: no cover
-    raise ModuleNotFoundError(
-        f"{error}; the callback needs Lightning: pip install 'scio-recorder[lightning]'"
-    ) from error
 
 __all__ = ["GuardCallback", "LayerStatsMonitor"]
 

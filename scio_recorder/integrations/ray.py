@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
+from scio_recorder.errors import (
+    CollectError,
+    CollectWarning,
+    RecordingError,
+    caught_as,
+    needing,
+    warn,
+)
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
 from scio_recorder.recording.collect.options import Reduce, Transforms
@@ -23,10 +30,8 @@ from scio_recorder.stores.disk_format.claims import complete_parts
 from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.tensors.arguments import whole
 
-try:
+with needing("ray", "a collection by actors"):
     import ray
-except ImportError as error:
-    raise ImportError('Ray is not installed: pip install "scio-recorder[ray]"') from error
 
 __all__ = ["collect_parts"]
 

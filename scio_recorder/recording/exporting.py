@@ -18,7 +18,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.errors import ArgumentError, RecordingError, needing
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.columns import (
     ID_BYTES,
@@ -280,13 +280,8 @@ def _fill(array: zarr.Array[Any], read: Callable[[int, int], NDArray[Any]]) -> N
 
 
 def _imported(package: str, extra: str) -> Any:
-    try:
+    with needing(extra, "this export"):
         return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}; this export needs {package}: pip install 'scio-recorder[{extra}]'",
-            name=error.name,
-        ) from error
 
 
 @contextmanager

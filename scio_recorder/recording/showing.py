@@ -14,7 +14,7 @@ from scio_recorder.display.figure import LayerSummary, draw
 from scio_recorder.display.outline import Outline, Outlined, outline
 from scio_recorder.display.page import write_page
 from scio_recorder.display.recording_page import recording_page
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.summarise import summarise
@@ -159,7 +159,8 @@ class Showing(Outlined, Readable):
         >>> rnet.collect([torch.tensor([[1.0, 2.0]])]).to_frame().loc["0-1", "mean"].item()
         1.5
         """
-        import pandas as pd
+        with needing("frame", "a frame"):
+            import pandas as pd
 
         columns = [name for name in FRAME_COLUMNS if name != "rows" or self.has_rows]
         frame = pd.DataFrame(self.layer_rows(), columns=columns).set_index("label")

@@ -14,7 +14,7 @@ from scio_recorder.display.charts import Matrix, draw_matrix, matrix_html
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import full_name
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ArgumentError, ComparisonError
+from scio_recorder.errors import ArgumentError, ComparisonError, needing
 from scio_recorder.layer import DepthIdx, Layer, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
@@ -158,7 +158,8 @@ class Similarity(Listed):
         >>> similarity(recording, recording).to_frame().loc["0", "0"].item()
         1.0
         """
-        import pandas as pd
+        with needing("frame", "a frame"):
+            import pandas as pd
 
         names = ([full_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
         rows, columns = (pd.Index(own, name=name) for own, name in zip(names, _NAMES, strict=True))

@@ -22,7 +22,7 @@ from scio_recorder.display.charts import draw_profile
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import Outline, Outlined
 from scio_recorder.display.page import write_page
-from scio_recorder.errors import ComparisonError
+from scio_recorder.errors import ComparisonError, needing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +81,8 @@ class Difference(Listed, Outlined, Findings):
         >>> compare(rnet, rnet, [torch.ones(3, 2)]).to_frame()["max_abs"].tolist()
         [0.0, 0.0]
         """
-        import pandas as pd
+        with needing("frame", "a frame"):
+            import pandas as pd
 
         frame = pd.DataFrame(frame_rows(self), columns=FRAME_COLUMNS, dtype=object)
         # What may be absent stays None or what it is.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from scio_recorder.display.charts import EffectMap, draw_effects
 from scio_recorder.display.outline import full_name, visible
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
@@ -100,7 +100,8 @@ class Effects:
             By label: ``name``, ``type``, ``position`` (where there are positions), ``metric`` and
             ``recovered``.
         """
-        import pandas as pd
+        with needing("frame", "a frame"):
+            import pandas as pd
 
         shown = self._in_order()
         positions = [None] if self.positions is None else self.positions

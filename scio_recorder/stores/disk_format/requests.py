@@ -22,6 +22,8 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from scio_recorder.errors import needing
+
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
@@ -109,15 +111,8 @@ class Requests:
             raise OSError(errno.EINVAL, _in_words(str(error))) from None
 
     def _library(self) -> ModuleType:
-        try:
-            with _loading:
-                return _library(os.getpid())
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{error}; recordings on {self._url} need obstore: pip install "
-                "'scio-recorder[cloud]'",
-                name=error.name,
-            ) from error
+        with needing("cloud", f"a recording on {self._url}"), _loading:
+            return _library(os.getpid())
 
 
 def _understood(error: Exception) -> tuple[OSError, bool]:
