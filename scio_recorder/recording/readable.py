@@ -18,11 +18,12 @@ from scio_recorder.reductions import Reduction
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
-from scio_recorder.stores.disk_tensor import bytes_of_row
+from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 
 T = TypeVar("T")
-# Bytes that are looked at together where all of a layer is read.
-_PART_BYTES = 1 << 26
+# Bytes that are looked at together where all of a layer is read: so few that the next ones get the
+# same memory, and so many requests where each goes to a bucket.
+_PART_BYTES, _PART_REQUESTS = 1 << 24, 4
 # Rows of which the samples are looked at together.
 _PART_ROWS = 1 << 20
 
@@ -305,7 +306,10 @@ class Readable(LayerMapping[Any]):
         [3]
         """
         samples: Tensor = self[key]
-        step = max(1, _PART_BYTES // max(1, bytes_of_row(samples)))
+        num_bytes = _PART_BYTES
+        if isinstance(samples, DiskTensor) and samples.reader.num_readers > 1:
+            num_bytes = max(num_bytes, _PART_REQUESTS * samples.reader.span_bytes)
+        step = max(1, num_bytes // max(1, bytes_of_row(samples)))
         return (samples[start : start + step] for start in range(0, len(samples), step))
 
     def _get(self, label: DepthIdx) -> Any:

@@ -97,13 +97,17 @@ class Alive(RowReduction):
         rows = len(values) * values.shape[2:].numel()
         if not rows:
             return
+        # What is left by the first dimension is small; to go through all of them at once is slow
+        # where the last ones are short.
         others = [0, *range(2, values.ndim)]
-        low, high = values.amin(others), values.amax(others)
+        low = values.amin(0, keepdim=True).amin(others)
+        high = values.amax(0, keepdim=True).amax(others)
         # Of booleans there is a smallest one, and no absolute value.
         low, high = low.to(self._dtype), high.to(self._dtype)
-        active, at_bound = (values > 0).sum(others), torch.zeros_like(low, dtype=torch.int64)
+        active = (values > 0).sum(0, keepdim=True).sum(others)
+        at_bound = torch.zeros_like(low, dtype=torch.int64)
         if self._bounds is not None:
-            at_bound = is_at_bound(values, self._bounds).sum(others)
+            at_bound = is_at_bound(values, self._bounds).sum(0, keepdim=True).sum(others)
         self._take(rows, active, at_bound, low, high)
 
     def _take(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:

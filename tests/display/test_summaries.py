@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, Recording, reductions
 from scio_recorder.display.figure import LayerSummary
-from scio_recorder.recording import summarise as summarising
+from scio_recorder.recording import survey
 from scio_recorder.recording.summarise import summarise
+
+INF = math.inf
 
 
 def kept(samples: Tensor, net: nn.Module | None = None, **options: object) -> Recording:
@@ -28,7 +31,7 @@ def of(samples: Tensor, net: nn.Module | None = None, **options: object) -> Laye
 
 @pytest.fixture(params=[1 << 21, 5], ids=["whole", "blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summarising, "_BLOCK", request.param)
+    monkeypatch.setattr(survey, "_BLOCK", request.param)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -119,6 +122,67 @@ def test_far_values_do_not_flatten_the_rest() -> None:
     assert found.bars.high == whole.max()
     assert (found.bars.below, found.bars.above) == (1, 0)
     assert found.values.low == whole.min()
+
+
+def reads_of(samples: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[LayerSummary, int]:
+    """Return what is shown of a layer of many parts, and how often each of them was read."""
+    recording, read = kept(samples), 0
+    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", samples.nbytes // 20)
+    original = type(recording).parts
+
+    def parts(self: Recording, key: object) -> Iterator[Tensor]:
+        nonlocal read
+        for part in original(self, key):  # type: ignore[arg-type]
+            read += len(part)
+            yield part
+
+    monkeypatch.setattr(type(recording), "parts", parts)
+    return summarise(recording, [(0, 1)], bins=7)[0], read // len(samples)
+
+
+def check_bars(found: LayerSummary, samples: Tensor) -> None:
+    """Compare counts with NumPy's in bins that hold all values, or all near the mean."""
+    whole, bars = samples[samples.isfinite()].double().numpy(), found.bars
+    assert bars is not None
+    reach = 6 * whole.std(ddof=1)
+    low, high = max(whole.min(), whole.mean() - reach), min(whole.max(), whole.mean() + reach)
+    assert low - (high - low) / 100 <= bars.low <= low
+    assert high <= bars.high <= high + (high - low) / 100
+    counts, _ = np.histogram(whole, bins=7, range=(bars.low, bars.high))
+    assert bars.counts == tuple(counts)
+    infinities = int(samples.isneginf().sum()), int(samples.isposinf().sum())
+    assert bars.below == (whole < bars.low).sum() + infinities[0]
+    assert bars.above == (whole > bars.high).sum() + infinities[1]
+
+
+@pytest.mark.parametrize("kind", ["far", "relu", "bfloat16", "infinities", "outlier", "integers"])
+def test_a_large_layer_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = torch.randn(400, 30, generator=torch.Generator().manual_seed(0))
+    samples[300:] *= 1.5
+    if kind == "far":
+        samples = samples + 1e3
+    elif kind == "relu":
+        samples = samples.relu()
+    elif kind == "bfloat16":
+        samples = samples.bfloat16()
+    elif kind == "infinities":
+        samples[0, 0], samples[1, 1], samples[-1, :2] = INF, math.nan, -INF
+    elif kind == "outlier":
+        samples[-1, 0] = 30.0
+    else:
+        samples = (9 * samples).long()
+    found, reads = reads_of(samples, monkeypatch)
+    assert reads == 1
+    check_bars(found, samples)
+
+
+@pytest.mark.parametrize("first", [0.0, 3.0, 1e3, 1e-3, math.nan, INF])
+def test_a_first_part_that_misleads(first: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = torch.randn(400, 30, generator=torch.Generator().manual_seed(0))
+    samples[:40] = first * samples[:40] if first in (1e3, 1e-3) else first
+    found, reads = reads_of(samples, monkeypatch)
+    assert reads <= 2
+    check_bars(found, samples)
 
 
 @pytest.mark.usefixtures("blocks")

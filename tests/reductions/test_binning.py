@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions import histogram
-from scio_recorder.reductions.histogram import Bins
+from scio_recorder.reductions import binning
+from scio_recorder.reductions.binning import Bins, FineBins
 
 INF = float("inf")
 
@@ -28,19 +28,20 @@ def awkward(dtype: torch.dtype) -> Tensor:
     return torch.cat([some.to(dtype), edges, *beside, rows.to(dtype), (rows * 1e-3).to(dtype)])
 
 
-@pytest.mark.parametrize("many", [0, 1 << 22], ids=["by table", "by search"])
+@pytest.mark.parametrize("most", [-1, 4, 1000], ids=["searched", "as it is", "computed"])
 @pytest.mark.parametrize("count", [1, 40, 300])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
 )
 def test_counts_are_numpys(
-    dtype: torch.dtype, count: int, many: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, count: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(histogram, "_MANY", many)
+    monkeypatch.setattr(binning, "_MOST_DOUBTFUL", most)
     values = awkward(dtype)
     for low, high in ((-1.0, 3.0), (0.0, 2.7), (-1e-3, 1e-3), (1e-38, 1e-37)):
         bins = Bins(low, high, count)
         halves = [bins.tally(part) for part in (values[::2], values[1::2])]
+        torch.testing.assert_close(values, awkward(dtype), rtol=0, atol=0, equal_nan=True)
         assert sum(halves).tolist() == by_hand(values, low, high, count)  # type: ignore[union-attr]
 
 
@@ -51,8 +52,39 @@ def test_whole_numbers_and_bins_narrower_than_can_be_told_apart() -> None:
     assert (int(narrow.sum()), int(narrow[0]), int(narrow[-1])) == (3, 1, 1)
 
 
-def test_a_table_is_made_once_it_is_worth_it() -> None:
-    bins, values = Bins(-2.0, 2.0, 50), torch.randn(1 << 20)
-    tallies = [bins.tally(values).tolist() for _ in range(5)]
-    assert bins._tables.keys() == {torch.float32}
-    assert all(tally == by_hand(values, -2.0, 2.0, 50) for tally in tallies)
+def test_values_are_computed_and_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bins, searched = Bins(-2.0, 2.0, 50), []
+    original = Bins._searched
+
+    def counting(self: Bins, values: Tensor) -> Tensor:
+        searched.append(len(values))
+        return original(self, values)
+
+    monkeypatch.setattr(Bins, "_searched", counting)
+    values = torch.randn(1 << 20)
+    for _ in range(2):
+        assert bins.tally(values).tolist() == by_hand(values, -2.0, 2.0, 50)
+    assert sum(searched) < 300, "the edges, once"
+
+
+@pytest.mark.parametrize("low", [-1.0, 0.0, 1e4, -3e-5])
+def test_fine_bins_are_joined_to_bins_that_hold_a_range(low: float) -> None:
+    values = low + (1.0 + abs(low)) * torch.rand(20_000, generator=torch.Generator().manual_seed(0))
+    values[:3] = torch.tensor([low, INF, -INF])
+    # What the guess is made from is half of the range.
+    fine = FineBins(low, low + (1.0 + abs(low)) / 2, 40)
+    whole = values[values.isfinite()].double()
+    first, last = float(whole.min()), float(whole.max())
+    joined = fine.joined(fine.tally(values), first, last)
+    assert joined is not None
+    tally, begin, end = joined
+    width = (end - begin) / 40
+    assert first - width / 10 < begin <= first
+    assert last < end < last + 2 * width
+    assert tally.tolist() == by_hand(values, begin, end, 40)
+    # A part of it, with the rest beside.
+    joined = fine.joined(fine.tally(values), first + 3 * width, last - 3 * width)
+    assert joined is not None
+    assert joined[0].tolist() == by_hand(values, *joined[1:], 40)
+    assert fine.joined(fine.tally(values), first, last + 1000 * width) is None, "out of reach"
+    assert fine.joined(fine.tally(values), first, first + width / 10) is None, "too coarse"

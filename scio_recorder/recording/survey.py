@@ -1,0 +1,202 @@
+"""Running statistics and histograms of all values of a layer, a block at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scio_recorder.display.figure import Bars, Units, Values
+from scio_recorder.reductions.alive import Alive, AliveResult, with_units
+from scio_recorder.reductions.base import join_means
+from scio_recorder.reductions.binning import Bins, FineBins, is_exact_in_float32
+from scio_recorder.reductions.histogram import widened
+from scio_recorder.tensors.threads import for_each
+
+# Values that are looked at together: they stay in the cache.
+_BLOCK = 1 << 17
+# Bins reach no further from the mean than so many standard deviations.
+_REACH = 6.0
+
+
+def counted(parts: Iterable[Tensor], span: tuple[float, float], bins: int) -> Bars:
+    """Count the values of all parts in bins over a range, except for NaNs."""
+    counts = _Counts(Bins(*span, bins))
+    for part in parts:
+        counts.update(part)
+    bars = counts.bars(span)
+    assert bars is not None
+    return bars
+
+
+class Survey:
+    """Running statistics, in float64; of complex values, their magnitudes are looked at.
+
+    Parameters
+    ----------
+    dimension : int
+        The dimension of [samples, ...] along which units lie; 0 to take everything for one unit.
+    bounds : (float or None, float or None), optional
+        The bounds at which the layer saturates.
+    num_bins : int, optional
+        Number of bins of a histogram.
+    """
+
+    def __init__(
+        self,
+        dimension: int,
+        bounds: tuple[float | None, float | None] | None = None,
+        num_bins: int | None = None,
+    ) -> None:
+        self._dimension = dimension
+        self._alive = Alive(dimension or 1, bounds)
+        self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
+        self._samples = 0
+        self._mean = self._squares = 0.0
+        self._low, self._high = math.inf, -math.inf
+        self._num_bins = num_bins
+        self._counts: _Counts | None = None
+
+    def update(self, part: Tensor, *, is_all: bool = False) -> None:
+        """Take in samples [some, ...]; ``is_all`` says that there are no others."""
+        is_first = not self._samples
+        self._samples += len(part)
+        looks = [self._look_at] if self._counts is None else [self._look_at, self._counts.update]
+        for_each(lambda look: look(part), looks, threads=2)
+        if is_first and self._num_bins and self.span:
+            # Others follow, and their range can only be guessed.
+            kind = Bins if is_all else FineBins
+            self._counts = _Counts(kind(*self.span, self._num_bins))
+            self._counts.update(part)
+
+    def _look_at(self, part: Tensor) -> None:
+        for block in _blocks(part):
+            if block.numel():
+                self._alive.update(with_units(block, self._dimension))
+                # One sample may be larger than the cache.
+                for values in torch.split(block.flatten(), _BLOCK):
+                    self._take(values)
+
+    def _take(self, values: Tensor) -> None:
+        low, high = map(float, values.aminmax())
+        self._total += values.numel()
+        # Both are finite only where everything is.
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self._nans += int(values.isnan().sum())
+            self._below += int(values.isneginf().sum())
+            self._above += int(values.isposinf().sum())
+            values = values[values.isfinite()]
+            if not values.numel():
+                return
+            low, high = map(float, values.aminmax())
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        # NumPy counts several times faster.
+        self._zeros += int(np.count_nonzero(values.numpy() == 0))
+        away = values.to(torch.float64, copy=True)
+        mean = float(away.mean())
+        self._mean, apart = join_means(self._count, self._mean, values.numel(), mean)
+        away -= mean
+        self._squares += float(away @ away) + apart * apart
+        self._count += values.numel()
+
+    @property
+    def values(self) -> Values:
+        """Statistics of all values but NaNs."""
+        infinities = self._below + self._above
+        if self._count + infinities == 0:
+            return Values(nans=self._nans, infinities=0)
+        found = self.finite
+        if infinities:
+            found = Values(
+                mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
+                std=math.nan,
+                low=-math.inf if self._below else self._low,
+                high=math.inf if self._above else self._high,
+            )
+        zeros = self._zeros / self._total
+        return replace(found, zeros=zeros, nans=self._nans, infinities=infinities)
+
+    @property
+    def finite(self) -> Values:
+        """Mean, spread and extremes of the finite values alone."""
+        if not self._count:
+            return Values()
+        std = math.sqrt(self._squares / (self._count - 1)) if self._count > 1 else math.nan
+        return Values(self._mean, std, self._low, self._high)
+
+    @property
+    def units(self) -> Units | None:
+        """Facts about units; None where fewer than two samples were seen, or no values."""
+        is_known = self._samples > 1 and self._total > 0
+        return units_of(self._alive.compute(), self._dimension) if is_known else None
+
+    @property
+    def bars(self) -> Bars | None:
+        """The histogram; None without bins or values, and where the first part misled."""
+        return self._counts.bars(self.span) if self._counts and self.span else None
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The range that bins should cover; None where there is no finite value."""
+        if not self._count:
+            return None
+        std = self.finite.std
+        reach = _REACH * std if std is not None and math.isfinite(std) else math.inf
+        return widened(max(self._low, self._mean - reach), min(self._high, self._mean + reach))
+
+
+class _Counts:
+    """How many values fall into each bin."""
+
+    def __init__(self, bins: Bins) -> None:
+        self._bins = bins
+        self._tally = torch.zeros(len(bins.edges) + 1, dtype=torch.int64)
+
+    def update(self, part: Tensor) -> None:
+        """Take in values [some, ...]."""
+        for block in _blocks(part):
+            for values in torch.split(block.flatten(), _BLOCK):
+                self._tally += self._bins.tally(values)
+
+    def bars(self, span: tuple[float, float]) -> Bars | None:
+        """Return counts in bins that hold a range; None where fine bins don't give these."""
+        joined = self._bins.joined(self._tally, *span)
+        if joined is None:
+            return None
+        tally, low, high = joined
+        below, *counts, above = tally.tolist()
+        return Bars(tuple(counts), low, high, below, above)
+
+
+def units_of(result: AliveResult, dimension: int) -> Units:
+    """Return how many units there are, and how many of them do nothing.
+
+    Parameters
+    ----------
+    result : AliveResult
+        What each unit did.
+    dimension : int
+        The dimension of [samples, ...] along which they lie, 0 where there is none.
+    """
+    dead, saturated = result.dead, result.saturated
+    zero = int((dead & (result.max_abs == 0)).sum())
+    return Units(
+        dead.numel(),
+        dimension,
+        zero,
+        int(dead.sum()) - zero,
+        None if saturated is None else int(saturated.sum()),
+    )
+
+
+def _blocks(part: Tensor) -> Iterator[Tensor]:
+    """Yield samples a bounded number of values at a time, on the CPU, in float32 or float64."""
+    rows = max(1, _BLOCK // max(1, part.shape[1:].numel()))
+    for start in range(0, len(part), rows):
+        block = part[start : start + rows].detach().cpu()
+        block = block.abs() if block.is_complex() else block
+        yield block.to(torch.float32 if is_exact_in_float32(block.dtype) else torch.float64)
