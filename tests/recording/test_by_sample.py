@@ -129,7 +129,7 @@ def test_resumed_with_rows_of_another_kind(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         made = expected([other])
         patch.setattr("tests.recording.rows.tensors_of", lambda rows: {**made, "token": made[WIDE]})
-        with pytest.raises(RecordingError, match=r"token gives .* is stored"):
+        with pytest.raises(RecordingError, match=r"token gives .* are stored"):
             write(f"disk:{tmp_path}/run", [other], resume=True)
 
 
