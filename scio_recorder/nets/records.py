@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -33,6 +33,34 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, given: Any) -> Self | None:
+        """Return what a tensor, a tuple, a mapping of keywords, or a pair of both says is received.
+
+        Parameters
+        ----------
+        given : Tensor, tuple, mapping or (tuple, mapping)
+            One positional input, several, those by keyword, or both kinds.
+
+        Returns
+        -------
+        Inputs or None
+            None for anything else.
+
+        Examples
+        --------
+        >>> Inputs.of(((1, 2), {"scale": 3}))
+        Inputs(args=(1, 2), kwargs={'scale': 3})
+        """
+        if isinstance(given, Tensor):
+            return cls((given,), {})
+        if isinstance(given, Mapping):
+            return cls((), dict(given))
+        if not isinstance(given, tuple):
+            return None
+        is_pair = len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping)
+        return cls(given[0], dict(given[1])) if is_pair else cls(given, {})
 
     def named(self, module: nn.Module) -> dict[str, Any]:
         """Return these by the names that the module's ``forward`` has for them.

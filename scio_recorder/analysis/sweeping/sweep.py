@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -211,14 +211,9 @@ def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
 
 
 def _inputs(name: str, given: Any) -> Inputs:
-    if isinstance(given, Tensor):
-        return Inputs((given,), {})
-    if isinstance(given, Mapping):
-        return Inputs((), dict(given))
-    if isinstance(given, tuple) and [*map(type, given)] == [tuple, dict]:
-        return Inputs(*given)
-    if isinstance(given, tuple):
-        return Inputs(given, {})
+    inputs = Inputs.of(given)
+    if inputs is not None:
+        return inputs
     raise ComparisonError(
         f"{name} is {describe(given)}: give a tensor, a tuple of positional inputs, a dict of "
         "keyword inputs, or both as a pair (tuple, dict)"

@@ -124,18 +124,16 @@ class Feed:
     def inputs(self, batch: Any) -> Inputs:
         """Return what the net is called with for a batch."""
         given = _first(batch) if self.to_inputs is None else self._said("to_inputs", batch)
-        if isinstance(given, Tensor):
-            return Inputs((given,), {})
-        if isinstance(given, Mapping):
-            return Inputs((), _keywords(given))
-        if self.to_inputs is None:
+        if self.to_inputs is None and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
             raise CollectError(f"{what}; {_WRITE}")
-        if _is_pair(given):
-            return Inputs(given[0], _keywords(given[1]))
-        if isinstance(given, tuple | list):
-            return Inputs(tuple(given), {})
+        inputs = Inputs.of(tuple(given) if isinstance(given, list) else given)
+        if inputs is not None:
+            odd = [key for key in inputs.kwargs if not isinstance(key, str)]
+            if odd:
+                raise CollectError(f"the key {odd[0]!r} of a batch can't be a keyword; {_WRITE}")
+            return inputs
         raise CollectError(
             f"to_inputs returned a {type(given).__name__} for batch {self.number}: return a "
             "tensor, a tuple of positional inputs, a dict of keyword inputs, or both as a pair "
@@ -279,23 +277,6 @@ def _first(batch: Any) -> Any:
     if not batch:
         raise CollectError(f"a batch is an empty {type(batch).__name__}; {_WRITE}")
     return batch[0]
-
-
-def _is_pair(given: Any) -> bool:
-    """Whether something is positional and keyword inputs together: a tuple and a mapping."""
-    return (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and isinstance(given[0], tuple)
-        and isinstance(given[1], Mapping)
-    )
-
-
-def _keywords(given: Mapping[Any, Any]) -> dict[str, Any]:
-    odd = [key for key in given if not isinstance(key, str)]
-    if odd:
-        raise CollectError(f"the key {odd[0]!r} of a batch can't be a keyword; {_WRITE}")
-    return dict(given)
 
 
 def _num_samples(inputs: Inputs) -> int:
