@@ -183,11 +183,6 @@ class Calls:
         # A reader of a recording can be pickled, and a reader of its calls can't.
         return self._source if isinstance(self._source, KeptCalls) else self._source.kept
 
-    @property
-    def num_bytes(self) -> int:
-        """What all calls take together."""
-        return self._kept.num_bytes
-
     def call(self, number: int, label: DepthIdx) -> KeptCall:
         """Return the call of a layer in a batch, in memory of its own on the CPU.
 

@@ -66,12 +66,6 @@ class KeptReader:
         # Cache: batches are mostly read in order.
         self._last: tuple[Chunk, list[JSON]] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes the tensors take, which their files say."""
-        tables = [item for chunk in self._chunks for item in chunk.file.table.items()]
-        return sum(spec.nbytes for name, spec in tables if name.startswith("#"))
-
     def read(self, number: int) -> tuple[JSON, Callable[[int], Tensor]]:
         """Return the value of a batch, not to be changed, and what reads tensors it refers to.
 
