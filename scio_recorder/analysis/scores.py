@@ -119,8 +119,8 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
 def _check(features: Tensor, width: int) -> None:
     if features.dim() != 2 or features.shape[1] != width:
         raise CollectError(
-            f"features of shape {list(features.shape)}, and statistics of {width} features; give "
-            f"[samples, {width}], made of the activations as for the statistics."
+            f"features of shape {list(features.shape)} don't fit statistics of {width} features; "
+            f"give [samples, {width}], made from the activations as for the statistics."
         )
 
 

@@ -84,9 +84,9 @@ class CompiledPass:
                 if label and self.counts.get(index, 0) != len(positions)
             )
             raise FlowError(
-                "in the compiled pass, the modules of these layers ran more or less often than at "
-                f"labelling: {wrong}. Compile the recorder after record(), and call it "
-                "as it was labelled"
+                "in the compiled pass, the modules of these layers ran more or less often than "
+                f"at labelling: {wrong}. Compile the recorder after record(), and call it as for "
+                "labelling"
             )
         return values
 

@@ -290,7 +290,7 @@ class Capture:
     def _refuse_compiled(self, what: str) -> None:
         if self._compiled is not None:
             raise UnsupportedNetError(
-                f"the latest pass was compiled, and has left activations only, no {what}: run the "
+                f"the latest pass was compiled, and left only activations and no {what}: run the "
                 "recorder without torch.compile for these"
             )
 
@@ -317,8 +317,8 @@ class Capture:
         """Run the network while it is compiled."""
         if any(isinstance(post, OnInput) for post in (posts or {}).values()):
             raise PostprocessorError(
-                "OnInput can't act in a compiled pass: call the recorder without torch.compile, or "
-                "let the post-processor act on what the layer before returns"
+                "OnInput can't act in a compiled pass: call the recorder without torch.compile, "
+                "or let the post-processor act on the output of the layer before"
             )
         current = CompiledPass(self.program, posts, records_outputs)
         name = self._site.name
@@ -342,7 +342,7 @@ class Capture:
         output = call()
         if self._compiled is None:
             raise UnsupportedNetError(
-                "the recorder was compiled, and its call ran uncompiled: find the graph break by "
+                "the recorder was compiled, but its call ran uncompiled: find the graph break by "
                 "compiling it with fullgraph=True, or use a recorder that is not compiled"
             )
         for label, value in self._compiled.checked().items():
@@ -369,8 +369,9 @@ def warn_of_other_kernels(
             continue
         if any(inner in modules for inner in module.modules()):
             warn(
-                f"layer {row} runs without torch's fused kernel while it is {what}: torch takes "
-                "the plain one where modules have hooks, whose results can differ in the last bits"
+                f"layer {row} runs without torch's fused kernel while it is {what}: torch uses "
+                "the plain kernel for modules with hooks, and its results can differ in the last "
+                "bits"
             )
             return True
     return False
@@ -381,12 +382,13 @@ def refuse_transforms(what: str = "recorded") -> None:
     if private.is_inside_transform():
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "
-            f"can't be {what}: call rnet.net there, outside of blocks, or record() nothing"
+            f"can't be {what}: call rnet.net there, outside of blocks such as watch(), or "
+            "record() nothing"
         )
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
         raise UnsupportedNetError(
-            f"torch.jit.trace would keep one {what} pass and repeat it: trace rnet.net, outside of "
-            "blocks, or record() nothing"
+            f"torch.jit.trace would keep one {what} pass and repeat it: trace rnet.net, outside "
+            "of blocks such as watch(), or record() nothing"
         )
 
 

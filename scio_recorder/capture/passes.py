@@ -261,10 +261,10 @@ class Pass:
         if wrong:
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "
-                f"have lost their meaning:{''.join(wrong)}\nA layer that did not run at all was "
-                "skipped by the network, replaced by a fused kernel, compiled, or lost its hook to "
-                "somebody else. Label the net as it is used (mode=, input_data=), or record other "
-                "layers"
+                f"no longer name the same calls:{''.join(wrong)}\nA layer that did not run at all "
+                "was skipped by the network, replaced by a fused kernel, compiled, or lost its "
+                "hook to other code. Label the net as it is used (mode=, input_data=), or record "
+                "other layers"
             )
 
     def _activations(self, hold: Hold) -> Records:
@@ -299,8 +299,8 @@ class Pass:
 def _refuse_unkeepable(output: Any, layer: Layer) -> None:
     if isinstance(output, Iterator):
         raise UnsupportedNetError(
-            f"layer {layer} returns a {type(output).__name__}, which can be read only once, by the "
-            "network: record the layers inside it"
+            f"layer {layer} returns a {type(output).__name__}, which can be read only once, and "
+            "the network reads it: record the layers inside this one"
         )
     if private.is_inside_transform():
         raise UnsupportedNetError(

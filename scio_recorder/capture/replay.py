@@ -245,8 +245,8 @@ class Replay:
         layer = next(label for label, at in self._starts.items() if at == self._target)
         return FlowError(
             f"the network called other modules ahead of layer {self._architecture[layer]} than in "
-            "the run before, on the same inputs: its flow depends on something that is not put "
-            "back between runs, such as a global variable"
+            "the run before, on the same inputs: its flow depends on something that is not "
+            "restored between runs, such as a global variable"
         )
 
 

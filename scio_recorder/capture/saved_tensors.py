@@ -77,7 +77,7 @@ class SavedTensors:
 
     def __enter__(self) -> Self:
         if self._handles:
-            raise RuntimeError("this saved_tensors block is entered already: make another one")
+            raise RuntimeError("this saved_tensors block was entered already: make another one")
         assert self._root is not None
         if self._whole != self._calls.keys():
             self._handles.append(observe(self._root, self._restart, "", before=True))
@@ -247,7 +247,9 @@ def _usable_device(device: torch.device | str | None) -> torch.device | None:
             'such as "cpu"'
         ) from error
     if found.type == "meta":
-        raise SelectorTypeError('device="meta" keeps no numbers: write one that does, as "cpu"')
+        raise SelectorTypeError(
+            'device="meta" keeps no numbers: write a device that does, such as "cpu"'
+        )
     return found
 
 

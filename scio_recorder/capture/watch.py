@@ -75,8 +75,8 @@ class Passes(Sequence[Records]):
             raise IndexError(f"there is no pass {index}: {len(records)} are kept") from None
         except TypeError:
             raise SelectorTypeError(
-                f"passes are numbered, and {index!r} is no number: write passes[-1][{index!r}] for "
-                f"a layer in one pass, or passes.cat({index!r}) to join it over all"
+                f"{index!r} is not a number, and passes are numbered: write passes[-1][{index!r}] "
+                f"for a layer in one pass, or passes.cat({index!r}) to join it over all"
             ) from None
 
     def __len__(self) -> int:
@@ -118,17 +118,17 @@ class Passes(Sequence[Records]):
         for number, value in enumerate(values):
             if not isinstance(value, Tensor):
                 raise ArgumentError(
-                    f"layer {key} returned a {type(value).__name__} in pass {number}, and only "
-                    "tensors are joined: take what you need of each, as in torch.cat([records["
-                    f"{key!r}][0] for records in passes])"
+                    f"layer {key} returned a {type(value).__name__} in pass {number}, but only "
+                    "tensors can be joined: take what you need from each pass, as in "
+                    f"torch.cat([records[{key!r}][0] for records in passes])"
                 )
         try:
             return torch.cat(values, dim)
         except (RuntimeError, IndexError) as error:
             shapes = sorted({tuple(value.shape) for value in values})
             raise ArgumentError(
-                f"what layer {key} returned, of shapes {shapes}, can't be joined along dimension "
-                f"{dim}: write another dim=, or join what you need of each pass"
+                f"the outputs of layer {key}, of shapes {shapes}, can't be joined along dimension "
+                f"{dim}: write another dim=, or join what you need from each pass"
             ) from error
 
     def add(self, records: Records) -> None:
@@ -177,8 +177,8 @@ class AroundCalls(Around):
         """Run a pass, unless this call is part of one."""
         if torch.compiler.is_compiling():
             raise UnsupportedNetError(
-                "the network is compiled inside a block that watches it, and what is traced once "
-                "is no pass: leave it uncompiled there (for generate, disable_compile=True in its "
+                "the network is compiled inside a block that watches it, and a traced run is not "
+                "a pass: leave it uncompiled there (for generate, disable_compile=True in its "
                 "configuration), or compile the recorder and call that"
             )
         call = self.inner or self._plain

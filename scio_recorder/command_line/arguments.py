@@ -1,4 +1,4 @@
-"""What arguments of the command line name: things to import, shapes, dtypes and numbers."""
+"""Read arguments of the command line: things to import, shapes, dtypes and numbers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from scio_recorder.tensors.dtypes import DTYPES
 
 
 class UsageError(Exception):
-    """An argument that can't be followed; its text is all that the user sees."""
+    """An argument is wrong; this text is all that the user sees."""
 
 
 class FailureError(Exception):
-    """A command was understood and failed; its text is all that the user sees."""
+    """A command was understood and failed; this text is all that the user sees."""
 
 
 class BrokenOffError(FailureError):
-    """A collection has failed midway: how to go on with it is to be said as well."""
+    """A collection failed midway, so the user should also be told how to continue."""
 
 
 def load(target: str) -> Any:
-    """Import what ``MODULE:NAME`` says."""
+    """Import the object that ``MODULE:NAME`` names."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
@@ -58,7 +58,7 @@ def current_folder_on_path() -> Iterator[None]:
 
 
 def made(target: str) -> Any:
-    """Return what ``MODULE:NAME`` says, or what that makes where it is called without arguments."""
+    """Return the object that ``MODULE:NAME`` names, or its result if it is a function."""
     found = load(target)
     if isinstance(found, nn.Module) or not callable(found):
         return found
@@ -69,7 +69,7 @@ def made(target: str) -> Any:
 
 
 def net_of(target: str, *, is_eval: bool) -> nn.Module:
-    """Return the net that ``MODULE:NAME`` says or makes."""
+    """Return the net that ``MODULE:NAME`` names or makes."""
     net = made(target)
     if not isinstance(net, nn.Module):
         raise UsageError(f"{target} gives {kind_of(net)}, not a torch.nn.Module")
@@ -97,7 +97,7 @@ def size(text: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it like 1,3,32,32")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 1,3,32,32")
     return shape
 
 
@@ -105,23 +105,23 @@ def dtype_of(text: str) -> torch.dtype:
     """Read a dtype."""
     dtype = DTYPES.get(text.removeprefix("torch."))
     if dtype is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype; write it like float32 or int64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; write it like float32 or int64")
     return dtype
 
 
 def whole_from(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number."""
+    """Return a function that reads a whole number."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
         return int(text)
 
     return read
 
 
 def rows_of(text: str) -> Any:
-    """Return what a row is, by a word or as what ``MODULE:NAME`` makes."""
+    """Return the rows that a word names or ``MODULE:NAME`` makes."""
     # Imported here so that --help and wrong use answer at once.
     from scio_recorder import Nodes, Tokens
 

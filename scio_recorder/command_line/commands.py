@@ -51,7 +51,7 @@ SECONDS = 10.0
 def run(parsed: argparse.Namespace) -> int:
     """Run a command and return its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Lines of a table are worth less than the rest of it, where they can't be encoded.
+        # If the lines of a table can't be encoded, its text should still be printed.
         sys.stdout.reconfigure(errors="replace")
     try:
         with lines_every(SECONDS), current_folder_on_path():
@@ -71,8 +71,8 @@ def run(parsed: argparse.Namespace) -> int:
         text = f"error: {'; '.join(notes)}"
         status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
         is_broken_off = isinstance(error, BrokenOffError)
-    # Behind the exception, which holds the net: an error of looking for the recording would hold
-    # both, until the interpreter is half gone.
+    # After the exception, which holds the net: an error while looking for the recording would
+    # hold both, until the interpreter is half gone.
     text += _way_on(parsed) if is_broken_off else ""
     print(f"scio-recorder: {text}", file=sys.stderr)
     _drop_output()
@@ -80,23 +80,23 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _way_on(parsed: argparse.Namespace) -> str:
-    """Say how to go on with what a collection has on disk, if anything is."""
+    """Say how to continue with what a collection has on disk, if there is anything."""
     from scio_recorder.recording import open_recording
 
     try:
         if parsed.parts is not None:
             done = _progress(parsed.out).num_done
-            others = "what is durable of others stays, and the same command goes on"
+            others = "durable data of the others stays, and the same command goes on"
             return f"; {done:,} of {parsed.parts:,} parts are complete, {others}"
         samples = open_recording(parsed.out).num_samples
     except (AttributeError, RecorderError):
         # Another command, or nothing is there yet.
         return ""
-    return f"; {samples:,} samples are durable, --resume goes on behind them" if samples else ""
+    return f"; {samples:,} samples are durable, --resume goes on after them" if samples else ""
 
 
 def _drop_output() -> None:
-    """Let Python not try in vain, at its exit, to write what did not go out."""
+    """Keep Python from trying again, at its exit, to write output that could not be written."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -104,7 +104,7 @@ def _drop_output() -> None:
 
 
 def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return what is asked for; leaves the program where that can't be understood."""
+    """Return the parsed arguments, or exit the program if they can't be parsed."""
     parser = argparse.ArgumentParser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",
@@ -131,7 +131,7 @@ def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(commands: Any, run: Callable[..., int | None]) -> argparse.ArgumentParser:
-    """Add a command of a function's name, which its docstring describes."""
+    """Add a command that has a function's name and is described by its docstring."""
     text = getdoc(run) or ""
     short = text.partition("\n")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -183,8 +183,8 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         "--parts",
         type=number,
         metavar="N",
-        help="fill the folder together with others who run this command; --data is a function of "
-        "the part, from 0 to N - 1",
+        help="fill the folder together with others that run this command; --data is then a "
+        "function of the part, from 0 to N - 1",
     )
     add(
         "--layers",
@@ -196,7 +196,8 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
     add(
         "--rows",
         metavar="ROWS",
-        help="what a row is: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...) (samples)",
+        help="what a row is: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...); "
+        "by default a sample",
     )
     add(
         "--out",
@@ -207,10 +208,10 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         help="the folder to write, or a place in a bucket such as s3://bucket/run",
     )
     add("--every", type=number, default=1, help="take every n-th batch (1)")
-    add("--max-batches", type=number, help="stop after so many batches taken")
-    add("--keep-dtype", type=dtype_of, help="what is kept, such as bfloat16")
-    add("--resume", action="store_true", help="go on with what is there")
-    add("--train", action="store_true", help="leave the net in training mode")
+    add("--max-batches", type=number, help="stop after this number of taken batches")
+    add("--keep-dtype", type=dtype_of, help="the dtype in which to keep values, such as bfloat16")
+    add("--resume", action="store_true", help="continue an interrupted recording")
+    add("--train", action="store_true", help="leave the net in its mode; by default it is eval")
 
 
 def summary(parsed: argparse.Namespace, console: Console) -> None:
@@ -228,16 +229,18 @@ def _recorder(parsed: argparse.Namespace, *, is_eval: bool = False) -> Any:
     from scio_recorder.recorder.recorder import Recorder
 
     if parsed.input_data is not None and parsed.dtype:
-        raise UsageError("--dtype goes with --input-size; the data of --input-data has its own")
+        raise UsageError(
+            "--dtype goes with --input-size; the data of --input-data has its own dtype"
+        )
     net = net_of(parsed.net, is_eval=is_eval)
     return Recorder(net, force_static_flow=not parsed.allow_dynamic_flow, **_inputs(parsed))
 
 
 def collect(parsed: argparse.Namespace, console: Console) -> None:
-    """Record layers of a net over a dataset into a folder.
+    """Record layers of a net over a dataset, and write them to a folder.
 
-    --resume goes on with a recording that is there already. With --parts any number of these
-    commands, on any machines that see the folder, share the work, and go on by themselves.
+    --resume continues an interrupted recording. With --parts any number of these commands, on any
+    machines that see the folder, share the work, and continue what others have left.
     """
     from scio_recorder.recording.collect.terminating import terminable
 
@@ -275,10 +278,10 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def status(parsed: argparse.Namespace, console: Console) -> None:
-    """Show how far those have come who collect in parts.
+    """Show the progress of a recording that processes fill in parts.
 
-    What they do a second is what they say themselves, and the time left is for as many as there
-    are.
+    The rate is the one that the processes report. The time left is an estimate for as many
+    processes as there are now.
     """
     found = _progress(_there(parsed.path))
     table = Table("part", "held by", "process", "since", "", box=None)
@@ -314,7 +317,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def verify(parsed: argparse.Namespace, console: Console) -> None:
-    """Read all of a recording and compare its checksums."""
+    """Read a whole recording and compare its checksums."""
     from scio_recorder.stores.disk_format.reader import RunReader
 
     reports = []
@@ -327,20 +330,19 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
         raise FailureError("; ".join(damaged))
     num_bytes = sum(one.num_bytes for one in reports)
     state = "complete" if reader.complete else "interrupted: collect with resume to go on"
-    text = f"{len(reports)} files, {decimal(num_bytes)}: every checksum is right; {state}"
+    text = f"{len(reports)} files, {decimal(num_bytes)}: all checksums match; {state}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def report(parsed: argparse.Namespace, console: Console) -> None:
-    """Write a page of HTML that shows a recording.
+    """Write an HTML page that shows a recording.
 
-    The page is complete in itself: statistics, histograms, dead and saturated units, the
-    architecture.
+    The page is one file: statistics, histograms, dead and saturated units, the architecture.
     """
     from scio_recorder.recording import open_recording
 
     path = _there(parsed.path)
-    # Beside the folder, which holds nothing but the recording; of one in a bucket it is put here.
+    # Beside the folder, which holds nothing but the recording; for a bucket, in this folder.
     beside = os.path.basename(path.rstrip("/")) if is_url(path) else os.path.normpath(path)
     page = open_recording(path).report(parsed.output or f"{beside}.html", title=parsed.title)
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
@@ -362,8 +364,8 @@ def _title(recording: Any) -> str:
 def demo(parsed: argparse.Namespace, console: Console) -> None:
     """Train a small net on handwritten digits and detect unknown ones.
 
-    It is trained on the digits 0 to 6; scores that look inside it should notice the digits 7 to 9.
-    Needs scikit-learn and no network.
+    The net is trained on the digits 0 to 6. Scores that look inside it should notice the digits 7
+    to 9. The demo needs scikit-learn, but no internet connection.
     """
     from scio_recorder.command_line.demo import run_demo
 

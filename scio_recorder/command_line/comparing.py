@@ -1,4 +1,4 @@
-"""The command ``compare``: what its arguments are, and what it does with them."""
+"""The command ``compare``: its arguments, and what it does with them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _NOTHING = object()
 
 def add_compare(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    # Whoever asks whether runs differ must not take trouble for an answer.
+    # A caller that asks whether runs differ must not take an error for an answer.
     command.set_defaults(failed=WRONG_USE)
     add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
     add("reference", metavar="REFERENCE", help=what)
     add("candidate", metavar="CANDIDATE", help=what)
-    add("--floor", metavar="RUN", help="a third run, whose own differences are noise")
+    add("--floor", metavar="RUN", help="a third run, whose differences from REFERENCE are noise")
     add(
         "--data",
         metavar="MODULE:NAME",
-        help="the batches, where nets run: an iterable, or a function that makes one",
+        help="the batches, if nets run: an iterable, or a function that makes one",
     )
     add(
         "--layers",
         nargs="+",
         metavar="LAYER",
-        help="layers of a reference that is a net, as for collect; by default all",
+        help="the layers to compare, if REFERENCE is a net, as for collect; by default all",
     )
     add(
         "--match",
@@ -57,14 +57,14 @@ def add_compare(command: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=NAME",
-        help="names or globs of the reference and what they are in the candidate",
+        help="names or globs of the reference and their names in the candidate",
     )
     add("--rtol", type=_tolerance, default=0.0, help="relative tolerance (0: bit for bit)")
     add("--atol", type=_tolerance, default=0.0, help="absolute tolerance (0: bit for bit)")
-    add("--rows", metavar="ROWS", help="what a row is, where nets run, as for collect")
-    add("--max-batches", type=whole_from(1), help="stop after so many batches")
+    add("--rows", metavar="ROWS", help="what a row is, if nets run, as for collect")
+    add("--max-batches", type=whole_from(1), help="stop after this number of batches")
     add("--report", metavar="FILE", help="write a page that shows the differences")
-    add("--train", action="store_true", help="leave nets in training mode")
+    add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
     add(
         "--allow-dynamic-flow",
         action="store_true",
@@ -78,15 +78,15 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no tolerance; write it like 1e-5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance; write it like 1e-5")
     return value
 
 
 def compare(parsed: argparse.Namespace, console: Console) -> int:
     """Find the layers in which two runs differ, and the one that makes the difference.
 
-    Runs are recordings, or nets that run over --data. Exit status 0: nothing differs; 1: something
-    does; 2: any trouble.
+    Runs are recordings, or nets that run over --data. The exit status is 0 if nothing differs, 1
+    if something does, and 2 for any error.
     """
     # Imported here so that --help and wrong use answer at once.
     from scio_recorder.recorder.comparing import compare as compare_runs
@@ -140,7 +140,7 @@ def _is_net(target: str) -> bool:
 def _refuse_mixtures(parsed: argparse.Namespace, given: Sequence[str]) -> None:
     nets = [target for target in given if _is_net(target)]
     if nets and parsed.data is None:
-        raise UsageError(f"{nets[0]} has to run on something: name batches with --data MODULE:NAME")
+        raise UsageError(f"{nets[0]} needs batches to run on: name them with --data MODULE:NAME")
     if not nets and parsed.data is not None:
         raise UsageError("--data is for nets, and these are recordings: leave it out")
     if parsed.layers is not None and not _is_net(parsed.reference):
@@ -148,7 +148,7 @@ def _refuse_mixtures(parsed: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
-    """Return what nets are given for the first batch, and all batches again."""
+    """Return the nets' inputs for the first batch, and all batches again."""
     if batches is None:
         return None, None
     from scio_recorder.recording.collect.feed import Feed
@@ -176,7 +176,7 @@ def _run(target: str, parsed: argparse.Namespace, inputs: Inputs | None) -> Any:
 
 
 def _in_dtype_of(net: nn.Module, inputs: Inputs) -> Inputs:
-    """Return inputs whose floating numbers are of the type of the net's parameters."""
+    """Return inputs whose floating-point tensors have the dtype of the net's parameters."""
     found = (one.dtype for one in net.parameters() if one.is_floating_point())
     dtype = next(found, None)
     others = {one.dtype for one in tensors(inputs) if one.is_floating_point()} - {dtype}
@@ -187,7 +187,7 @@ def _in_dtype_of(net: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[Any], Any]] | None:
-    """Return what makes inputs of a batch for each run, where types of numbers differ."""
+    """Return a function of the batch for each run's inputs, if the dtypes differ."""
     from scio_recorder.recording.collect.feed import Feed
 
     nets = [getattr(run, "net", None) for run in runs]

@@ -1,7 +1,7 @@
 """Exit statuses."""
 
 FAILED = 1
-# Of a comparison, as diff and cmp say it.
+# The status with which diff and cmp report a difference.
 DIFFERENT = 1
 # The status with which argparse itself exits.
 WRONG_USE = 2

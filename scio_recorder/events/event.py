@@ -127,10 +127,10 @@ class Journal:
         for name in sorted(self.lost - self._warned):
             self._warned.add(name)
             warn(
-                f"gradients of what the module {name!r} returns are missing from the log, or "
-                "incomplete: it returns a view that is changed in place later, which takes the "
-                "view as it was off autograd's graph. Write that operation out of place, as x + 1 "
-                "for x += 1 or ReLU() for ReLU(inplace=True)"
+                f"gradients of the output of module {name!r} are missing from the log, or "
+                "incomplete: the output is a view that is changed in place later, which removes "
+                "the original view from autograd's graph. Write that operation out of place, as "
+                "x + 1 for x += 1 or ReLU() for ReLU(inplace=True)"
             )
 
 
@@ -164,14 +164,15 @@ def _named(
         stat = {stat_name or str(getattr(stat, "__name__", "value")): stat}
     elif stat_name is not None:
         raise ArgumentError(
-            f"stat_name={stat_name!r} is for one statistic, and the keys of stat name several"
+            f"stat_name={stat_name!r} names one statistic, but the keys of stat already name "
+            "several"
         )
     for name, function in stat.items():
         if not callable(function) or name in ("name", "type", "grad"):
             raise ArgumentError(
                 f"the statistic {name!r} is {function!r}: give a function Tensor -> number, such "
                 'as torch.std, or several by name, such as {"mean": torch.mean, "std": torch.std}; '
-                "name, type and grad are columns already"
+                "the names name, type and grad are taken"
             )
     return stat
 
@@ -183,8 +184,9 @@ def _row(stash: Any, statistics: Mapping[str, Statistic]) -> dict[str, Any]:
         first = stash.first_value
     except (AttributeError, TypeError):
         raise ArgumentError(
-            f"stash= has made a {type(stash).__name__} of an event, of which no table can be made: "
-            "keep a scio_recorder.events.Stash(name, type, grad, value), or use list(events)"
+            f"stash= turned an event into a {type(stash).__name__}, which doesn't fit into a "
+            "table: keep a scio_recorder.events.Stash(name, type, grad, value), or use "
+            "list(events)"
         ) from None
     if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
         first = first.double()

@@ -261,9 +261,9 @@ class Tracker:
         names, self._compiled = list(self._compiled), {}
         if names:
             warn(
-                f"calls of {len(names)} modules, of which one is {names[0]!r}, are missing from "
-                "the log: they ran as compiled code, which can't be logged. Run the net itself, "
-                "and not what torch.compile() made of it, inside the block of track()"
+                f"calls of {len(names)} modules, such as {names[0]!r}, are missing from the log: "
+                "they ran as compiled code, which can't be logged. Inside the block of track(), "
+                "run the net itself instead of the result of torch.compile()"
             )
 
 
@@ -324,8 +324,8 @@ def track(
     """
     if stash is not None and stash_value is not None:
         raise ArgumentError(
-            "stash and stash_value are both given: stash makes all that is kept of an event, so "
-            "apply the function to event.value in there"
+            "stash and stash_value are both given: stash alone decides what is kept of an event, "
+            "so let it apply the function to event.value"
         )
     tracker = Tracker(stash or partial(_default_stash, stash_value or _copy_to_host))
     tracker.register_all(module, grad=grad, include=include, exclude=exclude)
@@ -348,7 +348,7 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
         close = difflib.get_close_matches(str(text), names, n=4)
         hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
         raise LayerNotFoundError(
-            f"include={text!r}, a regular expression, is found in no module's name{hint}"
+            f"include={text!r}, a regular expression, matches no module's name{hint}"
         )
     return [name for name in included if exclude is None or not re.search(exclude, name)]
 

@@ -216,7 +216,8 @@ def _seen_by_all(store: Store) -> Disk:
     """Return the store, with a path that means the same to all processes."""
     if not isinstance(store, Disk):
         raise CollectError(
-            f"actors need a store that all of them see, and {type(store).__name__} is none: write "
+            f"actors need a store that all of them see, which {type(store).__name__} is not: "
+            "write "
             'store="disk:PATH" on a shared file system, or store="s3://BUCKET/RUN"'
         )
     path = store.path if is_url(store.path) else os.path.abspath(store.path)
@@ -244,6 +245,6 @@ def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> Non
                 advance(0, 0, number - shown)
                 shown = number
     raise RecordingError(
-        f"all actors have died more often than they are restarted; what is durable is in {path}, "
+        f"all actors have died more often than max_restarts= allows; durable data is in {path}, "
         "and the same call goes on"
     ) from lost

@@ -87,7 +87,7 @@ def add_activations(
     chosen = check_names(statistics) if statistics else ()
     if not isinstance(activations, LayerMapping):
         raise ArgumentError(
-            f"activations are a {type(activations).__name__}, which knows no layers: give "
+            f"activations are a {type(activations).__name__}, which has no layers: give "
             "rnet.activations, rnet.gradients or a Recording"
         )
     for label, name in _names(activations.architecture, _with_tensors(activations)).items():
@@ -111,8 +111,8 @@ def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
     labels = activations.stored if isinstance(activations, Recording) else activations
     if not labels:
         raise LayerNotFoundError(
-            "there is nothing to write: record layers and run a pass (for gradients a backward "
-            "pass too) before, or collect samples and not only reductions"
+            "there is nothing to write: first record layers and run a pass (for gradients a "
+            "backward pass too), or collect samples and not only reductions"
         )
     return list(labels)
 

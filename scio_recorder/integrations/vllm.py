@@ -135,13 +135,13 @@ class _HiddenStates(RowReader):
         for name, other in zip(self.requests, kinds, strict=True):
             if other != kind:
                 raise RecordingError(
-                    f"{self._path_of(name)} holds {other}, and {self.requests[0]}{_SUFFIX} {kind}: "
-                    "keep what different nets gave in folders of their own"
+                    f"{self._path_of(name)} holds {other}, and {self.requests[0]}{_SUFFIX} "
+                    f"{kind}: keep the files of different nets in different folders"
                 )
         if kind.layers != num_layers:
             raise RecordingError(
                 f"the files in {path} hold {kind.layers} layers, and layers= names {num_layers}: "
-                "name each of them"
+                "give a name for each layer"
             )
         self.starts = list(accumulate(lengths, initial=0))
         self.table = {
@@ -158,7 +158,7 @@ class _HiddenStates(RowReader):
             if not {_STATES, _TOKENS} <= set(found):
                 raise RecordingError(
                     f"{path} holds {', '.join(found) or 'nothing'}, not {_STATES} and {_TOKENS}: "
-                    "it is no file of vLLM's extraction of hidden states"
+                    "it is not a file of hidden states from vLLM"
                 )
             states, tokens = file.get_slice(_STATES), file.get_slice(_TOKENS)
             shape, length = states.get_shape(), tokens.get_shape()
@@ -169,7 +169,7 @@ class _HiddenStates(RowReader):
                 f"{length} one for each token"
             )
         if dtypes[0] is None or dtypes[1] is None:
-            raise RecordingError(f"{path} holds numbers of types that vLLM does not write there")
+            raise RecordingError(f"{path} holds dtypes that vLLM does not write there")
         return shape[0], _Kind(shape[1], shape[2], dtypes[0], dtypes[1])
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
@@ -187,7 +187,9 @@ class _HiddenStates(RowReader):
                 # Of what is mapped into memory, no more than this layer's is touched.
                 found = file.get_slice(_STATES)[start:stop, int(name)]
             if (found.shape, found.dtype) != (to.shape, to.dtype):
-                raise RecordingError(f"{self.path} has other files than when it was opened")
+                raise RecordingError(
+                    f"{self.path} no longer has the files that it had when it was opened"
+                )
             to.copy_(found)
 
     def distrust(self) -> None:
@@ -227,13 +229,14 @@ def _requests(path: str) -> list[str]:
     requests = [name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX)]
     if not requests:
         raise RecordingError(
-            f"{path} holds no hidden states of vLLM: there is no {_SUFFIX} file, compressed ones "
-            "have to be decompressed first"
+            f"{path} holds no hidden states of vLLM: there is no {_SUFFIX} file, and compressed "
+            "files must be decompressed first"
         )
     for name in files:
         if name.endswith(f"{_SUFFIX}.lock") and _is_locked(os.path.join(path, name)):
             raise RecordingError(
-                f"{path}/{name} is locked: vLLM is at work on this request. Wait until it is done"
+                f"{path}/{name} is locked: vLLM is still writing this request. Wait until it is "
+                "done"
             )
     return requests
 
@@ -261,7 +264,7 @@ def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
     if numbers != sorted(numbers):
         raise ArgumentError(
             f"layers={given!r}: numbers must rise, since networks gather layers from the first to "
-            "the last, in whatever order they are asked to; give names if yours does otherwise"
+            "the last, whatever the order of the request; give names if your network differs"
         )
     layers = []
     for place, key in enumerate(given):

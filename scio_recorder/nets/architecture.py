@@ -328,7 +328,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         if written != architecture.fingerprint:
             raise RecordingError(
                 f"architecture: its fingerprint is {architecture.fingerprint}, but {written!r} is "
-                "written beside it: the description was changed after it was written"
+                "stored with it: the description was changed after it was written"
             )
         return architecture
 
@@ -350,7 +350,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             raise LayerNotFoundError(no_such_name(name, self._names))
         labels = self.labels_of(name) or self.rows_of(name)
         if not labels:
-            raise LayerNotFoundError(f"module {name!r} did not run at labelling: it has no label")
+            raise LayerNotFoundError(
+                f"module {name!r} did not run at labelling, so it has no label"
+            )
         if len(labels) > 1:
             found = ", ".join(map(text_of, labels))
             raise LayerNotFoundError(

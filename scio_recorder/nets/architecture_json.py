@@ -70,7 +70,7 @@ def _decode_layer(row: Any) -> Layer:
     plain: dict[str, Any] = {name: _checked(row[name], kind) for name, kind in _PLAIN.items()}
     completion = row["completion"]
     if not plain["executed"] and completion is not None:
-        raise ValueError("it did not run and yet has a completion")
+        raise ValueError("it did not run but has a completion")
     return Layer(
         label=_decode_label(row["label"]),
         module=None,

@@ -99,7 +99,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
         label = label_of(selector)
         if label is not None and label in chosen and architecture[label].call > 0:
             raise LayerNotFoundError(
-                f"layer {architecture[label]} is a further call of its module, and with "
+                f"layer {architecture[label]} is a further call of its module, but with "
                 f'calls="any" all calls are one entry: write {architecture[label].name!r}'
             )
     rows = (first[id(architecture[label].module)] for label in chosen)
@@ -192,7 +192,7 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]
 
 def _named(architecture: Architecture, pattern: re.Pattern[Any]) -> list[DepthIdx]:
     if isinstance(pattern.pattern, bytes):
-        raise SelectorTypeError(f"{pattern!r} searches bytes, and names are text: drop the b")
+        raise SelectorTypeError(f"{pattern!r} searches bytes, but names are strings: drop the b")
     names = filter(pattern.search, architecture.names)
     return [label for name in names for label in architecture.rows_of(name)]
 
@@ -208,14 +208,14 @@ def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
         answer = predicate(layer)
     except Exception as error:
         raise LayerNotFoundError(
-            f"the predicate {_shown(predicate)} failed at layer {layer} with "
+            f"the predicate {_shown(predicate)} failed for layer {layer} with "
             f"{type(error).__name__}: {error}"
         ) from error
     # NumPy's booleans are no bools.
     if type(answer).__name__ not in ("bool", "bool_"):
         raise SelectorTypeError(
-            f"the predicate {_shown(predicate)} gave {answer!r} at layer {layer}: it must return "
-            "True or False"
+            f"the predicate {_shown(predicate)} returned {answer!r} for layer {layer}: it must "
+            "return True or False"
         )
     return bool(answer)
 
@@ -251,8 +251,8 @@ def _unusable(selector: object) -> LayerNotFoundError:
     except TypeError:
         return SelectorTypeError(f"{_shown(selector)} can't select layers: {kinds}")
     return SelectorTypeError(
-        f"{number} is a single number and names no layer: a label is a pair with its own brackets, "
-        "record((1, 3)) instead of record(1, 3)"
+        f"{number} is a single number and names no layer: a label is a pair in its own "
+        "parentheses, so write record((1, 3)) instead of record(1, 3)"
     )
 
 

@@ -64,8 +64,8 @@ def assign(
         missing = ", ".join(str(architecture[label]) for label in order[len(given) :])
         raise PostprocessorError(
             f"activation_postproc has {len(given)} post-processors for {len(order)} recorded "
-            f"layers, which leaves none for {missing}: give one for each, in the order in which "
-            "the layers return, or a single callable for all of them"
+            f"layers, so none is left for {missing}: give one for each, in the order in which the "
+            "layers return, or a single callable for all of them"
         )
     chosen = dict(zip(order, given, strict=False))
     for label, function in chosen.items():
@@ -130,7 +130,8 @@ def _by_selector(
             if label in chosen:
                 raise PostprocessorError(
                     f"two post-processors match layer {architecture[label]}, the second by "
-                    f"{selector!r}: make the selectors disjoint, or compose the two in one function"
+                    f"{selector!r}: make the selectors disjoint, or combine the two in one "
+                    "function"
                 )
             chosen[label] = function
     return chosen
@@ -217,7 +218,7 @@ class Assigned:
                     return tuple(values[: len(args)]), dict(named)
         raise PostprocessorError(
             f"{function!r} acts on layer {layer}, whose forward received no tensor: name another "
-            "layer, or let the post-processor act on what the layer returns"
+            "layer, or let the post-processor act on the layer's output"
         )
 
 
@@ -235,13 +236,13 @@ def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
         raise PostprocessorError(
             f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
             f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None to "
-            "go on with the output as it is"
+            "leave the output unchanged"
         )
     for before, after in zip(rows, _rows(result), strict=False):
         if before != after:
             raise PostprocessorError(
                 f"the post-processor of layer {layer} returned {after} rows along dimension 0 "
-                f"where the layer returns {before}: it may change the other dimensions alone"
+                f"where the layer returns {before}: it may change only the other dimensions"
             )
     return result
 

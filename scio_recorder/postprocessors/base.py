@@ -25,7 +25,7 @@ class FloatingMap(ABC):
         if not any(_is_floating(leaf) for leaf in leaves):
             raise PostprocessorError(
                 f"{self!r} was given an activation without floating-point tensors: "
-                f"{describe(activation)}. Name the layers that it is for with a mapping: "
+                f"{describe(activation)}. Use a mapping to name its layers: "
                 "activation_postproc={selector: post-processor}."
             )
         return rebuild([self._apply(leaf) if _is_floating(leaf) else leaf for leaf in leaves])

@@ -112,8 +112,8 @@ class Ablate(FloatingMap):
         if missing:
             raise PostprocessorError(
                 f"{self!r} was given an activation of shape {shape}, whose dimension {self.dim} "
-                f"has {size} channels; {missing} are not among them. Another dimension is chosen "
-                "by Ablate(channels, dim=...)."
+                f"has {size} channels; {missing} are not among them. To choose another dimension, "
+                "write Ablate(channels, dim=...)."
             )
 
 
@@ -168,8 +168,8 @@ class Add(FloatingMap):
         if not _fits(own, shape):
             raise PostprocessorError(
                 f"Add has a direction of shape {own}, which does not broadcast to the "
-                f"activation's {shape}. Shape it so that its last dimensions match, for channels "
-                "of images direction[:, None, None]."
+                f"activation's {shape}. Shape it so that its last dimensions match; for channels "
+                "of images, write direction[:, None, None]."
             )
         direction = self.direction.to(activation.device, activation.dtype)
         return torch.add(activation, direction, alpha=self.coefficient)

@@ -186,8 +186,8 @@ class Heads(_OnPart):
     def _apply(self, activation: Tensor) -> Tensor:
         if not activation.dim() or activation.shape[-1] % self.num_heads:
             raise PostprocessorError(
-                f"{self!r} was given {describe(activation)}, whose last dimension is not that of "
-                f"{self.num_heads} heads of one size."
+                f"{self!r} was given {describe(activation)}, whose last dimension does not divide "
+                f"into {self.num_heads} heads of one size."
             )
         if activation.is_nested:
             parts = Jagged.of(self, activation)
@@ -240,8 +240,9 @@ class OnInput:
     def __call__(self, activation: Any) -> NoReturn:
         """Refuse to act on an activation."""
         raise PostprocessorError(
-            f"{self!r} was called with an activation: OnInput goes around all others, straight "
-            "into activation_postproc, as in {selector: OnInput(At(0, Scale(2.0)))}."
+            f"{self!r} was called with an activation: OnInput must be the outermost "
+            "post-processor, given directly as activation_postproc, as in "
+            "{selector: OnInput(At(0, Scale(2.0)))}."
         )
 
 

@@ -216,8 +216,8 @@ class Replace:
             return own
         if own.shape != new.shape or _kind(own) != _kind(new):
             raise PostprocessorError(
-                f"Replace has {describe(new)} for a layer that returns {describe(own)}. "
-                "Record the layer on as many samples as it is replaced for, or write "
+                f"Replace has {describe(new)} for a layer that returns {describe(own)}. Record "
+                "the layer on the same number of samples, or write "
                 "Replace(activation.expand(shape))."
             )
         return new.to(own.device, own.dtype, copy=True)

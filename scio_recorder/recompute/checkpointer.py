@@ -142,9 +142,9 @@ class ActivationCheckpointer:
         is_extra = layer not in self._kept and not self.is_checkpoint_layer(layer)
         if limit is not None and is_extra and len(self._kept) >= limit:
             raise RecomputeError(
-                f"layer {layer} is no boundary (they are multiples of every={self.config.every}), "
-                f"and max_checkpoints={limit} activations are kept already: raise max_checkpoints, "
-                "or choose `every` so that this layer is a boundary"
+                f"layer {layer} is not a boundary (a multiple of every={self.config.every}), and "
+                f"max_checkpoints={limit} activations are kept already: raise max_checkpoints, or "
+                "choose `every` so that this layer is a boundary"
             )
         self._kept[layer] = _Checkpoint(activation, self.config.mixed_precision)
 
@@ -168,8 +168,8 @@ class ActivationCheckpointer:
         """
         if layer not in self._kept:
             raise RecomputeError(
-                f"nothing is kept of layer {layer}; kept are {self._shown()}. Recompute it with "
-                f"recompute_from_checkpoint({layer}, layers, forward_fn)"
+                f"no activation of layer {layer} is kept; kept layers: {self._shown()}. Recompute "
+                f"it with recompute_from_checkpoint({layer}, layers, forward_fn)"
             )
         return self._kept[layer].restored()
 
@@ -240,13 +240,13 @@ class ActivationCheckpointer:
         _check_distinct(layers)
         order = list(layers)
         if target not in order:
-            raise RecomputeError(f"layer {target} is not among the layers that were given: {order}")
+            raise RecomputeError(f"layer {target} is not among the given layers: {order}")
         until = order.index(target) + 1
         start = next((at for at in reversed(range(until)) if order[at] in self._kept), None)
         if start is None:
             raise RecomputeError(
-                f"no activation is kept at or before layer {target}; kept are {self._shown()}. "
-                "Run checkpointed_forward first, from a boundary on"
+                f"no activation is kept at or before layer {target}; kept layers: "
+                f"{self._shown()}. Run checkpointed_forward from a boundary first"
             )
         checkpoint = self._kept[order[start]]
         x = checkpoint.restored()
@@ -263,7 +263,7 @@ class ActivationCheckpointer:
         return copied
 
     def _shown(self) -> str:
-        return f"those of layers {sorted(self._kept)}" if self._kept else "none"
+        return str(sorted(self._kept)) if self._kept else "none"
 
 
 class _Checkpoint:

@@ -116,9 +116,9 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
         ) from error
     if again.differs:
         raise RecomputeError(
-            f"layer {layer} returns something else than was recorded when it is run again. "
-            f"Either it depends on what is not kept: {_NOT_KEPT}. Or its kernels are others: "
-            f"{_OTHER_KERNELS}. Recompute with the net and the settings of then"
+            f"layer {layer} did not return the recorded output when it ran again. Either it "
+            f"depends on something that is not kept: {_NOT_KEPT}. Or other kernels ran: "
+            f"{_OTHER_KERNELS}. Recompute with the same net and the same settings as then"
         )
     return again.found
 
@@ -151,8 +151,8 @@ def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterato
 def _refuse_fsdp(layer: Layer) -> None:
     if layer.module is not None and needs_fsdp(layer.module):
         raise RecomputeError(
-            f"layer {layer} can't be run again: FSDP gives parameters to passes of the whole net "
-            "alone. Record what is wanted, or recompute with a net that is not sharded"
+            f"layer {layer} can't be run again: FSDP provides parameters only to passes of the "
+            "whole net. Record the layer itself, or recompute with a net that is not sharded"
         )
 
 

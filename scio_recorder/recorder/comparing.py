@@ -112,8 +112,8 @@ def compare(
     feed = feeds[0] if together.networks else None
     if together.networks and batches is None:
         raise ComparisonError(
-            "there are no batches, and a network has to run on some: write "
-            "compare(reference, candidate, batches)"
+            "there are no batches, but a network needs some to run on: write compare(reference, "
+            "candidate, batches)"
         )
     for side in together.recordings if together.networks else ():
         side.check_rows(rows is not None)

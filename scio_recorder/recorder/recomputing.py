@@ -77,8 +77,8 @@ class Recomputing(Reading):
         nearest = next((label for label in around if label in recorded), None)
         if not self._capture.program.counts_calls:
             raise RecomputeError(
-                'after record(..., calls="any") nothing says which call a layer ran in: record the '
-                "module around it without calls="
+                'after record(..., calls="any") it is unknown in which call a layer ran: record '
+                "the module around it without calls="
             )
         if nearest is None:
             best = f'"{self.architecture[around[0]].name}"' if around else "around it"
@@ -93,8 +93,8 @@ class Recomputing(Reading):
             )
         if nearest not in self.activations or nearest not in self.inputs:
             raise RecomputeError(
-                f"the latest pass has left no record of layer {self.architecture[nearest]}: run "
-                "the recorder first, without dont_record"
+                f"the latest pass left no record of layer {self.architecture[nearest]}: run the "
+                "recorder first, without dont_record"
             )
         return nearest
 

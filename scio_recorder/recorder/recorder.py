@@ -164,7 +164,7 @@ class Recorder(
         if calls == "any" and gradients:
             raise SelectorTypeError(
                 'gradients= is for labelled calls: with calls="any", differentiate with respect to '
-                "the tensors in activations, as torch.autograd.grad(loss, rnet.activations[name])"
+                "the tensors in activations: torch.autograd.grad(loss, rnet.activations[name])"
             )
         choose = select if calls == "labelled" else select_modules
         recording = choose(self.architecture, selectors)
@@ -187,8 +187,8 @@ class Recorder(
     def _replace_capture(self, capture: Capture) -> None:
         if self._collected is not None:
             raise SelectorTypeError(
-                "layers can't be chosen anew while they are collected: leave the block of "
-                "collecting(...) first"
+                "record(...) can't change the layers while they are collected: leave the block "
+                "of collecting(...) first"
             )
         self._finalizer.detach()
         self._capture.remove()

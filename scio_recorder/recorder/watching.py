@@ -236,8 +236,8 @@ class Watching(Reading):
             if net is None or not hasattr(net, name):
                 raise
             raise AttributeError(
-                f"a Recorder has no {name}, its network has one: write rnet.net.{name}. Calls of "
-                "the network by others are recorded inside `with rnet.watch() as passes:`",
+                f"a Recorder has no {name}, but its network has: write rnet.net.{name}. Calls of "
+                "the network by other code are recorded inside `with rnet.watch() as passes:`",
                 name=name,
                 obj=self,
             ) from error

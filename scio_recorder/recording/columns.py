@@ -86,8 +86,8 @@ def columns_of(recording: Readable) -> list[Column]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ArgumentError(
-            f"what is known of a row is called {twice!r}, and so is another column of an export: "
-            "give it another name when it is collected"
+            f"a column of rows has the name {twice!r}, which another column of the export has too: "
+            "collect it under another name"
         )
     for column in columns:
         try:
@@ -96,7 +96,7 @@ def columns_of(recording: Readable) -> list[Column]:
             name = dtype_name(column.samples.dtype)
             raise ArgumentError(
                 f"{'layer ' if column.layer else ''}{column.layer or column.name} has dtype "
-                f"{name}, which no array can hold: convert it when it is collected, layers with "
+                f"{name}, which no array can hold: convert it in collect(...), layers with "
                 "transform="
             ) from error
     return columns

@@ -288,11 +288,11 @@ def _imported(package: str, extra: str) -> Any:
 def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a folder to write to, which gets its name when the block ends, and goes if it fails."""
     if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path) or not os.fspath(path):
-        raise ArgumentError(f"{path!r}: name a folder of this machine that is not there yet")
+        raise ArgumentError(f"{path!r}: name a folder on this machine that does not exist yet")
     target = Path(path)
     with accessing(os.fspath(path)):
         if os.path.lexists(target):
-            raise RecordingError(f"{path} is there already: name a folder that is not there yet")
+            raise RecordingError(f"{path} exists already: name a folder that does not exist yet")
         hidden = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", dir=target.parent))
         try:
             # Unlike the folder around it, it has the permissions that others have.

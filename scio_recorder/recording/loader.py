@@ -208,7 +208,7 @@ class RecordingLoader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for samples in self._layers.values():
             if len(samples) != self._num_rows:
-                raise RecordingError("the recording has grown meanwhile: open it again")
+                raise RecordingError("the recording has grown since it was opened: open it again")
         workers = _num_workers()
         if self._loaded is not None:
             (self._part, skipped), self._loaded = self._loaded, None
@@ -286,17 +286,22 @@ class RecordingLoader(IterableDataset[Any]):
             )
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
-            raise ArgumentError(f"no state of a loader: {error!r}") from error
+            raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
         own = self._to_json()
         other = [f"{key}={arguments.get(key)!r}" for key in own if arguments.get(key) != own[key]]
         if other:
-            raise ArgumentError(f"the state is of a loader with {', '.join(other)}: make one alike")
+            raise ArgumentError(
+                f"the state is of a loader with {', '.join(other)}: make a loader with the same "
+                "arguments"
+            )
         if recording != self._fingerprint():
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
-            raise ArgumentError(f"batches={batches} in the state: there are {len(self)}")
+            raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
         if worker is not None and worker[1] != _num_workers():
-            raise ArgumentError(f"the state is of one of {worker[1]} workers: use as many")
+            raise ArgumentError(
+                f"the state comes from one of {worker[1]} workers: use as many workers"
+            )
         # The state of a worker is this worker's alone.
         self._begin_at(epoch, batches if worker is None else 0)
         if worker is not None:

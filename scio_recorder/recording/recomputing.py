@@ -188,9 +188,9 @@ class _Recomputation:
         now = [text_of(label) for label in sorted(posts)]
         if now != then:
             raise RecomputeError(
-                f"the layers that were post-processed in collect(...) are {', '.join(then) or None}"
-                f", and activation_postproc= is for {', '.join(now) or None}: give what collect "
-                "was given"
+                f"collect(...) post-processed the layers {', '.join(then) or None}, but "
+                f"activation_postproc= is for {', '.join(now) or None}: give the post-processors "
+                "that collect was given"
             )
         return posts
 
@@ -226,9 +226,8 @@ def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
         if tensor.shape != array.shape or tensor.dtype != array.dtype:
             raise RecomputeError(
                 f"layer {name} returned {tensor.dtype} {tuple(tensor.shape)} for a batch of "
-                f"{len(array)} samples, which does not fit with {array.dtype} "
-                f"{tuple(array.shape)} into one array: take it batch by batch from "
-                "recompute_batches(...)"
+                f"{len(array)} samples, which does not fit into one array with {array.dtype} "
+                f"{tuple(array.shape)}: take it batch by batch from recompute_batches(...)"
             )
         array.copy_(tensor)
 
@@ -245,12 +244,12 @@ def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
     theirs = getattr(rnet, "architecture", None)
     if not (isinstance(rnet, nn.Module) and isinstance(theirs, Architecture)):
         raise ArgumentError(
-            f"the first argument is {rnet!r}: give a recorder of the net, and layers behind it, as "
-            'in recompute(rnet, "layer3.*")'
+            f"the first argument is {rnet!r}: give a recorder of the net, and then layers, as in "
+            'recompute(rnet, "layer3.*")'
         )
     if theirs.fingerprint != ours.fingerprint:
         raise RecomputeError(
-            f"the recording was made from another architecture: its fingerprint is "
-            f"{ours.fingerprint} and this net's is {theirs.fingerprint}"
+            "the recording was made from another architecture: its fingerprint is "
+            f"{ours.fingerprint}, but this net's is {theirs.fingerprint}"
         )
     return theirs

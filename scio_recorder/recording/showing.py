@@ -84,7 +84,8 @@ class Showing(Outlined, Readable):
         labels = self._chosen(layers)
         if kind == "histograms" and len(labels) > _MOST_HISTOGRAMS:
             raise ArgumentError(
-                f"{len(labels):,} histograms fit no figure: choose up to {_MOST_HISTOGRAMS} layers "
+                f"{len(labels):,} histograms don't fit into a figure: choose up to "
+                f"{_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
         return draw(kind, summarise(self, labels, whole("bins", bins, 1, ArgumentError)))
@@ -132,7 +133,7 @@ class Showing(Outlined, Readable):
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ArgumentError(f'report({path!r}): name the file to write, such as "page.html"')
         if not isinstance(title, str | None):
-            raise ArgumentError(f"report(title={title!r}): a heading is a text")
+            raise ArgumentError(f"report(title={title!r}): give the heading as a string")
         # Nothing is read before it is known that the file can be written.
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 

@@ -126,7 +126,9 @@ class Alive(RowReduction):
 
     def _result(self) -> AliveResult:
         if self._rows is None:
-            raise CollectError(f"{self!r} has seen samples without a position, so no values.")
+            raise CollectError(
+                f"{self!r} has seen only samples without positions, so it has no values."
+            )
         return AliveResult(
             self._rows,
             self._active.double() / self._rows,

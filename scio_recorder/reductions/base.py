@@ -212,16 +212,16 @@ def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> l
     """
     if batch is None:
         raise CollectError(
-            "A reduction with by= needs the batch that the labels are read from; "
-            "write update(activation, batch)."
+            "A reduction with by= needs the batch to read labels from; write update(activation, "
+            "batch)."
         )
     given = by(batch)
     # Tensors and NumPy arrays convert as a whole much faster than element by element.
     values = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise CollectError(
-            f"by= returned {type(given).__name__}, which is no sequence of labels; "
-            f"return one label for each of the {count} samples."
+            f"by= returned {type(given).__name__}, which is not a sequence of labels; return one "
+            f"label for each of the {count} samples."
         )
     values = values if to_rows is None else to_rows(values)
     labels = [_plain(value) for value in values]

@@ -153,7 +153,7 @@ def _encode(value: Any) -> Any:
         items = () if value is None else value.items() if isinstance(value, dict) else value
         return {"type": kind, "items": [_encode(item) for item in items]}
     raise CollectError(
-        f"The accumulator of a Fold holds {kind}, which can't be stored; build it of tensors, "
+        f"The accumulator of a Fold holds {kind}, which can't be stored; build it from tensors, "
         "numbers, strings, None, lists, tuples and dicts."
     )
 

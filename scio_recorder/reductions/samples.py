@@ -107,7 +107,9 @@ class SampleReduction(Reduction):
     def merge(self, other: Self) -> None:
         """Take in, in place, what another reduction of the same construction has seen."""
         if type(other) is not type(self) or other.recipe != self.recipe:
-            raise CollectError(f"Can't merge {other!r} into {self!r}; construct both alike.")
+            raise CollectError(
+                f"Can't merge {other!r} into {self!r}; construct both with the same arguments."
+            )
         if other._count == 0:
             return
         self._check_mergeable(other)
@@ -170,8 +172,9 @@ class SampleReduction(Reduction):
         """Take over a state that a reduction of the same construction returned."""
         if state.get("construction") != self.recipe:
             raise CollectError(
-                f"A state of {state.get('construction')} can't be loaded into {self!r}, which "
-                f"is {self.recipe}; construct the reduction as when the state was written."
+                f"A state of {state.get('construction')} can't be loaded into {self!r}, which is "
+                f"{self.recipe}; construct the reduction with the arguments that it had when the "
+                "state was written."
             )
         with undisturbed("cpu"):
             self.reset()
@@ -224,17 +227,17 @@ class SampleReduction(Reduction):
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
             raise CollectError(
-                f"{self!r} reduces tensors and was given {type(activation).__name__}; choose a "
-                "tensor of it with transform=."
+                f"{self!r} reduces tensors, but was given {type(activation).__name__}; choose a "
+                "tensor with transform=."
             )
         if not is_dense(activation):
             raise CollectError(
-                f"{self!r} reduces dense tensors and was given a nested, sparse or quantised one; "
-                "make it dense with transform=."
+                f"{self!r} reduces dense tensors, but was given a nested, sparse or quantised "
+                "one; make it dense with transform=."
             )
         if activation.ndim == 0:
             raise CollectError(
-                f"{self!r} reduces over dimension 0 and was given a tensor without dimensions; "
+                f"{self!r} reduces over dimension 0, but was given a tensor without dimensions; "
                 "give it one value for each sample with transform=."
             )
         if activation.is_complex() and not self._takes_complex:
@@ -355,7 +358,7 @@ class RowReduction(SampleReduction):
             return tuple(shape[1:])
         if not (0 < dim < len(shape) or -len(shape) < dim < 0):
             raise CollectError(
-                f"feature_dim={dim} is no dimension of features of an activation of shape "
+                f"feature_dim={dim} is not a dimension of features in an activation of shape "
                 f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "
                 f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
             )

@@ -252,8 +252,8 @@ class Store(abc.ABC):
             It was begun otherwise.
         """
         raise CollectError(
-            f"collect_parts needs a store that other processes see, and {type(self).__name__} is "
-            'none: write store="disk:PATH"'
+            f"collect_parts needs a store that other processes see, which {type(self).__name__} "
+            'is not: write store="disk:PATH"'
         )
 
     def part(self, number: int, num_parts: int, lease: Lease | None) -> Store:

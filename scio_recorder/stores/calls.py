@@ -125,7 +125,9 @@ class KeptCalls:
         """
         if not is_plain(tensor):
             if self._for_file:
-                raise UnkeepableError(f"{type(tensor).__name__} that is no plain array in memory")
+                raise UnkeepableError(
+                    f"{type(tensor).__name__} that is not a plain array in memory"
+                )
             return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
         small = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
         if not _is_regular(small.shape, small.stride(), small.itemsize):
@@ -216,7 +218,7 @@ def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
     except (AttributeError, RuntimeError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(inputs.args, tuple) or not isinstance(inputs.kwargs, dict) or tree:
-        raise ValueError("inputs are no tuple and dict")
+        raise ValueError("inputs are not a tuple and a dict")
     return KeptCall(inputs, moment, expect(kept["weights"], str), expect(kept["output"], str))
 
 

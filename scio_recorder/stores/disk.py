@@ -150,7 +150,7 @@ class Disk(Store):
         """
         if self.is_shared:
             raise CollectError(
-                "collect_parts says itself which process writes what: leave rank= and world_size= "
+                "collect_parts decides which process writes what: leave rank= and world_size= "
                 "out of Disk(...)"
             )
         medium = medium_at(self.path, makes_it=True)
@@ -358,7 +358,7 @@ class DiskWriter(StoreWriter):
             while not holds_recording(self._path):
                 if time.monotonic() >= until:
                     raise EmptyPartError(
-                        "there are no samples here, and nobody has given a batch so far, which "
+                        "there are no samples here, and no process has given a batch yet that "
                         "would tell what is kept"
                     )
                 time.sleep(0.5)
@@ -376,8 +376,8 @@ class DiskWriter(StoreWriter):
             is_joining = self._store.is_shared and not reader.is_begun
             if not (resume or is_joining):
                 raise RecordingError(
-                    f"{self._path} already holds a recording: go on with it by resume=True, read "
-                    "it with open_recording, or choose another folder" + self._store.advice()
+                    f"{self._path} already holds a recording: resume it with resume=True, read it "
+                    "with open_recording, or choose another folder" + self._store.advice()
                 )
             stored = {**reader.header, "world_size": reader.world_size}
             given = {**parse(dump(self._header)), "world_size": self._store.world_size}

@@ -104,7 +104,7 @@ class JoinedReader(RowReader):
         shortest = min(self._parts, key=lambda part: (part.num_samples, part.num_rows))
         ids = list(shortest.sample_ids)
         if any(list(part.sample_ids[: len(ids)]) != ids for part in self._parts):
-            raise ValueError("its ranks hold shards of layers, and have other samples")
+            raise ValueError("its ranks hold shards of layers, but have different samples")
         self.path, self.header, self.rows = whole.path, whole.header, whole.rows
         self.complete, self.sample_ids = whole.complete, shortest.sample_ids
         self.starts = shortest.starts
@@ -157,5 +157,5 @@ def joined(reader: RunReader, architecture: Architecture) -> RunReader | JoinedR
 def _axis(layer: Layer) -> int:
     dim, shape = layer.shard and layer.shard.dim, layer.output_shape
     if not dim or not isinstance(shape, tuple) or dim >= len(shape):
-        raise ValueError(f"layer {layer} is sharded along a dimension that it has not")
+        raise ValueError(f"layer {layer} is sharded along a dimension that it does not have")
     return dim - len(shape)

@@ -40,7 +40,8 @@ def unsupported(feature: str, name: str) -> UnsupportedTorchError:
     return UnsupportedTorchError(
         f"{feature} needs {name}, which torch {torch.__version__} on Python "
         f"{platform.python_version()} does not have, or which means something else there: use "
-        "versions that scio-recorder was run with (docs/versions.md), or do without this feature"
+        "versions that scio-recorder was tested with (docs/versions.md), or do without this "
+        "feature"
     )
 
 

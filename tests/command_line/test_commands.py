@@ -185,8 +185,11 @@ def test_input_that_the_net_can_not_take(capsys: pytest.CaptureFixture[str]) -> 
         (["summary", "cli_nets:net"], "--input-size"),
         (["summary", "cli_nets:net", "--input-size", "1,x"], "1,3,32,32"),
         (["summary", "cli_nets:net", "--input-size", "-1,3"], "--input-size"),
-        (["summary", "cli_nets:net", "--input-size=2,-3"], "no shape"),
-        (["summary", "cli_nets:net", "--input-size", "2,3", "--dtype", "nn"], "'nn' is no dtype"),
+        (["summary", "cli_nets:net", "--input-size=2,-3"], "not a shape"),
+        (
+            ["summary", "cli_nets:net", "--input-size", "2,3", "--dtype", "nn"],
+            "'nn' is not a dtype",
+        ),
         (["summary", "a:b", "--input-size", "2", "--input-data", "c:d"], "not allowed with"),
         (["demo", "--epochs", "0"], "from 1 on"),
         (["demo", "--seed", "-1"], "--seed"),

@@ -92,7 +92,7 @@ def test_collect_inspect_verify(capsys):
     assert row.split()[5:10] == ["144", *figures]
     assert row.split()[-2:] == ["0", "0"]
     assert main(["verify", "run"]) == 0
-    assert "every checksum is right; complete" in capsys.readouterr().out
+    assert "all checksums match; complete" in capsys.readouterr().out
 
 
 def test_a_table_fits_100_columns_and_cuts_no_figure(tmp_path, capsys):
@@ -132,7 +132,7 @@ def test_parts_and_their_status(capsys):
     command = [*COMMAND[:-1], "collect_nets:part_of", "--layers", "0", "--out", "run"]
     assert main([*command, "--parts", "3"]) == 1
     shown = capsys.readouterr().err
-    assert "1 of 3 parts are complete, what is durable of others stays, and the same" in shown
+    assert "1 of 3 parts are complete, durable data of the others stays, and the same" in shown
     # What nobody of ours has put there counts as nothing.
     strange = Path("run", "manifest-of mine")
     strange.touch()
@@ -164,7 +164,7 @@ def test_status_of_nothing(capsys):
     assert main(["status", "run"]) == 2
     Path("run").mkdir()
     assert main(["status", "run"]) == 1
-    assert "nobody has begun" in capsys.readouterr().err
+    assert "no recording in parts has begun" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_loader_that_raises_midway(capsys):
     assert main(with_data("failing")) == 1
     said = capsys.readouterr().err
     assert is_one_line(said)
-    assert "OSError: the share is gone; 6 samples are durable, --resume goes on behind them" in said
+    assert "OSError: the share is gone; 6 samples are durable, --resume goes on after them" in said
     assert main([*with_data("loader"), "--resume"]) == 0
     assert open_recording("run").num_samples == 12
 
@@ -279,7 +279,7 @@ def test_where_an_error_comes_from_is_shown_when_asked(capsys):
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert "in failing" in said
-    assert said.endswith("--resume goes on behind them\n")
+    assert said.endswith("--resume goes on after them\n")
 
 
 def test_a_disk_that_fails_is_no_wrong_use(capsys, monkeypatch):
@@ -352,7 +352,7 @@ def test_interrupted_says_how_to_go_on(tmp_path):
     status, said = interrupted(arguments)
     assert status == 130
     last = said.splitlines()[-1]
-    assert last == "scio-recorder: interrupted; 6 samples are durable, --resume goes on behind them"
+    assert last == "scio-recorder: interrupted; 6 samples are durable, --resume goes on after them"
     assert "Traceback" not in said
     assert open_recording("run").num_samples == 6
 
@@ -368,7 +368,7 @@ def test_stopped_in_a_part_gives_it_back_and_the_same_command_goes_on(tmp_path, 
     found, said = interrupted(arguments, by=by)
     assert found == status
     assert said.splitlines()[-1] == (
-        f"scio-recorder: {word}; 0 of 2 parts are complete, what is durable of others stays, and "
+        f"scio-recorder: {word}; 0 of 2 parts are complete, durable data of the others stays, and "
         "the same command goes on"
     )
     assert "Traceback" not in said

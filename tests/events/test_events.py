@@ -412,7 +412,7 @@ def test_bad_statistics() -> None:
 def test_a_view_changed_later_is_named() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Tanh())
     events = track(net)
-    with pytest.warns(UserWarning, match="module '1' returns are missing"), events:
+    with pytest.warns(UserWarning, match="of module '1' are missing"), events:
         net(torch.ones(2, 4)).sum().backward()
     assert ("1", True) not in order(events)
     with pytest.warns(UserWarning, match="module '1'"), track(net, include="1") as events:

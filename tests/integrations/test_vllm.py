@@ -158,7 +158,7 @@ def test_another_number_of_layers(tmp_path, layers):
         ({"hidden_states": (4, 10), "token_ids": (4,)}, r"\[4, 10\] must be"),
         ({"hidden_states": (4, 2, 5), "token_ids": (4, 1)}, r"\[4, 1\] one for each token"),
         ({"hidden_states": (4, 2, 5)}, "holds hidden_states, not hidden_states and token_ids"),
-        ({"weight": (2,)}, "it is no file of vLLM's extraction"),
+        ({"weight": (2,)}, "it is not a file of hidden states from vLLM"),
         ({}, "holds nothing"),
     ],
 )
@@ -184,7 +184,7 @@ def test_files_of_different_types(tmp_path, states, tokens):
         "token_ids": torch.zeros(4, dtype=tokens),
     }
     save_file(made, tmp_path / "states" / "7.safetensors")
-    with pytest.raises(RecordingError, match=r"7\.safetensors holds .*folders of their own"):
+    with pytest.raises(RecordingError, match=r"7\.safetensors holds .*in different folders"):
         open_hidden_states(tmp_path / "states", NAMES)
 
 
@@ -197,7 +197,7 @@ def test_types_that_vllm_does_not_write(tmp_path, states, tokens):
         "token_ids": torch.zeros(4, dtype=tokens),
     }
     save_file(made, tmp_path / "7.safetensors")
-    with pytest.raises(RecordingError, match="of types that vLLM does not write"):
+    with pytest.raises(RecordingError, match="dtypes that vLLM does not write"):
         open_hidden_states(tmp_path, NAMES)
 
 
@@ -223,7 +223,7 @@ def test_what_happens_to_files_after_opening_is_noticed(tmp_path):
     with pytest.raises(RecordingError, match="No such file"):
         recording[NAMES[0]][10:20]
     make(tmp_path / "states", {"11": 7})
-    with pytest.raises(RecordingError, match="other files than when it was opened"):
+    with pytest.raises(RecordingError, match="no longer has the files"):
         recording[NAMES[0]][30:44]
     assert recording[NAMES[0]][:4].shape == (4, 5)
 

@@ -270,14 +270,14 @@ def refuse_before_anything_runs(data: Tensor) -> None:
         ran: list[object] = []
         net.register_forward_pre_hook(lambda *call, ran=ran: ran.append(call))
         inner = next(module for module in net.modules() if type(module) is nn.ReLU)
-        with pytest.raises(UnsupportedNetError, match="part of what FSDP has sharded"):
+        with pytest.raises(UnsupportedNetError, match="part of a network that FSDP has sharded"):
             Recorder(inner, input_size=SIZE)
         with pytest.raises(UnsupportedNetError, match="sweep over the network in one process"):
             rnet.sweep(data, data + 1, torch.sum, estimate=True)
         rnet.record("", inputs=True)
         rnet(data)
         ran.clear()
-        with pytest.raises(RecomputeError, match="FSDP gives parameters"):
+        with pytest.raises(RecomputeError, match="FSDP provides parameters"):
             rnet.recompute("*")
         assert not ran
 

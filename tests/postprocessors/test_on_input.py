@@ -209,7 +209,7 @@ def test_what_can_not_be():
     rnet.record("inner")
     with pytest.raises(PostprocessorError, match="received no tensor"):
         rnet(x, "number", activation_postproc=OnInput(Scale(1.0)))
-    with pytest.raises(PostprocessorError, match="goes around all others"):
+    with pytest.raises(PostprocessorError, match="must be the outermost"):
         rnet(x, activation_postproc=At(0, OnInput(Scale(1.0))))
     with pytest.raises(PostprocessorError, match="takes a post-processor"):
         OnInput(3)  # type: ignore[arg-type]

@@ -243,7 +243,7 @@ def test_commands(place, rnet, capsys, tmp_path, monkeypatch):
         assert not main([command, f"s3://{place}"])
     shown = capsys.readouterr().out
     assert "5 samples, complete" in shown
-    assert "every checksum is right" in shown
+    assert "all checksums match" in shown
     assert "1 of 1 parts" in shown
     assert Path(f"{place.rpartition('/')[2]}.html").is_file()
     assert main(["inspect", f"s3://{place}-no"])

@@ -102,7 +102,7 @@ def warned(rnet: Recorder, data: list[Any], **options: Any) -> list[str]:
 def test_a_second_input_that_stays_out_is_said_once():
     rnet, data = masked(), [(x, (x > 0).float()) for x in batches(3, 3, 2)]
     (message,) = warned(rnet, data)
-    for part in ("batch[0] alone", "(3, 4)", "to_inputs=lambda batch: tuple(batch[:2])"):
+    for part in ("only batch[0]", "(3, 4)", "to_inputs=lambda batch: tuple(batch[:2])"):
         assert part in message
     both = rnet.collect(data, to_inputs=lambda batch: tuple(batch[:2]))
     with torch.no_grad():

@@ -284,7 +284,7 @@ def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
     if child == 0:
         status = 1
         try:
-            with pytest.raises(RecordingError, match="process that opened it"):
+            with pytest.raises(RecordingError, match="another process opened it"):
                 commit()
             writer.abandon(None)
             status = 0

@@ -198,7 +198,9 @@ def test_a_state_of_something_else_is_refused(recording, tmp_path):
         recording.loader("0", batch_size=7, seed=3, rank=0, world_size=2),
         recording.loader("0", batch_size=7, seed=3, buffer_bytes=1 << 20),
     ):
-        with pytest.raises(ArgumentError, match=r"loader with .*: make one alike"):
+        with pytest.raises(
+            ArgumentError, match=r"loader with .*: make a loader with the same arguments"
+        ):
             other.load_state_dict(state)
     for data in (batches(*SIZES, seed=1), batches(*SIZES, 1)):
         another = recorder("0", "2.act", "3").collect(data)
@@ -469,7 +471,7 @@ def test_bad_arguments(recording, tmp_path):
         recording.loader("nowhere", batch_size=2)
     with pytest.raises(LayerNotFoundError, match="there is no recording of layer 1-5"):
         recording.loader("4", batch_size=2)
-    with pytest.raises(LayerNotFoundError, match="own brackets"):
+    with pytest.raises(LayerNotFoundError, match="own parentheses"):
         recording.loader(1, 3, batch_size=2)
     with pytest.raises(ArgumentError, match="epoch=-1"):
         recording.loader("0", batch_size=2).set_epoch(-1)

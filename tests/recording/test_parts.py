@@ -124,10 +124,10 @@ def test_a_commit_that_is_in_order_and_not_the_one_that_was_listed(tmp_path):
     other = parts._replace(content={**parts.content, "ids": ["1-0", "1-1", "1-2", "9-9"]})
     chunk.unlink()
     chunk.write_bytes(put_together(other))
-    with pytest.raises(RecordingError, match="not the one that the manifest lists"):
+    with pytest.raises(RecordingError, match="not the commit that the manifest lists"):
         open_recording(tmp_path)["0"][:]
     (tmp_path / "index.safetensors").unlink()
-    with pytest.raises(RecordingError, match="not the one that the manifest lists"):
+    with pytest.raises(RecordingError, match="not the commit that the manifest lists"):
         open_recording(tmp_path)
 
 

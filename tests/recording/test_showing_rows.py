@@ -90,7 +90,7 @@ def test_inspect_verify_and_report(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "4 samples, 13 rows (sample, position, token), complete" in shown
     assert run(["verify", str(tmp_path / "run")]) == 0
-    assert "every checksum is right" in capsys.readouterr().out
+    assert "all checksums match" in capsys.readouterr().out
     assert run(["report", str(tmp_path / "run")]) == 0
     file = next((tmp_path / "run").glob("chunk-*1.safetensors"))
     data = bytearray(file.read_bytes())
@@ -135,7 +135,7 @@ def test_two_columns_of_one_name_are_refused(form, tmp_path, monkeypatch):
         "tests.recording.rows.tensors_of", lambda rows: {**made, "sample_id": made["token"]}
     )
     recording = write("host", [Pass(range(6), [(0, 0)] * 9)])
-    with pytest.raises(ArgumentError, match="'sample_id', and so is another column"):
+    with pytest.raises(ArgumentError, match="'sample_id', which another column"):
         export(recording, form, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -180,5 +180,5 @@ def test_a_state_over_another_range_is_not_loaded() -> None:
     state = Histogram(2, range=(0.0, 1.0))
     state.update(torch.tensor([0.1, 0.9]))
     other = Histogram(2, range=(0.0, 2.0))
-    with pytest.raises(CollectError, match=r"bins=2, range=\[0.0, 2.0\]\), .* as when the state"):
+    with pytest.raises(CollectError, match=r"bins=2, range=\[0.0, 2.0\]\), .* when the state"):
         other.load_state_dict(state.state_dict())

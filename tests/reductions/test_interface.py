@@ -328,7 +328,7 @@ def test_another_number_of_features(make: Make) -> None:
 @every
 def test_merging_what_was_constructed_differently(make: Make) -> None:
     for other in (make(by=by), Histogram(6), Covariance(2)):
-        with pytest.raises(CollectError, match="construct both alike"):
+        with pytest.raises(CollectError, match="construct both with the same arguments"):
             make().merge(other)
 
 

@@ -81,7 +81,7 @@ def similarity(
     for name, one in zip(_NAMES, (recording_a, recording_b), strict=True):
         if not isinstance(one, Recording):
             raise ComparisonError(
-                f"{name} is {type(one).__name__}, and similarity takes recordings: write "
+                f"{name} is of type {type(one).__name__}, but similarity takes recordings: write "
                 "rnet.collect(batches) or open_recording(path)"
             )
     # A recording that is given twice is looked at once.
@@ -90,7 +90,9 @@ def similarity(
         _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
     ]
     if recording_a.num_rows < 2:
-        raise ComparisonError(f"recording_a has {recording_a.num_rows} rows: two are the least")
+        raise ComparisonError(
+            f"recording_a has {recording_a.num_rows} rows, but similarity needs at least two"
+        )
     orders = [None, *(paired_rows(recording_a, one, _NAMES) for one in recordings[1:])]
     device = _device([values for side in samples for values in side.values()])
     with undisturbed(device.type):
@@ -343,6 +345,6 @@ def _expect(kind: str, lost: Sequence[object], total: int, names: tuple[str, str
     how_many = f"none of the {total:,}" if len(lost) == total else f"{len(lost):,} of {total:,}"
     verb = "is" if len(lost) == total else "are not"
     raise ComparisonError(
-        f"{how_many} {kind} of {names[0]} {verb} in {names[1]}, by id: {shown}. Both have to be "
-        "collected from the same data, with the same sample_ids= where these were given"
+        f"{how_many} {kind} of {names[0]} {verb} in {names[1]}, by id: {shown}. Collect both from "
+        "the same data, with the same sample_ids= if you gave any"
     )

@@ -160,7 +160,7 @@ class Difference(Listed, Outlined, Findings):
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ComparisonError(f'report({path!r}): name the file to write, such as "page.html"')
         if not isinstance(title, str | None):
-            raise ComparisonError(f"report(title={title!r}): a heading is a text")
+            raise ComparisonError(f"report(title={title!r}): give the heading as a string")
         return write_page(path, difference_page(self, title))
 
     def __repr__(self) -> str:

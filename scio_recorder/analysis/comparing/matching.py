@@ -94,7 +94,7 @@ def _refuse_name(name: str, side: str, architecture: Architecture) -> NoReturn:
     close = difflib.get_close_matches(name, architecture.names, n=4, cutoff=0.4)
     shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
     raise ComparisonError(
-        f"match has {name!r}, which matches no name of the {side}; there are {shown}"
+        f"match has {name!r}, which matches no name of the {side}; its names include {shown}"
     )
 
 
@@ -200,7 +200,7 @@ def _check(name: object, other: object) -> None:
     if re.findall(r"[*?]", name) != re.findall(r"[*?]", other):
         raise ComparisonError(
             f"match has {name!r}: {other!r}: each * stands for the same text on both sides, so "
-            "write as many on the one as on the other"
+            "write the same number of * on both"
         )
 
 

@@ -51,8 +51,8 @@ class RecordingSide:
         if not self.labels:
             kinds = sorted({type(one).__name__ for one in _flat(reduced.values())})
             raise ComparisonError(
-                f"the {what} holds {', '.join(kinds) or 'no layers'}, from which samples can't be "
-                "compared: collect samples, or reduce=scio_recorder.reductions.Digest()"
+                f"the {what} holds {', '.join(kinds) or 'no layers'}, which say nothing about "
+                "single samples: collect samples, or reduce=scio_recorder.reductions.Digest()"
             )
 
     @property
@@ -82,8 +82,8 @@ class RecordingSide:
         """Refuse a recording whose lines are other than those of networks that run."""
         if self.recording.has_rows and not is_given:
             raise ComparisonError(
-                f"the {self.what} has a row for each token or node: write rows= as when it was "
-                "collected, such as rows=Tokens()"
+                f"the {self.what} has a row for each token or node: write the same rows= as for "
+                "its collection, such as rows=Tokens()"
             )
         if is_given and not self.recording.has_rows:
             raise ComparisonError(f"the {self.what} has a row for each sample: leave rows= out")
@@ -130,8 +130,7 @@ class RecordingSide:
             places = range(self.recording.num_samples)[where] if isinstance(where, slice) else where
             raise ComparisonError(
                 f"sample {self.recording.sample_ids[places[at]]!r} has {found[at]} rows in the "
-                f"{self.what} and {lengths[at]} on the other side: compare what was made with the "
-                "same rows="
+                f"{self.what} and {lengths[at]} on the other side: give both sides the same rows="
             )
         samples = self.recording.rows_of_samples()
         rows = samples[where] if isinstance(where, slice) else [samples[place] for place in where]
@@ -160,8 +159,8 @@ class RecordingSide:
         if len(places) < len(ids):
             twice = next(one for place, one in enumerate(ids) if places[one] != place)
             raise ComparisonError(
-                f"the {self.what} has {len(ids) - len(places)} ids that come again, such as "
-                f"{twice!r}: samples can't be paired by them"
+                f"the {self.what} has {len(ids) - len(places)} repeated ids, such as {twice!r}: "
+                "samples can't be paired by them"
             )
         return places
 

@@ -141,8 +141,8 @@ def compare_sides(
     )
     if floors is not None and digested:
         raise ComparisonError(
-            "floor= needs values, and there are digests only, which tell nothing of how far apart "
-            "two runs are: leave floor= out, or collect samples"
+            "floor= needs values, but there are only digests, which don't say how far apart two "
+            "runs are: leave floor= out, or collect samples"
         )
     comparison = Comparison(reference.architecture, pairs, floors, digested, tolerance)
     total = None if feed is None else feed.num_batches

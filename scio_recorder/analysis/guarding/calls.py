@@ -49,7 +49,7 @@ def guarded(
     if any(private.is_compiled(module) for module, _ in names):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
-            "guard it uncompiled"
+            "guard the uncompiled network"
         )
     watched = GuardedGradients(guard) if gradients else None
     guard.gradients = watched
@@ -76,8 +76,8 @@ def guarded(
         )
     if not guard.num_passes:
         raise FlowError(
-            "nothing was guarded: the network was not called inside the block, or what was called "
-            "is a copy of it, or was compiled before"
+            "nothing was guarded: the network was not called inside the block, or a copy of it "
+            "was called, or it was compiled before"
         )
 
 

@@ -123,7 +123,7 @@ class Origin:
                     "the inputs of the call were not kept: write guard(keep_inputs=True)"
                 )
             raise ArgumentError(
-                "it was made in a backward pass, of which no part can be run again on its own: "
+                "it was made in a backward pass, and no part of that can run again on its own: "
                 "save the weights and the batch instead, and run the step again"
             )
         self._kept.save(path, self._architecture, self.layer)

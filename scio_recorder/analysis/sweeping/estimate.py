@@ -106,9 +106,9 @@ def gradients(metric: Any, marks: Marks) -> Slopes:
     """
     if not isinstance(metric, Tensor) or not metric.requires_grad:
         raise ComparisonError(
-            "estimate=True needs the gradient of the metric, and what it returned has none: let it "
-            "return a tensor that is computed of the output by differentiable functions, without "
-            "item(), detach(), argmax() or no_grad()"
+            "estimate=True needs the gradient of the metric, but the returned value has none: "
+            "let the metric return a tensor that differentiable functions compute from the "
+            "output, without item(), detach(), argmax() or no_grad()"
         )
     edges = [edge for own in marks.values() for edge in own if edge is not None]
     found = iter(torch.autograd.grad(metric, edges, allow_unused=True) if edges else ())
@@ -176,9 +176,9 @@ def _change(
         return None
     if not is_on_graph:
         raise ComparisonError(
-            f"layer {layer} can't be estimated: what it returned is not on autograd's graph, "
-            f"since it is of {own.dtype}, or was made without gradients. Sweep without estimate=, "
-            "or record the layers around it"
+            f"layer {layer} can't be estimated: its output is not on autograd's graph, since its "
+            f"dtype is {own.dtype} or it was made without gradients. Sweep without estimate=, or "
+            "record the layers around it"
         )
     if slope is None:
         return None

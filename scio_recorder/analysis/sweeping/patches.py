@@ -82,8 +82,8 @@ def check_alike(
             shown = shown if shapes_of(specs[0]) != shapes_of(specs[1]) else f"{specs}"
             raise ComparisonError(
                 f"layer {architecture[label]} returns {shown} in the clean and in the corrupted "
-                "run, and only what has the same shapes can be patched: give both runs inputs of "
-                "one shape, for texts as many tokens, or record other layers"
+                "run, but only outputs of equal shapes can be patched: give both runs inputs of "
+                "one shape (texts of equally many tokens), or record other layers"
             )
 
 
@@ -134,9 +134,9 @@ def _common(architecture: Architecture, lengths: Mapping[DepthIdx, int]) -> int:
     for label, other in others:
         if other != length:
             raise ComparisonError(
-                f'positions="all" is for layers with equally many: layer {architecture[first]} has '
-                f"{length}, layer {architecture[label]} {other}. Sweep them one after the other, "
-                "or write the positions as a list"
+                'positions="all" needs layers with the same number of positions: layer '
+                f"{architecture[first]} has {length}, layer {architecture[label]} has {other}. "
+                "Sweep them one after the other, or write the positions as a list"
             )
     return length
 

@@ -188,25 +188,25 @@ def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
     if not capture.program.counts_calls:
         raise ComparisonError(
-            'after record(..., calls="any") a layer is any number of calls: record without calls= '
-            "to sweep over single ones"
+            'after record(..., calls="any") a layer stands for any number of calls: record '
+            "without calls= to sweep over single calls"
         )
     if capture.watchers or capture.is_running:
         raise ComparisonError(
-            "a sweep runs the network itself, and its runs are no passes of the block that it is "
-            "in: leave that of watch(...) or collecting(...) first"
+            "a sweep runs the network itself, and its runs must not count as passes of a block "
+            "around it: leave the block of watch(...) or collecting(...) first"
         )
     if not callable(metric):
-        raise ComparisonError(f"metric={metric!r}: give a function of what the network returns")
+        raise ComparisonError(f"metric={metric!r}: give a function of the network's output")
     if any(map(private.is_compiled, net.modules())):
         raise UnsupportedNetError(
             "the network is compiled, in whole or in part, and runs of compiled code can't be "
-            "patched: sweep over the network as it is without torch.compile"
+            "patched: sweep over the network without torch.compile"
         )
     if is_sharded(net):
         raise UnsupportedNetError(
-            "the network is sharded, and what it returns and holds in this process can't be put "
-            "back and patched by itself: sweep over the network in one process"
+            "the network is sharded, and its outputs and state can't be patched and restored in "
+            "one process alone: sweep over the network in one process"
         )
 
 

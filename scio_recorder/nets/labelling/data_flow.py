@@ -325,7 +325,7 @@ def check_static_flow(
         raise FlowError(
             f"the control flow of {type(net).__name__} depends on the data at {place[0]}:{place[1]}"
             + (f" ({line})" if line else "")
-            + ": on other data other layers may run, and labels would change their meaning. If the "
+            + ": on other data other layers may run, and labels would mean other layers. If the "
             "layers that you record run whatever the data, write force_static_flow=False; every "
             "pass is then still checked against the labelling"
         )

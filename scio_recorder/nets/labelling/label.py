@@ -114,9 +114,9 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     keywords = {**_DEFAULTS, **given, "cache_forward_pass": False}
     if keywords["input_size"] is None and keywords["input_data"] is None:
         raise MissingInputError(
-            "labelling runs the net once and needs to know on what: write "
-            "input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a tuple "
-            "of positional or a dict of keyword inputs"
+            "labelling runs the net once and needs an input for that: write input_size=(1, 3, "
+            "32, 32), batch dimension included, or input_data= a tensor, a tuple of positional "
+            "or a dict of keyword inputs"
         )
     if keywords["input_data"] is None:
         state = [*net.parameters(), *net.buffers()]

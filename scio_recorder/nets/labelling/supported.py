@@ -41,8 +41,8 @@ def check_supported(net: Any) -> None:
         )
     if private.is_compiled(net):
         raise UnsupportedNetError(
-            "the net is compiled already, and compiled code ignores hooks that come later: wrap "
-            "first, compile after, as in torch.compile(Recorder(net, ...))"
+            "the net is compiled already, and compiled code ignores hooks that are added later: "
+            "wrap it first and compile afterwards, as in torch.compile(Recorder(net, ...))"
         )
     refuse_part_of_fsdp(net)
     _check_acyclic(net, "", [])
@@ -54,8 +54,8 @@ def _check_module(name: str, module: nn.Module) -> None:
     where = f"the module {name!r}" if name else "the net"
     if isinstance(module, nn.DataParallel):
         raise UnsupportedNetError(
-            f"{where} is a DataParallel, whose replicas share hooks and lose what these record: "
-            "use torch.nn.parallel.DistributedDataParallel, or give its .module"
+            f"{where} is a DataParallel, whose replicas share hooks and lose the records: use "
+            "torch.nn.parallel.DistributedDataParallel, or give its .module"
         )
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(is_lazy(tensor) for tensor in tensors):

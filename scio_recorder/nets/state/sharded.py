@@ -146,9 +146,9 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
     """
     if private_distributed.is_inside_fsdp(net) and net not in fsdp_modules(net):
         raise UnsupportedNetError(
-            f"the net ({type(net).__name__}) is a part of what FSDP has sharded, and has its "
-            "parameters only while the whole is called: give the whole, and record the layers of "
-            "this part by their names"
+            f"the net ({type(net).__name__}) is a part of a network that FSDP has sharded, and "
+            "has its parameters only while the whole network is called: give the whole network, "
+            "and record the layers of this part by their names"
         )
 
 

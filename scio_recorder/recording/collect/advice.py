@@ -33,9 +33,9 @@ def advise_evaluation(net: nn.Module) -> None:
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         warn(
-            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} return "
-            "something else than in evaluation mode: call net.eval() before collect(...) unless "
-            "that is meant",
+            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} behave "
+            "differently than in evaluation mode: call net.eval() before collect(...) unless you "
+            "mean this",
             CollectWarning,
         )
 
@@ -64,9 +64,10 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
         # One number a sample is taken for a label where the net can do without it.
         return False
     warn(
-        "batch[0] alone goes into the net, whose forward would take batch[1] as well, a tensor of "
-        f"shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) to give it "
-        "both, or to_inputs=lambda batch: batch[0] where the first is all that it should get",
+        "only batch[0] goes into the net, but its forward would accept batch[1] as well, a "
+        f"tensor of shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) "
+        "to give it both, or to_inputs=lambda batch: batch[0] if the first is all that it should "
+        "get",
         CollectWarning,
     )
     return True

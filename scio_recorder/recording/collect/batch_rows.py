@@ -133,15 +133,16 @@ class BatchRows:
         if self.are_samples:
             rows = self.num_samples
             raise CollectError(
-                f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, as "
-                f"in {(rows, *shape[1:])}: rearrange it with transform=, or say with sample_ids= "
-                "how many samples a batch has"
+                f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, "
+                f"as in {(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= "
+                "to say how many samples a batch has"
             )
         if fits and not is_map and shape == layer.output_shape and layer.label not in self.told:
             raise CollectError(
-                f"{gave}, which may be one number a position, or as many features as there are "
-                f'positions by chance: where it is the first, write transform={{"{layer.label}": '
-                "lambda activation, batch: activation}; otherwise leave the layer out"
+                f"{gave}, which may be one number for each position, or by chance as many "
+                f'features as there are positions: in the first case, write transform={{"'
+                f'{layer.label}": lambda activation, batch: activation}}; otherwise leave the '
+                "layer out"
             )
         wanted = ", ".join([*map(str, self.shape), "..."])
         looks = ""
@@ -150,8 +151,8 @@ class BatchRows:
         elif fits:
             looks = f" (at labelling {layer.output_shape}), which fits by chance"
         raise CollectError(
-            f"{gave}{looks}, and rows= wants [{', '.join(self.dims)}, ...], here "
-            f'({wanted}): bring it to that with transform={{"{layer.label}": lambda activation, '
+            f"{gave}{looks}, but rows= needs [{', '.join(self.dims)}, ...], here "
+            f'({wanted}): convert it with transform={{"{layer.label}": lambda activation, '
             "batch: ...}, or leave the layer out"
         )
 
@@ -235,8 +236,8 @@ class BatchRows:
         found = (len(values), *lengths)
         raise CollectError(
             f"by= returned labels of shape {found} for a batch of {self.num_samples} samples: "
-            f"return one for each of its {self.shape[0]} entries of dimension 0, or labels of "
-            f"shape {self.shape}"
+            f"return one label for each of the {self.shape[0]} entries of dimension 0, or labels "
+            f"of shape {self.shape}"
         )
 
     def _picked(self, values: list[Any], lines: int) -> list[Any]:

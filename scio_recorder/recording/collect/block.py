@@ -68,9 +68,9 @@ class CollectedPasses:
             collection.check_end()
             if collection.is_empty:
                 raise CollectError(
-                    "the network was not called in the block, or all passes failed: what was "
-                    "called may be a copy of it, or compiled; write rnet.net where a network is "
-                    "asked for"
+                    "the network was not called in the block, or all passes failed: perhaps a "
+                    "copy of the network was called, or a compiled one; give rnet.net to the "
+                    "code that calls the network"
                 )
         except BaseException as error:
             self._keep_what_ended(error)

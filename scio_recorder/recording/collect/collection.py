@@ -130,17 +130,17 @@ class Collection:
             architecture = self.options.architecture
             layers = ", ".join(str(architecture[label]) for label in self.options.stored)
             raise CollectError(
-                f"store=None keeps reductions only, and there is none for {layers}: give "
+                f"store=None keeps only reductions, but there is none for {layers}: give "
                 'reduce=, or a store such as "host"'
             )
         if store.is_shared and not (self.feed.has_ids or self.options.has_shards):
             raise CollectError(
-                "each of several processes sees samples of its own, and a running index would give "
-                "different ones the same id: write sample_ids=lambda batch: ..."
+                "each process sees samples of its own, and a running index would give different "
+                "samples the same id: write sample_ids=lambda batch: ..."
             )
         if self.resume and not store.can_resume:
             raise CollectError(
-                f"resume=True needs a store on disk, and store is {self.store!r}: write "
+                f"resume=True needs a store on disk, but store is {self.store!r}: write "
                 'store="disk:PATH"'
             )
 
@@ -337,8 +337,8 @@ class Collection:
     def _check_trusted(self) -> None:
         if not self.is_trusted:
             raise CollectError(
-                "a reduction has failed in the middle of a pass, and holds a part of it: collect "
-                "again, from the beginning or behind what is durable"
+                "a reduction failed in the middle of a pass, and holds a part of that pass: "
+                "collect again, from the beginning or after what is durable"
             )
 
     # What a pass hands over.

@@ -167,8 +167,8 @@ class Continuing:
         found = next(known, self._latest.sequences)
         if found is None:
             raise CollectError(
-                "the network is given a cache that no pass of the block has filled, and there are "
-                f"no samples to go on with: begin the block before the prompt runs, or {_WATCH}"
+                "the network received a cache that no pass of the block has filled, so there are "
+                f"no samples to continue: begin the block before the prompt runs, or {_WATCH}"
             )
         return found
 
@@ -219,7 +219,7 @@ def _of_keys(mask: Any, number: int) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != number:
         if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
             raise CollectError(
-                "attention_mask does not tell which positions are real: give Tokens(mask=lambda "
+                "attention_mask does not say which positions are real: give Tokens(mask=lambda "
                 "batch: ...) with a bool tensor [batch, positions]"
             )
         return mask
@@ -253,8 +253,8 @@ def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
         has_state = getattr(cache, "has_previous_state", None)
     if has_state is None:
         raise CollectError(
-            f"the network is given a {type(cache).__name__} as {name}, which does not say how many "
-            f"positions it holds: {_WATCH}"
+            f"the network received a {type(cache).__name__} as {name}, which does not say how "
+            f"many positions it holds: {_WATCH}"
         )
     return None if (has_state() if callable(has_state) else has_state) else 0
 
@@ -265,9 +265,10 @@ def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
     if len(found.dims) != 2 or found.num_samples != lines or lines != known or not is_as_long:
         held = "" if past.length is None else f" of {past.length} positions"
         raise CollectError(
-            f"the network is given a cache{held} for {found.num_samples} samples, and the pass "
-            f"before it had {known} with {sequences.num_positions}: rows of passes that don't go "
-            f"on where others ended (beams, candidates, segments) can't be told apart; {_WATCH}"
+            f"the network received a cache{held} for {found.num_samples} samples, but the pass "
+            f"before it had {known} with {sequences.num_positions}: rows of passes that don't "
+            "continue where others ended (beams, candidates, segments) can't be told apart; "
+            f"{_WATCH}"
         )
 
 
@@ -281,7 +282,7 @@ def _refuse_several() -> None:
     if mode not in ("greedy_search", "sample") or number > 1:
         raise CollectError(
             f"generate runs {mode} for {number} sequence(s) of each prompt, whose rows can't be "
-            "told apart: generate one sequence for each prompt, greedily or sampled, or "
+            "told apart: generate one sequence for each prompt, greedily or by sampling, or "
             f"{_WATCH}"
         )
 

@@ -64,7 +64,7 @@ class Feed:
             self.max_batches = whole("max_batches", self.max_batches, 1)
         if isinstance(batches, Tensor):
             raise CollectError(
-                "batches is a single tensor, whose rows would be taken for batches: write "
+                "batches is a single tensor, so its rows would count as batches: write "
                 "batches=[x] for one batch, or batches=x.split(32) for several"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
@@ -176,7 +176,8 @@ class Feed:
             if share is not None and (share.has_ids or share.problem is not None):
                 raise CollectError(
                     f"make_batches({self.part}) gave a loader whose sampler splits its dataset "
-                    "between processes, and a part is for one: give it no such sampler"
+                    "among processes, but one process collects a part alone: give it no such "
+                    "sampler"
                 )
             return store
         placed = store.placed(share.place, share.problem)
@@ -185,8 +186,8 @@ class Feed:
             return store
         if by_batches and share.num_repeats:
             raise CollectError(
-                "the sampler fills up with repeats, and inputs are kept by whole batches: give it "
-                "drop_last=True, or record without inputs=True"
+                "the sampler repeats samples to fill up, but inputs are kept by whole batches: "
+                "give it drop_last=True, or record without inputs=True"
             )
         self.share = share
         return placed
@@ -288,6 +289,6 @@ def _num_samples(inputs: Inputs) -> int:
         if tensor.ndim > 0:
             return tensor.shape[0]
     raise CollectError(
-        "there is no tensor in what the net is given that would tell the number of samples: "
-        "write sample_ids=lambda batch: ... with one id for each sample"
+        "the net's input has no tensor that would tell the number of samples: write "
+        "sample_ids=lambda batch: ... with one id for each sample"
     )

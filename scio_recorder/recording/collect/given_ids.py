@@ -39,8 +39,8 @@ class SeenIds:
             if value in self._others:
                 self._others.difference_update(ids[:place])
                 raise CollectError(
-                    f"sample_ids: batch {number} has the id {value!r}, which another sample has "
-                    "had before: give every sample an id of its own"
+                    f"sample_ids: batch {number} has the id {value!r}, which an earlier sample "
+                    "has already: give every sample an id of its own"
                 )
             self._others.add(value)
 

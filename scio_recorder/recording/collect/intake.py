@@ -101,8 +101,8 @@ class LayerIntake:
             raise caught_as(CollectError, error, text) from error
         if is_counted and activation._version != before:
             raise CollectError(
-                f"the transform of layer {self.layer} changed the activation in place, and with it "
-                "what the net goes on with: let it return a new tensor"
+                f"the transform of layer {self.layer} changed the activation in place, and so the "
+                "input of later layers: let it return a new tensor"
             )
         return result
 
@@ -326,8 +326,8 @@ class RowColumns:
             values = given.get(name)
             if values is None:
                 raise CollectError(
-                    f"batch {number} has no field {name!r}, which batches before it had: give it "
-                    "to all, or say with fields= what to keep"
+                    f"batch {number} has no field {name!r}, which earlier batches had: give it "
+                    "with all batches, or say with fields= what to keep"
                 )
             if name == "sample":
                 values = values + (first_sample - current.skip)

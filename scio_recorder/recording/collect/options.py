@@ -54,11 +54,11 @@ class Options:
         if not self.recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
         if self.with_inputs and not program.counts_calls:
-            raise CollectError('inputs=True can\'t be collected with calls="any": leave one out')
+            raise CollectError('inputs=True can\'t be collected with calls="any": leave out one')
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise CollectError(
-                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; activations "
-                "of other kinds are kept as they are, and transform= can change them"
+                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; other "
+                "activations keep their dtype, which transform= can change"
             )
         self.dtype = dtype
         self.rows = _checked(rows, self.with_inputs)
@@ -152,7 +152,7 @@ def _checked(rows: Any, with_inputs: bool) -> Rows | None:
         if rows is not None and with_inputs:
             raise CollectError(
                 "inputs=True can't be collected with rows=, since inputs are kept by whole "
-                "batches: leave one out"
+                "batches: leave one of them out"
             )
         return rows
     hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""

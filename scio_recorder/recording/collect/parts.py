@@ -64,11 +64,11 @@ class Parts:
     def __post_init__(self) -> None:
         self.num_parts = whole("num_parts", self.num_parts, 1)
         if self.num_parts > MAX_RANKS:
-            raise CollectError(f"num_parts={self.num_parts}: there can be {MAX_RANKS} at most")
+            raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
         if not callable(self.make_batches):
             raise CollectError(
-                f"make_batches is a {type(self.make_batches).__name__}: give a function, which is "
-                "called with the number of a part and returns its batches"
+                f"make_batches is a {type(self.make_batches).__name__}: give a function that "
+                "takes the number of a part and returns its batches"
             )
         self._store = as_store(self.store)
 
@@ -79,9 +79,9 @@ class Parts:
         options.check_mergeable()
         if not InStep(pattern.net).is_alone:
             raise CollectError(
-                "several processes run each pass of this net together, and each would take other "
-                "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) in "
-                "all of them"
+                "several processes run each pass of this net together, but each would take other "
+                "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) "
+                "in all of them"
             )
         header = pattern.job(is_shared=True).header(is_shared=True)
         self._weights = header["weights"]

@@ -60,8 +60,8 @@ def check_order(given: Any, durable: Any, first: int) -> None:
     for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
         if one != other:
             raise CollectError(
-                f"sample {position} of the loader is {one!r} and was {other!r} when the recording "
-                "was begun: give the same samples in the same order (no shuffling)"
+                f"sample {position} of the loader is {one!r}, but was {other!r} when the "
+                "recording began: give the same samples in the same order (no shuffling)"
             )
 
 
@@ -69,8 +69,8 @@ def check_boundary(skip: int, number: int) -> None:
     """Refuse a batch of which only the first samples are durable, where inputs are kept."""
     if skip < number:
         raise CollectError(
-            f"the first {skip} of {number} samples of a batch are durable already, and inputs "
-            "are kept by whole batches: give the batch size of before"
+            f"the first {skip} of {number} samples of a batch are durable already, but inputs "
+            "are kept by whole batches: give the previous batch size"
         )
 
 

@@ -111,8 +111,8 @@ class Source:
         if self.has is not None and self.has.setdefault(name, is_there) != is_there:
             has, before = ("has", "lack") if is_there else ("lacks", "have")
             raise CollectError(
-                f"batch {self.number} {has} {name!r}, which batches before it {before}: give it "
-                "with each batch, or say by a function of the batch what is real"
+                f"batch {self.number} {has} {name!r}, which earlier batches {before}: give it "
+                "with each batch, or give a function of the batch that says what is real"
             )
         return value
 
@@ -129,9 +129,9 @@ class Source:
         value = self.find(given) if isinstance(given, str) else given(self.batch)
         if value is None and isinstance(given, str):
             raise CollectError(
-                f"rows= has {what}={given!r}, and batch {self.number} has no such key or attribute "
-                "and forward gets no such argument: give a name that each batch has, or a function "
-                "of the batch"
+                f"rows= has {what}={given!r}, but batch {self.number} has no such key or "
+                "attribute, and forward gets no such argument: give a name that each batch has, "
+                "or a function of the batch"
             )
         return self.tensor(what, value)
 
@@ -143,8 +143,8 @@ class Source:
             found = None
         if found is None or not is_dense(found):
             raise CollectError(
-                f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a dense "
-                "tensor, or something that makes one"
+                f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a "
+                "dense tensor, or a function that returns one"
             )
         return found.detach().cpu()
 
@@ -159,9 +159,9 @@ class Source:
             return given
         if given.is_complex() or not bool((given >= 0).all()):
             raise CollectError(
-                f"{what} of rows= has negative values or NaN in batch {self.number}, as a mask has "
-                "that is added to attention scores: give True where a row is real, as in "
-                f"{what}=lambda batch: ... >= 0"
+                f"{what} of rows= has negative values or NaN in batch {self.number}, like a mask "
+                f"that is added to attention scores: give True for real rows, as in {what}=lambda "
+                "batch: ... >= 0"
             )
         return given != 0
 
@@ -219,12 +219,16 @@ class Rows(abc.ABC):
             )
         for name, value in self._pairs():
             if not isinstance(name, str) or not (isinstance(value, str) or callable(value)):
-                raise CollectError(f"fields has {name!r}: {value!r}, which is no name or function")
+                raise CollectError(
+                    f"fields has {name!r}: {value!r}, which is neither a name nor a function"
+                )
             if name in ("", ".", "..") or "\0" in name:
-                raise CollectError(f"fields has {name!r}, which is no name: take another one")
+                raise CollectError(
+                    f"fields has {name!r}, which can't be a name: choose another one"
+                )
             if name in _OWN:
                 raise CollectError(
-                    f"fields has {name!r}, a column that rows have anyway: rename it"
+                    f"fields has {name!r}, a column that rows always have: rename it"
                 )
 
     def _pairs(self) -> list[tuple[str, Name]]:
@@ -248,8 +252,8 @@ class Rows(abc.ABC):
         lengths = torch.bincount(sample, minlength=num_samples)
         if not (source.is_part or bool(lengths.all())):
             raise CollectError(
-                f"sample {int((lengths == 0).nonzero()[0])} of batch {source.number} is empty: no "
-                f"row of its {dims[-1]} is real; leave such samples out of the batches"
+                f"sample {int((lengths == 0).nonzero()[0])} of batch {source.number} is empty: "
+                f"none of its {dims[-1]} is real; leave such samples out of the batches"
             )
         if bool((sample.diff() < 0).any()):
             order = sample.argsort(stable=True)

@@ -105,8 +105,8 @@ class Share:
         indices = self._indices or []
         if len(indices) != number:
             raise CollectError(
-                f"the sampler chose {len(indices)} samples for batch {self._number}, which has "
-                f"{number}: write sample_ids=lambda batch: ... with one id for each"
+                f"the sampler chose {len(indices)} samples for batch {self._number}, but the "
+                f"batch has {number}: write sample_ids=lambda batch: ... with one id for each"
             )
         return indices
 
@@ -118,9 +118,9 @@ class Share:
             return number if own else 0
         if number != chosen:
             raise CollectError(
-                f"{chosen - own} of {chosen} samples of batch {self._number} are repeats, by which "
-                f"the sampler fills up, and which of the {number} ids are theirs can't be known: "
-                "give the sampler drop_last=True"
+                f"{chosen - own} of {chosen} samples of batch {self._number} are repeats with "
+                f"which the sampler fills up, and nothing tells which of the {number} ids belong "
+                "to them: give the sampler drop_last=True"
             )
         return own
 

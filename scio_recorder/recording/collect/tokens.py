@@ -134,7 +134,7 @@ class Tokens(Rows):
             return source.read("mask", self.mask)
         if _is_pair(source):
             raise CollectError(
-                "the net has an encoder and a decoder, whose positions are not the same, and layer "
+                "the net has an encoder and a decoder with different positions, and layer "
                 f'{source.layer} belongs to one of them: write Tokens(mask="attention_mask") and '
                 'record layers of the encoder only, or Tokens(mask="decoder_attention_mask") and '
                 "record layers of the decoder only"
@@ -169,10 +169,10 @@ class Tokens(Rows):
             found = fitting or found or {"": size}
         if not found:
             raise CollectError(
-                f"layer {source.layer} can't be collected by rows=Tokens(): the net is given no "
-                "sequence, a tensor [batch, positions] or [batch, positions, features]; write "
-                "Tokens(mask=lambda batch: ...) with a bool tensor [batch, positions] and, where "
-                "layers are of another shape, transform=; or leave rows= out"
+                f"layer {source.layer} can't be collected by rows=Tokens(): the net's input has "
+                "no sequence, that is, no tensor [batch, positions] or [batch, positions, "
+                "features]; write Tokens(mask=lambda batch: ...) with a bool tensor [batch, "
+                "positions] and, if layers have another shape, transform=; or leave rows= out"
             )
         return next(iter(found.items()))
 

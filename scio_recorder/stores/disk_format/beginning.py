@@ -69,8 +69,8 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         elif stored.get("process") != given.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         raise RecordingError(
-            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Give all as "
-            f"it was then, or choose another folder{way}"
+            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Give the same "
+            f"settings, or choose another folder{way}"
         )
 
 
@@ -88,7 +88,7 @@ def _check_empty(medium: Medium, *, is_in_parts: bool) -> None:
     if is_in_parts:
         others = [name for name in others if not _REMAINS_OF_PARTS.fullmatch(name)]
     if others and DESCRIPTION_NAME not in others:
-        raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; take another")
+        raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")
 
 
 def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: bool = False) -> Run:
@@ -109,7 +109,9 @@ def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: b
 def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
     """Refuse a rank to begin in what another has created."""
     if given.world_size == run.description.world_size == 1:
-        raise RecordingError(f"{path} already holds a recording; resume it or take another")
+        raise RecordingError(
+            f"{path} already holds a recording; resume it or choose another folder"
+        )
     found = differences(_comparable(run.description), _comparable(given))
     if found:
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
@@ -118,7 +120,7 @@ def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
         )
     if run.chunks[rank] or run.closed:
         raise RecordingError(
-            f"{path} already holds samples of rank {rank}: resume it, or take another folder"
+            f"{path} already holds samples of rank {rank}: resume it, or choose another folder"
         )
 
 

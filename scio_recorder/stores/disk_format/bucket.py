@@ -170,17 +170,17 @@ class Bucket(Medium):
                     break
         if not was_refused:
             raise RecordingError(
-                f"{self.path}: this store puts an object where there is one although it is asked "
-                "not to (If-None-Match: *), so that writers could overwrite each other: use one "
-                "that keeps to it"
+                f"{self.path}: this store replaces an existing object although the request "
+                "forbids it (If-None-Match: *), so writers could overwrite each other: use a "
+                "store that supports it"
             )
 
     def _put(self, name: str, pieces: list[memoryview]) -> None:
         num_bytes, ours = sum(map(len, pieces)), uuid.uuid4().hex
         if num_bytes > _MAX_BYTES:
             raise RecordingError(
-                f"{self.path_of(name)}: {num_bytes} bytes are more than can be put at once: set a "
-                "smaller chunk_bytes"
+                f"{self.path_of(name)}: {num_bytes} bytes are more than one request can put: set "
+                "a smaller chunk_bytes"
             )
 
         def put(library: ModuleType, store: ObjectStore, path: str) -> None:
@@ -272,7 +272,7 @@ class Object:
         meta, data = self._bucket.make(self._name, get, num_bytes)
         stamp = meta["size"], meta["e_tag"]
         if self._stamp not in (None, stamp):
-            raise RecordingError(f"{self.path} has become another one since it was opened")
+            raise RecordingError(f"{self.path} was replaced since it was opened")
         self._stamp = stamp
         return data
 

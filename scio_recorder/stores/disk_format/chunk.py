@@ -90,7 +90,7 @@ class Chunk:
             file, said = self._opened()
             with parsing(self.path):
                 if (file.checksum, said) != (self.checksum, self.said):
-                    raise ValueError("it is not the one that the manifest lists")
+                    raise ValueError("it is not the commit that the manifest lists")
                 self._check_table(file)
             self._file = file
         return self._file
@@ -131,7 +131,7 @@ class Chunk:
         if self.state is not None:
             token = expect(self.state, dict)["file"]
             if token is not None and not _TOKEN.fullmatch(token):
-                raise ValueError("its state is nowhere")
+                raise ValueError("its state is missing")
 
     def _check_table(self, file: TensorFile) -> None:
         own = [(name, spec.of(self.num_rows)) for name, spec in self._description.table.items()]
@@ -141,7 +141,7 @@ class Chunk:
         if self.batches is not None:
             wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
         if names != wanted or (names and file.table[VALUES].dtype != torch.uint8):
-            raise ValueError("what is kept of batches is not all there")
+            raise ValueError("a part of what is kept of batches is missing")
 
 
 def said_of(ids: JSON, rows: JSON, batches: JSON, state: JSON) -> dict[str, JSON]:

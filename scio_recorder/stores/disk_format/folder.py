@@ -150,7 +150,7 @@ class Folder(Medium):
         try:
             file = File(self.path_of(name), descriptor)
             if stamp not in (None, file.stamp):
-                raise RecordingError(f"{file.path} has become another one since it was opened")
+                raise RecordingError(f"{file.path} was replaced since it was opened")
             yield file
         finally:
             close_quietly(descriptor)

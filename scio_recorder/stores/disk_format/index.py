@@ -43,8 +43,9 @@ def put_together(medium: Medium, lease: Lease) -> None:
         ]
         raise CollectError(
             f"{medium.path}: two samples have the id {repeated!r}, in part {parts[0]} and part "
-            f"{parts[-1]}: each needs one of its own. What is there stays and can be read; collect "
-            "again into another folder, with other sample_ids or parts that have no sample twice"
+            f"{parts[-1]}: each needs an id of its own. The data on disk stays and can be read; "
+            "collect again into another folder, with other sample_ids or with parts that have no "
+            "sample twice"
         )
     lease.check()
     with accessing(medium.path), suppress(FileExistsError):

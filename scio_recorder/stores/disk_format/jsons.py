@@ -238,7 +238,7 @@ def unpack(packed: Packed) -> Any:
 
 def _float(text: str) -> float:
     if text not in ("inf", "-inf", "nan"):
-        raise ValueError(f"{text!r} is no such number")
+        raise ValueError(f"{text!r} is not such a number")
     return float(text)
 
 

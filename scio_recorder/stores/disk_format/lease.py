@@ -145,9 +145,9 @@ class Lease:
             self._why_lost = f"was not renewed for {age:.0f} s"
         if self._why_lost is not None:
             raise RecordingError(
-                f"{self._medium.path}: the lease of part {self.part} {self._why_lost}, so that "
-                "another worker may hold that part now and nothing more of it is written here; "
-                "what is durable stays: call collect_parts again to go on"
+                f"{self._medium.path}: the lease of part {self.part} {self._why_lost}, so another "
+                "worker may hold that part now, and this one writes no more of it; durable data "
+                "stays: call collect_parts again to go on"
             )
 
     def give_back(self) -> None:

@@ -80,7 +80,9 @@ def progress_of(medium: Medium) -> Progress:
     """
     begun = agreed(medium)
     if begun is None:
-        raise RecordingError(f"{medium.path} holds no recording, and nobody has begun one in parts")
+        raise RecordingError(
+            f"{medium.path} holds no recording, and no recording in parts has begun there"
+        )
     with accessing(medium.path):
         newest, done = newest_leases(medium), set(complete_parts(medium))
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]

@@ -246,7 +246,9 @@ class RunReader(RowReader):
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
         """Count samples over all ranks; a chunk counts those of its own."""
         if samples.min() < 0 or samples.max() >= chunk.samples_before + len(chunk.ids):
-            raise RecordingError(f"{chunk.path} is damaged: it has rows of samples not there yet")
+            raise RecordingError(
+                f"{chunk.path} is damaged: it has rows of samples that don't exist yet"
+            )
         samples += self._first_samples[chunk.rank]
 
 

@@ -126,9 +126,9 @@ def _understood(error: Exception) -> tuple[OSError, bool]:
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
         return FileNotFoundError(errno.ENOENT, "there is no such object"), False
     if isinstance(error, FileExistsError) or kind == "AlreadyExistsError":
-        return FileExistsError(errno.EEXIST, "there is such an object"), False
+        return FileExistsError(errno.EEXIST, "the object exists already"), False
     if kind == "PreconditionError":
-        return OSError(errno.ESTALE, "has become another one since it was opened"), False
+        return OSError(errno.ESTALE, "was replaced since it was opened"), False
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         problem = f"no permission ({said}); credentials are taken from the environment"
         return PermissionError(errno.EACCES, problem), False

@@ -288,8 +288,8 @@ class RunWriter:
         """Raise `RecordingError` unless it `is_open`."""
         if not self.is_open:
             raise RecordingError(
-                f"this writer of {self._medium.path} is closed, or of the process that opened it "
-                "and not of this: resume the recording"
+                f"this writer of {self._medium.path} is closed, or another process opened it: "
+                "resume the recording"
             )
 
     def _checked(
@@ -297,7 +297,9 @@ class RunWriter:
     ) -> dict[str, Tensor]:
         """Return the tensors in the order of the layers; `ValueError` unless they fit."""
         if (rows is None) != (self._description.rows is None):
-            raise ValueError(f"rows={rows}, and the recording was created with others or without")
+            raise ValueError(
+                f"rows={rows}, but the recording was created with other rows or without"
+            )
         number = samples if rows is None else rows
         wanted = {name: spec.of(number) for name, spec in self._description.table.items()}
         found = table_of(tensors)
@@ -311,7 +313,7 @@ class RunWriter:
         if rows and SAMPLE in tensors:
             first, last = map(int, tensors[SAMPLE].aminmax())
             if not 0 <= first <= last < total:
-                raise ValueError(f"there are rows of other than the {total} samples")
+                raise ValueError(f"there are rows of samples other than the {total} samples here")
         return {name: tensors[name] for name in wanted}
 
     def _content(

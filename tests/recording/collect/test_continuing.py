@@ -209,7 +209,7 @@ def test_caches_that_are_others_from_pass_to_pass_go_on_by_thread() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        with pytest.raises(CollectError, match="no samples to go on"):
+        with pytest.raises(CollectError, match="no samples to continue"):
             net(torch.ones(2, 1).long(), ((torch.ones(2, 1, 4, 4),) * 2,))
     rows = collection.recording.rows
     found = [rows["input_ids"][rows["sample"] == sample].tolist() for sample in range(4)]

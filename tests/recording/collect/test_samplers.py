@@ -301,7 +301,9 @@ def test_ranks_that_do_not_fit_together(tmp_path):
 
 
 def test_a_part_is_for_one_process(tmp_path):
-    with pytest.raises(CollectError, match=r"make_batches\(\d\).*a part is for one"):
+    with pytest.raises(
+        CollectError, match=r"make_batches\(\d\).*one process collects a part alone"
+    ):
         recorder().collect_parts(
             lambda part: distributed(Numbers(4), part, 2, 2), 2, store=f"disk:{tmp_path}/run"
         )

@@ -232,8 +232,8 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         (lambda chunk: None, 5, r"layer 1-1 is .*6, 3.* not .*5, 3"),
         (lambda chunk: None, None, "rows=None"),
         (lambda chunk: chunk.pop(SAMPLE), 6, "layer @sample is missing"),
-        (lambda chunk: chunk[SAMPLE].add_(1), 6, "of other than the 3 samples"),
-        (lambda chunk: chunk[SAMPLE].sub_(1), 6, "of other than the 3 samples"),
+        (lambda chunk: chunk[SAMPLE].add_(1), 6, "of samples other than the 3 samples"),
+        (lambda chunk: chunk[SAMPLE].sub_(1), 6, "of samples other than the 3 samples"),
         (lambda chunk: chunk.update({"@more": chunk[SAMPLE]}), 6, "layer @more is .* not one of"),
     ],
 )
@@ -342,7 +342,7 @@ def test_rows_of_samples_that_are_not_there_are_damage(tmp_path, value):
     with RunReader(tmp_path / "run") as reader:
         assert reader.read(SAMPLE, 0, 4).tolist() == [0, 0, 1, 2]
         assert torch.equal(reader.read("1-1", 0, 6), chunk["1-1"])
-        with pytest.raises(RecordingError, match="rows of samples not there yet"):
+        with pytest.raises(RecordingError, match="rows of samples that don't exist yet"):
             reader.read(SAMPLE, 0, 6)
 
 

@@ -214,7 +214,7 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
         os.read(wait[0], 1)
         os._exit(0)
     try:
-        assert b"of the process that opened it" in os.read(ready[0], 1000)
+        assert b"another process opened it" in os.read(ready[0], 1000)
         writer.append(rows(0, 3), range(3))
         writer.abort()
         # As if the writer had been killed while its data loader's worker lives on.
