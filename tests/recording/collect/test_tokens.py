@@ -370,7 +370,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"mask": lambda batch: batch["attention_mask"] * torch.nan},
         "mask .*batch 0.*True for real rows",
     ),
-    "missing mask": (DATA, {"mask": "real"}, "mask='real', and batch 0 has no"),
+    "missing mask": (DATA, {"mask": "real"}, "mask='real', but batch 0 has no"),
     "mask that is no tensor": (DATA, {"mask": lambda batch: "yes"}, "mask .* is a str"),
     "empty sequence": (
         changed(2, attention_mask=DATA[2]["attention_mask"] * torch.tensor([[1], [1], [0], [1]])),
@@ -630,7 +630,7 @@ def test_batches_whose_keys_are_attributes_may_lack_some():
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a\0"])
 def test_names_that_no_other_program_can_hold_are_refused(name: str):
-    with pytest.raises(CollectError, match="no name"):
+    with pytest.raises(CollectError, match="be a name"):
         Tokens(fields={name: "input_ids"})
 
 
