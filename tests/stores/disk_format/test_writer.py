@@ -231,7 +231,7 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
     [
         (lambda x: {k: v for k, v in x.items() if k != "label"}, "label is missing, not .*int64"),
         (lambda x: {**x, "9-9": torch.ones(3)}, "9-9 is .*, not one of the recording"),
-        (lambda x: {**x, "label": x["label"].int()}, r"label is .*int32\), not .*int64"),
+        (lambda x: {**x, "label": x["label"].int()}, r"label is .*int32, not .*int64"),
         (lambda x: {**x, "label": x["label"][:2]}, r"\(2,\).*, not .*\(3,\).* \(3 sample ids"),
         (lambda x: {**x, "1-1": x["1-1"].view(3, 3, 1)}, r"1-1 is .*\(3, 3, 1\)"),
         (lambda x: {**x, "1-1": x["1-1"].to_sparse()}, "1-1 has no plain memory"),
