@@ -356,7 +356,10 @@ def test_what_ended_is_passed_over_step_by_step_when_it_comes_again(tmp_path: Pa
     handle.remove()
     half = held[0].recording
     assert (half.num_samples, half.num_rows, half.complete) == (4, 18 + 8 + 4, False)
-    with pytest.raises(CollectError, match="in 30 rows already, and 4 in 28 rows came now"), rnet.collecting(**options, resume=True):
+    with (
+        pytest.raises(CollectError, match="in 30 rows already, and 4 in 28 rows came now"),
+        rnet.collecting(**options, resume=True),
+    ):
         run(2)
     with rnet.collecting(**options, resume=True) as collection:
         run()
