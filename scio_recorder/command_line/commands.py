@@ -196,8 +196,7 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
     add(
         "--rows",
         metavar="ROWS",
-        help="what a row is: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...); "
-        "by default a sample",
+        help="a row, if not a sample: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...)",
     )
     add(
         "--out",
