@@ -26,8 +26,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
-from scio_recorder import LabellingError, RecomputeError, Recorder, UnsupportedNetError, layer
+from scio_recorder import (
+    LabellingError,
+    RecomputeError,
+    Recorder,
+    UnsupportedNetError,
+    layer,
+    open_recording,
+)
 from scio_recorder.errors import ShardWarning
+from scio_recorder.stores import Disk
 
 CPU = torch.device("cpu")
 NAMES = ("0", "1", "2", "3", "4")
@@ -362,6 +370,25 @@ KEPT_WHOLE = {
 }
 
 
+def collect_on_a_grid(store: str) -> None:
+    """Two pairs of processes have other samples, and those of a pair other features of them."""
+    pair, place = divmod(dist.get_rank(), 2)
+    batches = torch.randn(2, 3, *SIZE, generator=torch.Generator().manual_seed(2))
+    rnet = Recorder(grid(make_net()), input_size=SIZE)
+    for names, places in ((("0", "1", "4"), 2), (("2",), 1)):
+        rnet.record(*names)
+        path = f"{store}-{pair}-{places}"
+        kept = Disk(path, rank=place, world_size=2) if places == 2 else Disk(path)
+        rnet.collect(list(batches[pair]), store="host" if place >= places else kept)
+        dist.barrier()
+        recording = open_recording(path, verify=True)
+        assert recording.complete
+        outputs = [truth_of(batch)[0] for batch in batches[pair]]
+        for name in names:
+            wanted = torch.cat([one[name].detach() for one in outputs])
+            torch.testing.assert_close(recording[name][:], wanted, rtol=1e-4, atol=1e-5)
+
+
 def main(rank: int, processes: int, store: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=processes, init_method=f"file://{store}")
     data = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
@@ -372,6 +399,8 @@ def main(rank: int, processes: int, store: str) -> None:
         tell_shards()
         record_stages(data)
         refuse_before_anything_runs(data)
+    if processes == 4:
+        collect_on_a_grid(store)
     if processes <= 2:
         stop_nowhere(data)
         refuse_a_recorder_that_is_sharded(data)

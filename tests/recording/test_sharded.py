@@ -110,6 +110,7 @@ def run_rank(rank: int, folder: Path) -> None:
     go_on_in_step(rank, folder, mesh)
     collect_a_fused_layer(rank, folder, mesh)
     collect_what_all_have(rank, folder, mesh)
+    refuse_together(rank, folder)
     dist.destroy_process_group()
 
 
@@ -238,6 +239,26 @@ def collect_what_all_have(rank: int, folder: Path, mesh: Any) -> None:
         assert not (folder / "doubled").exists()
     one = Disk(folder / "once") if rank == 0 else "host"
     rnet.collect(data, store=one)
+
+
+def refuse_together(rank: int, folder: Path) -> None:
+    """What one process refuses is refused by all: a pass of the others would wait for it."""
+    from torch.distributed.fsdp import fully_shard
+
+    from scio_recorder import CollectError, Recorder
+
+    rnet, data = Recorder(fully_shard(make_net()), input_size=(2, 4)), make_data()
+    rnet.record("1")
+    rnet.net.register_forward_pre_hook(lambda *call: ran.append(call))
+    ran: list[object] = []
+    for refuses in range(WORLD):
+        store = "dsik:run" if rank == refuses else f"disk:{folder}/refused-{rank}"
+        words = "store='dsik:run'" if rank == refuses else "another process.* has refused"
+        with pytest.raises(CollectError, match=words):
+            rnet.collect(data, store=store)
+    assert not ran
+    assert not list(folder.glob("refused*"))
+    assert rnet.collect(data, store=f"disk:{folder}/refused-{rank}").num_samples == 11
 
 
 def check_shards(folder: Path) -> None:

@@ -52,8 +52,8 @@ def go_through(
         call = partial(compiled, *args, activation_postproc=collection.posts, **kwargs)
         return call() if sink is None else capture.hand_on_compiled(call, sink)
 
-    collection.open()
     together = InStep(net)
+    _open(collection, together)
     if collection.needs_batches or not together.is_alone:
         try:
             advise_evaluation(net)
@@ -67,6 +67,21 @@ def go_through(
     if is_of_ranks and recording.path is not None and not collection.options.has_shards:
         check_all(recording.path)
     return recording
+
+
+def _open(collection: Collection, together: InStep) -> None:
+    """Open a collection, or refuse to in all processes: one alone would leave others in a pass."""
+    try:
+        collection.open()
+    except Exception:
+        together.all(False)
+        raise
+    if not together.all(True):
+        collection.abandon()
+        raise CollectError(
+            "another process, which runs each pass of this net together with this one, has refused "
+            "to collect, and says why: nothing was run"
+        )
 
 
 def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
