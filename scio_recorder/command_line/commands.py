@@ -316,7 +316,8 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def verify(parsed: argparse.Namespace, console: Console) -> None:
-    """Read a whole recording and compare its checksums."""
+    """Read a whole recording, compare its checksums, and look for ids that are there twice."""
+    from scio_recorder.recording.recording import opened
     from scio_recorder.stores.disk_format.reader import RunReader
 
     reports = []
@@ -324,9 +325,14 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
         for one in reader.verify():
             reports.append(one)
             advance(0, one.num_bytes)
-    damaged = [one.problem for one in reports if one.problem is not None]
-    if damaged:
-        raise FailureError("; ".join(damaged))
+        damaged = [one.problem for one in reports if one.problem is not None]
+        if damaged:
+            raise FailureError("; ".join(damaged))
+        # Ids of shards are those of all processes, until they are put together.
+        is_of_a_net = "architecture" in reader.header
+        repeated = opened(reader, {}).sample_ids.repeated() if is_of_a_net else None
+    if repeated is not None:
+        raise FailureError(f"every checksum is right, but two samples have the id {repeated!r}")
     num_bytes = sum(one.num_bytes for one in reports)
     state = "complete" if reader.complete else "interrupted: collect with resume to go on"
     text = f"{len(reports)} files, {decimal(num_bytes)}: all checksums match; {state}"

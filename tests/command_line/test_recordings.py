@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import Recorder, open_recording
+from scio_recorder import CollectError, Recorder, open_recording
 from scio_recorder.command_line import main
+from scio_recorder.stores import Disk
 from tests.display.examples import hostile_recording
 
 CODE = """
@@ -229,6 +230,23 @@ def test_damage_is_told(tmp_path, capsys):
     chunk.write_bytes(content)
     assert main(["verify", "run"]) == 1
     assert chunk.name in capsys.readouterr().err
+
+
+def test_ids_that_are_there_twice_are_told(tmp_path, capsys):
+    rnet = Recorder(nn.ReLU(), input_size=(1, 2))
+    rnet.record("0-1")
+
+    def collect(rank: int) -> None:
+        store = Disk(tmp_path / "run", rank=rank, world_size=2)
+        rnet.collect([torch.ones(2, 2)], store=store, sample_ids=lambda batch: [4, rank])
+
+    collect(0)
+    with pytest.raises(CollectError, match="two samples with the id 4"):
+        collect(1)
+    # What is there can be read, and nobody but who asks compares the ids of all.
+    assert list(open_recording(tmp_path / "run").sample_ids) == [4, 0, 4, 1]
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert "two samples have the id 4" in capsys.readouterr().err
 
 
 def test_a_chunk_that_is_cut_off_is_damage(tmp_path, capsys):

@@ -263,6 +263,7 @@ def refuse_together(rank: int, folder: Path) -> None:
 
 def check_shards(folder: Path) -> None:
     from scio_recorder import open_recording
+    from scio_recorder.command_line import main
 
     net, data = make_net(), make_data()
     with torch.no_grad():
@@ -276,6 +277,8 @@ def check_shards(folder: Path) -> None:
         assert recording.complete
         assert list(recording.sample_ids) == ids
         assert recording["0"].shape == (11, 6)
+        # Each process has the same ids, and no sample is there twice.
+        assert main(["verify", str(folder / name)]) == 0
         assert recording.architecture["0"].shard is None
         for layer, whole in zip(("0", "1"), wanted, strict=True):
             torch.testing.assert_close(recording[layer][:], whole)
