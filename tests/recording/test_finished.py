@@ -107,7 +107,7 @@ def test_other_samples_are_refused_where_the_length_differs(tmp_path):
     rnet, store, ids = recorder("0"), f"disk:{tmp_path}/run", {"sample_ids": lambda b: b[1]}
     data = [(X[at : at + 2], [f"{at}", f"{at + 1}"]) for at in range(0, 8, 2)]
     rnet.collect(iter(data), store=store, **ids)
-    with pytest.raises(CollectError, match="sample 0 of the loader is '6' and was '0'"):
+    with pytest.raises(CollectError, match="sample 0 of the loader is '6', but was '0'"):
         rnet.collect(data[::-1], store=store, resume=True, **ids)
 
 

@@ -104,7 +104,7 @@ def test_samples_that_differ_when_a_part_is_gone_on_with(tmp_path):
 
     with pytest.raises(Broken):
         rnet.collect_parts(stops, 1, store=store, sample_ids=lambda batch: batch[1])
-    with pytest.raises(CollectError, match=r"part 0: sample 0 .* '010' and was '000'") as caught:
+    with pytest.raises(CollectError, match=r"part 0: sample 0 .* '010', but was '000'") as caught:
         rnet.collect_parts(
             lambda part: named(part)[::-1], 1, store=store, sample_ids=lambda batch: batch[1]
         )
