@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@dataclass(eq=False, repr=False)
 class Effects:
     """The metric of runs in which what one layer returned was that of another run.
 
@@ -27,7 +29,7 @@ class Effects:
     ----------
     architecture : Architecture
         The labelled net.
-    labels : sequence of (int, int)
+    labels : tuple of (int, int)
         The layers that were patched.
     positions : list of int or None
         Which positions of dimension 1; None where layers were patched as a whole.
@@ -55,24 +57,13 @@ class Effects:
     True
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        labels: Sequence[DepthIdx],
-        positions: list[int] | None,
-        values: Tensor,
-        clean: float,
-        corrupted: float,
-        *,
-        is_estimate: bool = False,
-    ) -> None:
-        self.architecture = architecture
-        self.labels = tuple(labels)
-        self.positions = positions
-        self.values = values
-        self.clean = clean
-        self.corrupted = corrupted
-        self.is_estimate = is_estimate
+    architecture: Architecture
+    labels: tuple[DepthIdx, ...]
+    positions: list[int] | None
+    values: Tensor
+    clean: float
+    corrupted: float
+    is_estimate: bool = False
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -173,8 +164,7 @@ class Effects:
         """Return the same with the layers in the order of execution."""
         labels = self.architecture.in_order(self.labels)
         values = self.values[[self.labels.index(label) for label in labels]]
-        given = self.architecture, labels, self.positions, values, self.clean, self.corrupted
-        return Effects(*given, is_estimate=self.is_estimate)
+        return replace(self, labels=tuple(labels), values=values)
 
     def _headline(self) -> str:
         kind = "Estimated sweep" if self.is_estimate else "Sweep"

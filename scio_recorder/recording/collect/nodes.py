@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
 
 
+@dataclass(eq=False, repr=False)
 class Nodes(Rows):
     """Makes a line of a recording a node of a graph; each graph of a batch is a sample.
 
@@ -50,16 +51,9 @@ class Nodes(Rows):
     (torch.Size([5, 2]), 2)
     """
 
-    def __init__(
-        self,
-        sample: Name | None = "batch",
-        fields: Fields | None = None,
-        where: Name | None = None,
-    ) -> None:
-        self.sample = sample
-        self.fields = fields
-        self.where = where
-        self._check()
+    sample: Name | None = "batch"
+    fields: Fields | None = None
+    where: Name | None = None
 
     def of(self, source: Source) -> BatchRows:
         """Return the rows of a batch.

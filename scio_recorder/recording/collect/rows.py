@@ -203,7 +203,7 @@ class Rows(abc.ABC):
         given = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if v is not None)
         return f"{type(self).__name__}({given})"
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         """Refuse arguments that are no names."""
         for what, value in vars(self).items():
             if what != "fields" and not (

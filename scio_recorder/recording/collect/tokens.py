@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _MASKS_OF_PAIRS = ("attention_mask", "decoder_attention_mask")
 
 
+@dataclass(eq=False, repr=False)
 class Tokens(Rows):
     """Makes a line of a recording a token: what is padding is not kept, reduced or counted.
 
@@ -63,18 +64,10 @@ class Tokens(Rows):
     torch.Size([4, 2])
     """
 
-    def __init__(
-        self,
-        mask: Name | None = None,
-        segments: Name | None = None,
-        fields: Fields | None = None,
-        where: Name | None = None,
-    ) -> None:
-        self.mask = mask
-        self.segments = segments
-        self.fields = fields
-        self.where = where
-        self._check()
+    mask: Name | None = None
+    segments: Name | None = None
+    fields: Fields | None = None
+    where: Name | None = None
 
     def of(self, source: Source) -> BatchRows:
         """Return the rows of a batch.
