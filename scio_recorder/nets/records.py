@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
         if not isinstance(given, tuple):
             return None
         is_pair = len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping)
-        return cls(given[0], dict(given[1])) if is_pair else cls(given, {})
+        return cls(given[0], dict(given[1])) if is_pair else cls(tuple(given), {})
 
     def named(self, module: nn.Module) -> dict[str, Any]:
         """Return these by the names that the module's ``forward`` has for them.

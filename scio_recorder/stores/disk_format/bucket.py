@@ -134,15 +134,6 @@ class Bucket(Medium):
         """Open an object for reading: nothing is asked for before it is read."""
         yield Object(self, name, stamp)
 
-    def has(self, name: str) -> bool:
-        """Whether there is an object of this name."""
-        with accessing(self.path_of(name)):
-            try:
-                self.make(name, lambda library, store, path: library.head(store, path))
-            except FileNotFoundError:
-                return False
-            return True
-
     def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
         """Put a new object in place, whole or not at all; see the NOTE."""
         file = _Pieces()

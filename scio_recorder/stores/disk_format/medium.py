@@ -124,8 +124,8 @@ class Medium(abc.ABC):
         """Whether there is a file of this name."""
         with accessing(self.path_of(name)):
             try:
-                with self.open(name):
-                    return True
+                with self.open(name) as file:
+                    return file.num_bytes >= 0
             except FileNotFoundError:
                 return False
 
