@@ -67,8 +67,8 @@ __all__ = [
     "track",
 ]
 
-# Imported when they are first asked for: a program that only reads a recording does not wait for
-# what records one. Type checkers and editors read the imports above.
+# Imported at their first use: a program that only reads a recording does not wait for the modules
+# that record one. Type checkers and editors read the imports above.
 _HOMES = {
     "ActivationCheckpointer": "recompute.checkpointer",
     "Architecture": "nets.architecture",

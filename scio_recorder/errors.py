@@ -7,26 +7,26 @@ The tree::
     ├── UnsupportedNetError (TypeError)     a net that hooks can't observe
     ├── LabellingError      (RuntimeError)  the labelling pass itself failed
     ├── LayerNotFoundError  (ValueError, KeyError)  a selector or key that names no layer
-    │   └── SelectorTypeError (TypeError)   something that can't be a selector
+    │   └── SelectorTypeError (TypeError)   an object of a type that can't be a selector
     ├── FlowError           (RuntimeError)  layers ran differently from the labelling
     ├── PostprocessorError  (ValueError)    post-processors that can't be applied
     ├── MutationError       (RuntimeError)  a record was overwritten in place
-    ├── ArgumentError       (ValueError)    an argument that can't be what was meant
+    ├── ArgumentError       (ValueError)    an argument with a value that can't work
     ├── CollectError        (ValueError)    a dataset that can't be collected
     ├── RecordingError      (OSError)       a recording on disk that can't be trusted
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
     ├── ComparisonError     (ValueError)    runs that can't be compared
     ├── NonFiniteError      (ArithmeticError) a NaN or an infinity was made
     ├── MissingPackageError (ModuleNotFoundError) a package of an extra is not installed
-    └── UnsupportedTorchError (RuntimeError) torch or Python works otherwise in this version
+    └── UnsupportedTorchError (RuntimeError) torch or Python works differently in this version
 
 Warnings::
 
-    CollectWarning  (UserWarning)   a dataset is likely to be collected otherwise than was meant
-    ShardWarning    (UserWarning)   a record is only what this process has of an activation
+    CollectWarning  (UserWarning)   a dataset is probably not collected as intended
+    ShardWarning    (UserWarning)   a record is only this process's part of an activation
 
-Each class also derives from the built-in that a caller would expect, so that code written without
-this package in mind catches the right thing. All warnings go through `warn`.
+Each class also derives from the built-in exception that a caller would expect, so code written
+without this package in mind catches it. All warnings go through `warn`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ __all__ = [
     "UnsupportedTorchError",
 ]
 
-# Packages that stand between a line of the user's and what warns: modules, blocks and this one.
+# Packages between the user's line and the warning: torch's modules, blocks and this package.
 _BETWEEN = ("contextlib", "scio_recorder", "torch")
 
 
 class RecorderError(Exception):
-    """Base class of everything that this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
     def __str__(self) -> str:
         # KeyError among the bases would show the message quoted and escaped.
@@ -92,10 +92,10 @@ def caught_as(kind: type[RecorderError], error: Exception, text: str) -> Excepti
     (True, True, 'batch 3 has no image')
     """
     try:
-        # A class made here can't be found by name, where an error goes to another process.
+        # A class made here can't be found by name when an error is sent to another process.
         reduce = {"__reduce__": lambda self: (caught_as, (kind, error, str(self)))}
         both: Any = type(kind.__name__, (kind, type(error)), reduce)
-        # Without its constructor, which may want anything.
+        # Without its constructor, which may need any arguments.
         made: Exception = type(error).__new__(both, text)
     except Exception:
         error.add_note(text)
@@ -118,11 +118,11 @@ class LabellingError(RecorderError, RuntimeError):
 
 
 class LayerNotFoundError(RecorderError, ValueError, KeyError):
-    """A selector matched no layer that can be recorded, or a key names none that was."""
+    """A selector matched no layer that can be recorded, or a key names no recorded layer."""
 
 
 class SelectorTypeError(LayerNotFoundError, TypeError):
-    """What was given can't select layers at all."""
+    """An argument is of a type that can't select layers."""
 
 
 class FlowError(RecorderError, RuntimeError):
@@ -130,7 +130,7 @@ class FlowError(RecorderError, RuntimeError):
 
 
 class PostprocessorError(RecorderError, ValueError):
-    """A post-processor is missing, failed, or gave back something unusable."""
+    """A post-processor is missing, failed, or returned something unusable."""
 
 
 class MutationError(RecorderError, RuntimeError):
@@ -138,7 +138,7 @@ class MutationError(RecorderError, RuntimeError):
 
 
 class ArgumentError(RecorderError, ValueError):
-    """An argument can't be what was meant; where a class above says more, that is raised."""
+    """An argument has a value that can't work, and no class above describes it better."""
 
 
 class CollectError(RecorderError, ValueError):
@@ -150,7 +150,7 @@ class RecordingError(RecorderError, OSError):
 
 
 class RecomputeError(RecorderError, LookupError):
-    """There is nothing to recompute an activation from."""
+    """There are no recorded inputs from which an activation can be recomputed."""
 
 
 class ComparisonError(RecorderError, ValueError):
@@ -158,7 +158,7 @@ class ComparisonError(RecorderError, ValueError):
 
 
 class NonFiniteError(RecorderError, ArithmeticError):
-    """A network made a NaN or an infinity, where ``origin`` says."""
+    """A network made a NaN or an infinity; ``origin`` says where."""
 
     origin: Any = None
 
@@ -168,20 +168,20 @@ class MissingPackageError(RecorderError, ModuleNotFoundError):
 
 
 class UnsupportedTorchError(RecorderError, RuntimeError):
-    """A feature needs something of torch or Python that this version has not, or has otherwise."""
+    """A feature needs a part of torch or Python that this version lacks or has changed."""
 
 
 class CollectWarning(UserWarning):
-    """A dataset is likely to be collected otherwise than was meant."""
+    """A dataset is probably not collected as intended."""
 
 
 class ShardWarning(UserWarning):
-    """A layer returns a shard: its record is only what this process has of the activation."""
+    """A layer returns a shard, so its record is only this process's part of the activation."""
 
 
 @contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
-    """Let an import in the block that finds no package say which extra has it.
+    """If an import in the block finds no package, say which extra has it.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def needing(extra: str, what: str) -> Iterator[None]:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and name the line of the user's that has led here, at whatever depth."""
+    """Warn, and name the line of the user's code that led here, at any depth."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
         frame, level = frame.f_back, level + 1

@@ -21,7 +21,7 @@ _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
 class Label(tuple[int, int]):
     """The key of a layer, ``(depth, index)``, printed ``depth-index``.
 
-    It is the tuple in every respect (order, hash, repr), and also equals its printed form.
+    It behaves as the tuple does (order, hash, repr), and also equals its printed form.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class TensorSpec:
         return math.prod(max(0, length) for length in self.shape) * self.dtype.itemsize
 
     def of(self, rows: int) -> TensorSpec:
-        """Return what so many tensors like this look like together.
+        """Return the specification of this many such tensors, stacked.
 
         Parameters
         ----------
@@ -91,16 +91,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a process has of an activation that is spread over several.
+    """The part that one process has of an activation that is spread over several.
 
     Parameters
     ----------
     dim : int or None
-        The dimension along which the shards lie; None where it can't be known.
+        The dimension along which the shards lie; None if it can't be known.
     index : int or None
-        Which of them this is; None in what was read from disk, where they may be together.
+        Which of the shards this is; None in a recording from disk, which may hold all shards.
     count : int
-        How many there are; 0 where that can't be known.
+        How many shards there are; 0 if that can't be known.
 
     Examples
     --------
@@ -128,8 +128,8 @@ class Layer:
     label : Label
         Its key, ``(depth, index)``.
     name : str
-        Qualified name of the module, ``""`` for the net itself. A module that the net holds under
-        several names goes by the first of them, and can be selected by each.
+        Qualified name of the module, ``""`` for the net itself. If the net holds the module under
+        several names, this is the first of them, and each of them selects it.
     module : torch.nn.Module or None
         The module; None in an architecture that was read from disk.
     type_name : str
@@ -137,7 +137,7 @@ class Layer:
     call : int
         0 for the module's first call, in the order in which calls start.
     input_shape : Any
-        Shape of the tensor that went in: a tuple of ints, or a structure of these where the layer
+        Shape of the tensor that went in: a tuple of ints, or a structure of these if the layer
         takes a structure. None if it did not run.
     num_params : int
         Number of parameters, those of submodules included.
@@ -148,7 +148,7 @@ class Layer:
     output_spec : Any
         The output's structure with a :class:`TensorSpec` for every tensor.
     shard : Shard or None
-        What its output is a shard of, where tensor parallelism lets each process have its own.
+        Which shard its output is, if tensor parallelism gives each process a shard of its own.
 
     Examples
     --------
@@ -201,8 +201,8 @@ def describe(value: Any) -> Any:
     Returns
     -------
     Any
-        Mappings and dataclasses become dictionaries; whatever is no tensor and holds none that can
-        be reached becomes None, so that a description keeps nothing alive.
+        Mappings and dataclasses become dictionaries. A value that is not a tensor and holds none
+        becomes None, so a description keeps nothing alive.
 
     Examples
     --------
@@ -245,7 +245,7 @@ def text_of(label: DepthIdx) -> str:
 
 
 def label_of(key: object) -> Label | None:
-    """Return the label that a pair of integers is, or that a text spells; None for anything else.
+    """Return the label given by a pair of integers or by its text; None for anything else.
 
     Examples
     --------
@@ -264,7 +264,7 @@ def label_of(key: object) -> Label | None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a structure with the result of a function in the place of whatever is no container."""
+    """Return a structure in which a function has replaced all that is not a container."""
     if isinstance(value, TensorSpec):
         return function(value)
     if isinstance(value, Mapping):

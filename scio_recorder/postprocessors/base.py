@@ -36,7 +36,7 @@ class FloatingMap(ABC):
 
 
 def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
-    """Return what a structure holds, tensors and possibly more, and what builds it again."""
+    """Return the leaves of a structure, and a function that builds it again."""
     if not torch.compiler.is_compiling():
         return flatten(value)
     # Dynamo follows torch's own walk over structures, but not one that looks into objects.
@@ -76,7 +76,7 @@ def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
         value = value.tolist()
     many = list(value) if isinstance(value, Iterable) else [value]
     if not many or any(isinstance(one, bool) for one in many):
-        # A mask would be taken for the positions 0 and 1.
+        # A mask would count as the positions 0 and 1.
         raise PostprocessorError(
             f"{owner} takes positions as {name}, not {describe(value)}; "
             "for a mask, write mask.nonzero().flatten()."
@@ -114,7 +114,7 @@ class Jagged(NamedTuple):
 
 
 def describe(value: Any) -> str:
-    """Return what an error message calls a value, without its contents."""
+    """Return the description of a value for error messages, without its contents."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     if isinstance(value, str | int | float | complex | None):

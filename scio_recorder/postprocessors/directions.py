@@ -27,17 +27,17 @@ class Ablate(FloatingMap):
     ----------
     channels : int or iterable of int, optional
         Positions along ``dim``; negative ones count from the end. None (default) for everything,
-        as it is used inside :class:`Heads` and :class:`At`.
+        as inside :class:`Heads` and :class:`At`.
     dim : int, default 1
         The dimension of channels: 1 for convolutions, -1 for transformers' features.
     value : float, default 0
-        The number that they are set to, in the activation's own unit. It need not be finite: NaN
-        shows what depends on a channel.
+        The number to set them to, in the activation's own unit. It need not be finite: NaN
+        shows which values depend on a channel.
 
     Raises
     ------
     PostprocessorError
-        ``channels`` is empty or holds something else than integers; at a call, the activation
+        ``channels`` is empty or holds anything other than integers; at a call, the activation
         lacks the dimension or a channel.
 
     References

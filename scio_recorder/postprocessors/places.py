@@ -1,4 +1,4 @@
-"""Post-processors that let another one act: on a part of an activation, or on what is received."""
+"""Post-processors that apply another one: to a part of an activation, or to a layer's input."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _OnPart(FloatingMap):
-    """Takes parts out of an activation, and puts what a post-processor makes of them back.
+    """Applies a post-processor to parts of an activation, and puts the results back.
 
-    Structures are mapped as by the others. The kind of a single tensor is the business of the
+    Structures are mapped as by other post-processors. The dtype of a single tensor is left to the
     post-processor that acts on the part.
     """
 
@@ -52,7 +52,7 @@ class _OnPart(FloatingMap):
         return new
 
     def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
-        """Check that no position is named twice where that can be."""
+        """Check that no position is named twice, if that can happen."""
 
     def _checked(self, part: Tensor, result: Any) -> Tensor:
         if result is None:
@@ -78,7 +78,7 @@ class At(_OnPart):
     index : int, slice, None, Ellipsis, list, Tensor or tuple of these
         The index between the brackets of ``activation[...]``: positions, or a mask of booleans.
     postprocessor : callable
-        ``Tensor -> Tensor or None``, such as another one of this module. It is given a copy of the
+        ``Tensor -> Tensor or None``, such as another one of this module. It receives a copy of the
         part, of the shape of ``activation[index]``, and returns a tensor of that shape and dtype.
 
     Raises
@@ -134,24 +134,24 @@ class At(_OnPart):
 class Heads(_OnPart):
     """Let another post-processor act on some heads of the last dimension.
 
-    The last dimension is that of all heads side by side, ``[..., num_heads * size]``, as attention
-    has it in front of its output projection.
+    The last dimension holds all heads side by side, ``[..., num_heads * size]``, as in attention
+    before its output projection.
 
     Parameters
     ----------
     num_heads : int
         How many heads there are.
     heads : int or iterable of int
-        Those to be changed; negative ones count from the end.
+        The heads to change; negative ones count from the end.
     postprocessor : callable
-        ``Tensor -> Tensor or None``, such as another one of this module. It is given a copy of the
+        ``Tensor -> Tensor or None``, such as another one of this module. It receives a copy of the
         heads, ``[..., len(heads), size]``, and returns a tensor of that shape and dtype.
 
     Raises
     ------
     PostprocessorError
         There is no such head, or one is named twice; ``postprocessor`` can't be called; at a call,
-        the last dimension can't be split into so many heads, or the post-processor changes the
+        the last dimension can't be split into this many heads, or the post-processor changes the
         shape or the dtype.
 
     References
@@ -201,9 +201,9 @@ class Heads(_OnPart):
 class OnInput:
     """Let another post-processor act on the first tensor that a module's forward receives.
 
-    The first positional argument that is a tensor, or a list, tuple or dictionary with one in it,
-    counts; then keyword arguments in the order in which they were given. The record of the layer
-    is what it returned for the changed input, and recorded inputs are the changed ones.
+    This is the first positional argument that is a tensor, or a list, tuple or dictionary that
+    holds one; after these, keyword arguments count in their order. The record of the layer is its
+    output for the changed input, and recorded inputs are the changed ones.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Post-processors that treat every number alike, or put others in their place."""
+"""Post-processors that treat every number alike, or replace all numbers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Scale(FloatingMap):
     Parameters
     ----------
     factor : float
-        Finite; 0 removes what the layer says, negative values invert it.
+        Finite; 0 removes the activation, negative values invert it.
 
     Raises
     ------
@@ -108,9 +108,9 @@ class GaussianNoise(FloatingMap):
         Standard deviation, in the activation's own unit; not negative.
     generator : torch.Generator, optional
         The source of the noise, on the generator's device. None (default) draws from torch's
-        global generator, which is what activation checkpointing restores when it runs a layer
-        again: use it there, or the second run sees other noise. ``torch.compile(fullgraph=True)``
-        needs it too.
+        global generator. Activation checkpointing restores only that one when it runs a layer
+        again, so use it there; otherwise the second run sees other noise.
+        ``torch.compile(fullgraph=True)`` needs it too.
 
     Raises
     ------
@@ -160,21 +160,22 @@ class GaussianNoise(FloatingMap):
 
 @dataclass(frozen=True, eq=False)
 class Replace:
-    """Put another activation in the place of the layer's own: activation patching.
+    """Replace the layer's activation by another one: activation patching.
 
-    The net goes on with a copy, so that what is given here survives in-place operations.
+    The net goes on with a copy, so the given activation survives in-place operations.
 
     Parameters
     ----------
     activation : Tensor or structure of tensors
         It has the layer's structure and shapes, and is usually ``rnet.activations[label]`` of a
-        pass on other data. It is brought to the dtype and device of what it replaces. Gradients
-        reach it.
+        pass on other data. It is converted to the dtype and device of the layer's activation.
+        Gradients reach it.
 
     Raises
     ------
     PostprocessorError
-        ``activation`` holds no tensor; at a call, structure, shape or kind of number differ.
+        ``activation`` holds no tensor; at a call, the structure, the shape or the kind of number
+        differs.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""What a recorder finds out about passes, its own and those of others."""
+"""The methods of a recorder that analyse passes: sweeping and guarding."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Analysing(Reading):
         estimate: bool = False,
         whole_runs: bool = False,
     ) -> Effects:
-        """Measure what each recorded layer causes: activation patching.
+        """Measure the effect of each recorded layer: activation patching.
 
-        The network runs on the corrupted inputs once for each layer. In that run the layer's output
-        is the one of the clean run. Every run starts in the same state, random numbers
-        included. Afterwards the network and the recorder are as they were; no gradient is touched.
+        The network runs on the corrupted inputs once for each layer. In that run, the layer's
+        output is replaced by its output in the clean run. Every run
+        starts in the same state, random numbers included. Afterwards the network and the recorder
+        are as before, and gradients have not changed.
 
         Parameters
         ----------
@@ -43,18 +44,18 @@ class Analysing(Reading):
             The inputs of the two runs: one tensor, several, or some by keyword. Layers must return
             the same shapes on both.
         metric : callable
-            Takes what the network returns, and returns a number or a tensor of shape ().
+            Takes the network's output, and returns a number or a tensor of shape ().
         positions : None, "all" or list of int
             Which positions of dimension 1 are patched, such as tokens, one in each run. Negative
             ones count from the end. None patches the whole output. In a structure all tensors are
             patched; with positions, those that share the first two dimensions of the first one.
         estimate : bool, default False
-            Estimate the same to first order, from one run forward and backward: attribution
+            Estimate the effects to first order, from gradients of one backward pass: attribution
             patching. The metric must be differentiable.
         whole_runs : bool, default False
-            Start each run at its beginning. Otherwise modules ahead of the patched layer hand out
-            again what they returned in the corrupted run, if their calls have no other effect
-            that can be seen. Changes of global variables can't be seen.
+            Start each run at its beginning. Otherwise modules ahead of the patched layer don't
+            run again if their calls have no side effects: they return their outputs of the
+            corrupted run. Changes of global variables can't be seen.
 
         Returns
         -------
@@ -116,26 +117,26 @@ class Analysing(Reading):
         gradients : bool, default True
             Check gradients in backward passes as well.
         action : {"raise", "warn", "record"}
-            What follows: an error at the place where the NaN is made, a warning, or nothing but an
-            entry in `origin`.
+            What to do: raise an error at the place where the NaN is made, warn, or only set
+            `origin`.
         kinds : collection of str, default ("nan", "inf")
             What to look for. With "nan" alone, infinities are ignored.
         keep_inputs : bool, default False
             Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
-            write the inputs of the call that failed. This takes time, and as much memory as the
-            inputs of the modules that lie in each other.
+            write the inputs of the call that failed. This takes time, and memory for the inputs
+            of all nested modules that are running.
 
         Yields
         ------
         Guard
-            What is found; its ``origin`` is None as long as there is nothing.
+            The result; its ``origin`` is None as long as nothing was found.
 
         Raises
         ------
         NonFiniteError
             A layer has made a NaN or an infinity; ``error.origin`` says which.
         ArgumentError
-            ``action`` or ``kinds`` can't be what was meant.
+            ``action`` or ``kinds`` has a value that can't work.
         FlowError
             The network was not called in the block.
         UnsupportedNetError
@@ -144,7 +145,7 @@ class Analysing(Reading):
         Warns
         -----
         UserWarning
-            The network hands on NaNs that its inputs or the gradients of the loss hold.
+            The network passes on NaNs of its inputs or of the gradients of the loss.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""What a recorder makes of a whole dataset."""
+"""The methods of a recorder that collect whole datasets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Collecting(Reading):
     ) -> Recording:
         """Run the network over a dataset and keep what the recorded layers return.
 
-        The net is run under ``no_grad``, in the mode that it is in. After ``rnet.compile()`` it is
+        The net runs under ``no_grad``, in its current mode. After ``rnet.compile()`` it runs
         compiled.
 
         Parameters
@@ -57,8 +57,8 @@ class Collecting(Reading):
             element of a tuple or list, and the entries of a mapping as keywords.
         store : str, Store or None, default "auto"
             Where samples go: "device", "host", "disk:PATH", "s3://BUCKET/RUN", an object of
-            :mod:`scio_recorder.stores`, None where all layers are reduced, or "auto", which
-            chooses by the bytes needed and free.
+            :mod:`scio_recorder.stores`, None if all layers are reduced, or "auto", which
+            chooses by needed and free bytes.
         reduce : Reduction, list of them or mapping by selector, optional
             Summaries to keep instead of samples.
         transform : callable or mapping by selector, optional
@@ -66,7 +66,7 @@ class Collecting(Reading):
         every : int, default 1
             Take every n-th batch.
         max_batches : int, optional
-            Stop after so many batches that were taken.
+            Stop after this number of taken batches.
         to_inputs : callable, optional
             ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net, or
             both as a pair ``(tuple, dict)``.
@@ -81,7 +81,7 @@ class Collecting(Reading):
             Keep one row for each token or node instead of each sample, without padding. Layers, or
             the results of ``transform``, must be [batch, positions, ...] or [nodes, ...].
         activation_postproc : callable, list or mapping, optional
-            Changes the output of recorded layers before the network goes on with it, as in
+            Changes the output of recorded layers before it goes on through the network, as in
             ``Recorder.forward``. The recording holds the outputs before that, but a post-processor
             that works in place changes the recording too.
         stop_early : bool, default False
@@ -89,14 +89,14 @@ class Collecting(Reading):
         progress : bool, default True
             Show a progress bar, on a terminal.
         resume : bool, default False
-            Go on with the recording on disk. The loader must give the same samples in the same
-            order. A complete recording is returned as it is, without reading a loader that is as
-            long as it was; if it is not, another number of samples is an error.
+            Continue the recording on disk. The loader must give the same samples in the same
+            order. A complete recording is returned as it is. Its loader is not read if it has the
+            same length as before; otherwise, another number of samples is an error.
 
         Returns
         -------
         Recording
-            Samples or summaries by layer; where processes share a dataset, those of this one.
+            Samples or summaries by layer; if processes share a dataset, those of this process.
 
         Raises
         ------
@@ -106,13 +106,13 @@ class Collecting(Reading):
         PostprocessorError
             Too few post-processors, or one that failed.
         RecordingError
-            The disk fails, or holds a recording made otherwise.
+            The disk fails, or holds a recording with other settings.
 
         Warns
         -----
         CollectWarning
-            The net is in training mode, and has layers that behave otherwise there. Or only the
-            first element of batches goes into a net that would take the second, too.
+            The net is in training mode and has layers that behave differently there. Or only the
+            first element of batches goes into a net that would accept the second one too.
 
         Examples
         --------
@@ -161,18 +161,18 @@ class Collecting(Reading):
         stop_early: bool = False,
         progress: bool = True,
     ) -> Recording:
-        """Collect a dataset together with other processes, which come and go as they like.
+        """Collect a dataset together with other processes, which may come and go.
 
         Every process makes this same call, at any time, on any machine that sees the store. Each
         takes a part that no other has, until none is left. If a process dies, another one takes
-        its part, and goes on behind the samples that are durable. The result does not depend on
-        who did what: samples are in the order of the parts.
+        its part, and goes on after the durable samples. The result does not depend on which
+        process did which part: samples are in the order of the parts.
 
         Parameters
         ----------
         make_batches : callable
-            ``part -> batches``, for parts from 0 to ``num_parts - 1``: the same batches in the same
-            order, whoever asks. A part may be empty.
+            ``part -> batches``, for parts from 0 to ``num_parts - 1``. It must return the same
+            batches in the same order in every process. A part may be empty.
         num_parts : int
             How many parts there are, at most 100,000. Parts that take minutes are good: a process
             that dies loses only what is not durable, and the last parts are soon done.
@@ -180,14 +180,14 @@ class Collecting(Reading):
             "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or
             "s3://BUCKET/RUN".
         wait : bool, default True
-            Whether to wait until all parts are complete, and to take over those of processes that
-            die meanwhile; else this returns as soon as there is no part that it can take.
+            Wait until all parts are complete, and take over the parts of processes that die
+            meanwhile. Otherwise this returns as soon as there is no part that it can take.
         reduce, transform, to_inputs, dtype, rows, activation_postproc, stop_early : optional
             As ``collect`` takes them. Reductions of the parts are merged.
         every : int, default 1
             Take every n-th batch of each part.
         max_batches : int, optional
-            Stop after so many batches of each part that were taken.
+            Stop after this number of taken batches of each part.
         sample_ids : callable, optional
             ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
             default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``.
@@ -197,7 +197,7 @@ class Collecting(Reading):
         Returns
         -------
         Recording
-            All parts; without ``wait``, what is durable of them.
+            All parts; without ``wait``, their durable samples.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class Collecting(Reading):
             Other processes fill the recording with another net, other settings or another number
             of parts. Or the disk fails. Or the lease of a part has expired, since this process was
             stopped or did not reach the disk for a minute. Durable samples stay, and any process
-            that makes the call goes on.
+            that makes the same call continues.
 
         Examples
         --------
@@ -265,7 +265,7 @@ class Collecting(Reading):
         return go_through(collection, compiled=compiled, stop_early=stop_early, progress=progress)
 
     def plan(self, num_samples: int) -> Plan:
-        """Say what collecting the recorded layers would take, before anything runs.
+        """Return the bytes that collecting the recorded layers would take, before anything runs.
 
         Parameters
         ----------

@@ -39,7 +39,7 @@ def compare(
     """Find the layers in which two runs differ, and the one that makes the difference.
 
     The layers that the reference records are compared, or all layers if it records none. The
-    candidate need not record anything. Networks run under ``no_grad`` in the mode that they are in,
+    candidate need not record anything. Networks run under ``no_grad`` in their current mode,
     and start each batch from the same state of random numbers. Afterwards their buffers are as
     before, and random numbers are as one pass over the batches leaves them.
 
@@ -49,28 +49,28 @@ def compare(
         Networks that run on the batches, or recordings of samples or of
         :class:`~scio_recorder.reductions.Digest`.
     batches : iterable, optional
-        As for ``collect``; needed where a network runs.
+        As for ``collect``; needed if a network runs.
     match : mapping, optional
-        Names of the reference, or globs, -> those of the candidate: ``{"layers.*": "h.*"}``, where
+        Names or globs of the reference -> names of the candidate: ``{"layers.*": "h.*"}``, where
         ``*`` stands for the same text on both sides. Other names match themselves.
     rtol, atol : float, default 0
         Numbers are equal within ``atol + rtol * |reference|``. With both 0 they are equal bit for
         bit; other dtypes are compared as numbers. NaNs in the same places are equal.
     floor : Recorder or Recording, optional
-        A third run, whose own differences from the reference are noise: the reference in another
-        precision, or on other hardware. A layer differs only where the candidate clearly exceeds
-        them.
+        A third run, whose differences from the reference are noise: the reference in another
+        precision, or on other hardware. A layer differs only if the candidate clearly exceeds
+        the noise.
     max_batches : int, optional
-        Stop after so many batches.
+        Stop after this number of batches.
     to_inputs : callable or sequence of callables, optional
         ``batch ->`` inputs of the net, as for ``collect``. Two functions are for the reference and
-        for the candidate, if these take other inputs, such as on another device. A floor takes the
+        for the candidate, if their inputs differ, for example in the device. A floor takes the
         inputs of the candidate, or has a third function.
     sample_ids : callable, optional
-        ``batch ->`` one integer or string for each sample, by which recordings are looked up. By
-        default samples are numbered from 0 on.
+        ``batch ->`` one integer or string for each sample. Samples of recordings are looked up by
+        these ids. By default samples are numbered from 0 on.
     rows : Tokens or Nodes, optional
-        Compare tokens or nodes, without padding, where networks run.
+        Compare tokens or nodes, without padding, if networks run.
     progress : bool, default True
         Show a progress bar, on a terminal.
 

@@ -1,4 +1,4 @@
-"""What can be read from a recorder at any time, and what autograd makes of it."""
+"""The methods of a recorder that read a pass: records, gradients, saved tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Reading:
-    """What is recorded, what the latest pass left, and what autograd makes of it."""
+    """The part of a recorder that reads records, gradients and saved tensors."""
 
     architecture: Architecture
     _capture: Capture
@@ -51,16 +51,16 @@ class Reading:
 
     @property
     def activations(self) -> Records:
-        """What the recorded layers returned in the latest pass that this thread has run.
+        """The outputs of the recorded layers in the latest pass that this thread ran.
 
-        A read-only mapping; keys are ``(1, 3)``, ``"1-3"`` or unambiguous qualified names. It stays
-        as it is when the next pass runs.
+        A read-only mapping; keys are ``(1, 3)``, ``"1-3"`` or unambiguous qualified names. It does
+        not change when the next pass runs.
         """
         return self._capture.activations
 
     @property
     def inputs(self) -> Records:
-        """What the forward of the recorded modules received, after ``record(..., inputs=True)``.
+        """The inputs of the recorded modules' forward, after ``record(..., inputs=True)``.
 
         Values are named tuples ``(args, kwargs)``.
         """
@@ -68,9 +68,9 @@ class Reading:
 
     @property
     def gradients(self) -> Records:
-        """Gradients of what was differentiated with respect to the activations.
+        """Gradients of the loss with respect to the activations.
 
-        They are there after ``record(..., gradients=True)``, a pass and a backward pass. A layer
+        They exist after ``record(..., gradients=True)``, a pass and a backward pass. A layer
         without a gradient is absent. A new backward pass replaces them. Under gradient scaling they
         are scaled.
         """
@@ -103,9 +103,9 @@ class Reading:
     def grad_nodes(self) -> LayerMapping[Any]:
         """The node of autograd's graph behind each recorded activation.
 
-        It is there after a pass with gradients on. For a layer that returns a structure it is such
-        a structure of nodes, with None for tensors without a node. A layer without any is absent. A
-        leaf's node is the one that accumulates its gradient.
+        It exists after a pass with gradients on. For a layer that returns a structure, it is the
+        same structure of nodes, with None for tensors without a node. A layer without nodes is
+        absent. A leaf's node is the one that accumulates its gradient.
 
         Examples
         --------
@@ -129,7 +129,7 @@ class Reading:
     def on_gradients(self, hook: Callable[[dict[DepthIdx, Any]], object]) -> RemovableHandle:
         """Register a function that is called with the gradients of the recorded layers.
 
-        It is called when a backward pass ends, once for each pass that the backward pass went
+        The function is called when a backward pass ends, once for each pass that it went
         through, even if newer passes have run since. Layers without a gradient are absent.
 
         Parameters
@@ -189,11 +189,11 @@ class Reading:
         device : torch.device or str, default "cpu"
             Where to keep tensors; None to leave them where they are.
         pin_memory : bool, default False
-            Keep what comes from a GPU in pinned host memory, from where it comes back without
-            holding up the host.
+            Keep tensors from a GPU in pinned host memory, so the host need not wait for their
+            copies back.
         dtype : torch.dtype, optional
             Keep wider floating-point tensors in this dtype. Without it, gradients are bit for bit
-            what they are without the block.
+            the same as without the block.
 
         Returns
         -------
@@ -205,7 +205,7 @@ class Reading:
         LayerNotFoundError
             A selector matches no layer.
         SelectorTypeError
-            The dtype is not one of floating-point numbers, or the device is not available.
+            The dtype is not a floating-point dtype, or the device is not available.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""Activations that were not recorded, from those that were: the module around them runs again."""
+"""Recompute activations that were not recorded: a recorded module around them runs again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Recomputing(Reading):
         """Return activations of the latest pass that were not recorded.
 
         After ``record(..., inputs=True)``: the nearest recorded module around each layer runs again
-        as it did then, and its output is compared with the record. Nothing of the net is changed.
-        Hooks of the user's on inner modules are called again.
+        as it did then, and its output is compared with the record. The net does not change.
+        The user's hooks on inner modules are called again.
 
         Parameters
         ----------
         *selectors
-            What :meth:`record` takes; recorded layers are given as they were recorded.
+            What :meth:`record` takes; for recorded layers, the record is returned.
 
         Returns
         -------
@@ -38,8 +38,8 @@ class Recomputing(Reading):
         Raises
         ------
         RecomputeError
-            No module around a layer was recorded with its inputs in the latest pass; or weights or
-            anything else have changed since, so that it returns something else now.
+            No module around a layer was recorded with its inputs in the latest pass. Or weights or
+            something else have changed since, so the module returns other values now.
         LayerNotFoundError
             A selector matches no layer.
 

@@ -41,9 +41,9 @@ class Recorder(
     net : torch.nn.Module
         The network. It is not copied, and not changed by the construction.
     force_static_flow : bool, default True
-        Refuse a net whose control flow depends on the values in its input, since labels would mean
-        another layer from one input to the next. With False, each pass is still checked against
-        the labelling, and raises :class:`~scio_recorder.errors.FlowError` where they differ.
+        Refuse a net whose control flow depends on the values in its input, since a label would
+        mean different layers for different inputs. With False, each pass is still checked against
+        the labelling, and raises :class:`~scio_recorder.errors.FlowError` if they differ.
     **summary_kwargs
         Passed to :func:`torchinfo.summary`, which runs the net once, on a copy. ``input_size``
         (with the batch dimension) or ``input_data`` is required.
@@ -60,7 +60,8 @@ class Recorder(
     MissingInputError
         Neither ``input_size`` nor ``input_data`` was given.
     UnsupportedNetError
-        No module, or one that hooks can't observe (scripted, compiled, ``DataParallel``, lazy).
+        The net is not a module, or hooks can't observe it (scripted, compiled, ``DataParallel``,
+        lazy).
     LabellingError
         The net failed on the input.
     FlowError
@@ -117,7 +118,7 @@ class Recorder(
         offload: bool = False,
         calls: Literal["labelled", "any"] = "labelled",
     ) -> None:
-        """Choose the layers to record, in place of those chosen before; none to stop.
+        """Choose the layers to record, in place of the previous choice; none to stop recording.
 
         Parameters
         ----------
@@ -126,22 +127,22 @@ class Recorder(
             (``*`` crosses dots), a compiled pattern to be searched in the name, a module type, a
             module, or a predicate on :class:`~scio_recorder.layer.Layer`.
         inputs : bool, default False
-            Record what the modules' forward receives as well, see :attr:`inputs`.
+            Also record the inputs of the modules' forward, see :attr:`inputs`.
         gradients : bool or "accumulate", default False
-            Record gradients with respect to the activations as well, see :attr:`gradients`; with
+            Also record gradients with respect to the activations, see :attr:`gradients`; with
             "accumulate", the sum over all backward passes through the latest pass.
         copy : {"auto", "always", "never"}
-            When to copy what modules return. "auto" copies in the first pass of each setting, and
-            then only what that pass has shown to be overwritten later. "never" is for when memory
-            is short: a record that was overwritten raises when it is read.
+            When to copy outputs. "auto" copies all outputs in the first pass of each setting, and
+            then only those that the network overwrote in that pass. "never" is for when memory
+            is short: reading an overwritten record raises.
         offload : bool, default False
             Keep detached copies in host memory (pinned, from a GPU) instead.
         calls : {"labelled", "any"}
-            "any" is for nets that run a module another number of times from pass to pass, as a
-            mixture of experts does: the record of a name is then the tuple of what its calls
-            returned in the pass, in order, empty if there was none, and no number of calls raises
-            :class:`~scio_recorder.errors.FlowError`. Modules that did not run at labelling can be
-            chosen too.
+            "any" is for nets in which the number of calls of a module changes from pass to pass,
+            such as mixtures of experts. The record of a name is then the tuple of the outputs of
+            its calls in the pass, in order; it is empty if there was no call. No number of calls
+            raises :class:`~scio_recorder.errors.FlowError`. Modules that did not run at labelling
+            can be chosen too.
 
         Raises
         ------
@@ -172,7 +173,7 @@ class Recorder(
         self._replace_capture(Capture(self._net, self.architecture, recording, options))
 
     def remove(self) -> None:
-        """Take all hooks off the network and drop all records; the selection becomes empty.
+        """Remove all hooks from the network and drop all records; the selection becomes empty.
 
         Examples
         --------
@@ -214,14 +215,14 @@ class Recorder(
         *args, **kwargs
             Passed to the network.
         activation_postproc : callable, list or mapping, optional
-            What to do to the output of recorded layers before the network goes on with it: one
-            callable for all of them; one each, in the order in which the layers return; or a
-            mapping from selectors to callables. Each takes what the layer returned, and returns
-            what to go on with, or None. It is called after recording and not on a copy: one that
-            works in place changes the record too. Where no layer is recorded, one for all of them
-            acts on none.
+            Changes the output of recorded layers before it goes on through the network: one
+            callable for all of them; a list with one for each, in the order in which the layers
+            return; or a mapping from selectors to callables. A callable takes the layer's output,
+            and returns its replacement, or None to keep it. It is called after recording, and not
+            on a copy: a callable that works in place changes the record too. If no layer is
+            recorded, a callable for all of them acts on none.
         dont_record : bool, default False
-            Record nothing, and still post-process.
+            Record nothing, but still post-process.
 
         Returns
         -------
@@ -302,7 +303,7 @@ class Recorder(
         return self.activations
 
     def track(self, **options: Any) -> Tracker:
-        """Log what the modules of the net return, and the gradients that come back.
+        """Log the outputs of the net's modules, and the gradients with respect to them.
 
         Parameters
         ----------

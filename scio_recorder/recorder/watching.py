@@ -27,7 +27,7 @@ _OF_TRAINERS = "accepts_loss_kwargs"
 
 
 class Watching(Reading):
-    """The part of a recorder that sees calls of the network by others."""
+    """The part of a recorder that sees calls of the network by other code."""
 
     _watchers: list[Watcher]
     # The block of `collecting`, if the recorder is in one.
@@ -50,15 +50,15 @@ class Watching(Reading):
         Parameters
         ----------
         activation_postproc : callable, list or mapping, optional
-            As in ``Recorder.forward``, for passes in the block that are given none of their own.
+            As in ``Recorder.forward``, for passes in the block that have none of their own.
         last : int, optional
-            Keep the records of so many latest passes. All of them by default.
+            Keep the records of this many latest passes. By default all are kept.
 
         Yields
         ------
         Passes
-            The records of each pass that has ended, in order. They hold whatever later passes
-            write, and stay after the block.
+            The records of each pass that has ended, in order. Later passes don't change them, and
+            they stay after the block.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class Watching(Reading):
         progress: bool = False,
         resume: bool = False,
     ) -> Iterator[CollectedPasses]:
-        """Collect what the recorded layers return in a block, whoever calls the network.
+        """Collect the outputs of the recorded layers in a block, whoever calls the network.
 
         Each call of the network is a pass, and its batch is the mapping of the arguments of the
         network's ``forward`` by name. The network runs as without the block: in the caller's modes,
@@ -116,26 +116,26 @@ class Watching(Reading):
         every : int, default 1
             Take every n-th pass. The others run and are not collected.
         max_batches : int, optional
-            Take no more than so many passes.
+            Take at most this number of passes.
         sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice; asked of passes that
-            begin samples.
+            ``batch ->`` integers or strings, one for each sample, none twice. It is called for
+            passes that begin samples.
         rows : Tokens or Nodes, optional
-            As in :meth:`collect`. A pass that is given a cache with something in it goes on with
-            the samples of the pass before, as in ``generate``: ``recording.rows["step"]`` counts
+            As in :meth:`collect`. A pass that receives a filled cache continues the samples of the
+            pass before, as in ``generate``: ``recording.rows["step"]`` counts
             the passes of a sample, and ``recording.by_sample`` joins prompt and continuation.
         activation_postproc : callable, list or mapping, optional
-            As in :meth:`watch`. Layers are collected as they returned, before it acts.
+            As in :meth:`watch`. The recording holds the outputs of layers before it acts.
         progress : bool, default False
             Show a progress bar, on a terminal. Trainers have their own.
         resume : bool, default False
-            Go on with a recording on disk: passes that are durable run and are not collected again.
+            Continue a recording on disk: durable passes run again, and are not collected again.
 
         Yields
         ------
         CollectedPasses
-            Its ``recording`` is there after the block. After an exception in the block, it holds
-            the passes that had ended before. A pass that fails counts for nothing.
+            Its ``recording`` exists after the block. After an exception in the block, it holds
+            the passes that had ended before. A pass that fails does not count.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class Watching(Reading):
             The network was not called, samples have different shapes, or something else can't be
             done as asked.
         RecordingError
-            The disk fails, or holds a recording made otherwise.
+            The disk fails, or holds a recording with other settings.
         UnsupportedNetError
             The network is compiled, or is compiled inside the block.
 
@@ -176,7 +176,7 @@ class Watching(Reading):
         collection = Collection(
             self._capture,
             self._net,
-            # An iterator, as nobody knows how many passes there will be.
+            # An iterator, since the number of passes is not known.
             Feed(iter(()), every, max_batches, None, sample_ids),
             Options(self._capture, reduce, transform, dtype, rows),
             store,

@@ -1,4 +1,4 @@
-"""What ``collect`` returns, and what ``open_recording`` reads."""
+"""Recordings: ``collect`` returns them, and ``open_recording`` reads them."""
 
 from scio_recorder.recording.recording import Recording, open_recording
 

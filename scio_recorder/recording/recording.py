@@ -1,4 +1,4 @@
-"""What a whole dataset left behind: samples or summaries, by layer, in memory or in a folder."""
+"""The recording of a whole dataset: samples or summaries, by layer, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
-    [rows, ...], with a row for each sample unless ``collect`` was given ``rows=``. On disk it is
-    read when it is used. For a layer that was reduced, the value is the reduction's result, or the
+    [rows, ...], with a row for each sample, unless ``collect`` was given ``rows=``. On disk it is
+    read when it is used. For a reduced layer, the value is the reduction's result, or the
     list of results of several reductions.
 
     Parameters
@@ -47,31 +47,31 @@ class Recording(RecomputingRecording, Exporting, Showing):
     architecture : Architecture
         The labelled net, without the net itself.
     held : Held
-        What the store gave back.
+        The content of the store.
     reductions : mapping
-        The reductions of each layer that has some.
+        The reductions by layer.
     relative_errors : mapping
-        What rounding to ``dtype`` cost, by layer.
+        The error of rounding to ``dtype``, by layer.
     settings : mapping, optional
-        What the recording was made with, where that is known.
+        The settings with which the recording was made, if known.
 
     Attributes
     ----------
     sample_ids : SampleIds
         One integer or string for each sample: a sequence.
     complete : bool
-        Whether nothing is missing: False for what an interrupted run left on disk.
+        Whether nothing is missing: False for an interrupted run.
     path : str or None
         The folder or the URL of a recording that lies in one.
     inputs : LayerMapping
         After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
         every batch, as copies in host memory.
     calls : Calls
-        What :meth:`recompute` runs again: inputs, and the states in which modules ran.
+        The calls that :meth:`recompute` runs again: inputs, and the states in which modules ran.
     relative_errors : LayerMapping
-        Where ``dtype`` loses precision: the norm of what rounding took away over the norm of
-        everything, for each layer, over all finite values; one that became infinite was taken away
-        whole.
+        If ``dtype`` loses precision: the norm of the rounding errors divided by the norm of the
+        values, for each layer, over all finite values. A value that became infinite counts as
+        lost.
 
     Examples
     --------
@@ -107,7 +107,7 @@ class Recording(RecomputingRecording, Exporting, Showing):
         Parameters
         ----------
         *selectors : label, str, pattern, type or callable
-            Layers, as in ``record``; those that are reduced have no rows. None: all that have some.
+            Layers, as in ``record``; reduced layers have no rows. None: all layers that have rows.
         batch_size : int
             Rows in a batch; the last one may have fewer.
         shuffle : bool, default False
@@ -116,32 +116,33 @@ class Recording(RecomputingRecording, Exporting, Showing):
         seed : int, default 0
             Decides the order, with the epoch that ``set_epoch`` was given.
         rank, world_size : int, optional
-            Of how many processes this is which: each is given its own rows, whose numbers differ by
-            one at most. By default those of ``torch.distributed``, where it has been initialised.
+            The number of this process, and how many there are. Each process gets its own rows;
+            their numbers differ by one at most. By default they come from ``torch.distributed``,
+            if it has been initialised.
         drop_last : bool, default False
-            Whether to leave out the last batch where it would be short. Then all ranks have equally
+            Whether to leave out the last batch if it would be short. Then all ranks have equally
             many batches.
         buffer_bytes : int, default 256 MiB
-            What rows from disk, two batches included, take in memory, in each worker.
+            The memory for rows from disk, two batches included, in each worker.
         with_rows : bool, default False
-            Whether to give pairs, of a batch and what is known of its rows: a mapping of all that
-            is in ``rows``, and where that is empty ``{"sample": Tensor [batch]}``, positions in
+            Whether to give pairs of a batch and what is known about its rows: a mapping of all
+            columns of ``rows``, or if there are none, ``{"sample": Tensor [batch]}``, positions in
             ``sample_ids``.
 
         Returns
         -------
         RecordingLoader
-            Gives tensors [batch, ...] where one layer is selected, else dicts of these by label.
+            Gives tensors [batch, ...] if one layer is selected, otherwise dicts of these by label.
             It has ``len``, ``set_epoch``, ``state_dict`` and ``load_state_dict``.
 
         Raises
         ------
         ArgumentError
-            An argument can't be what was meant, or there are no rows of the layers.
+            An argument has a value that can't work, or the layers have no rows.
         LayerNotFoundError
             A selector matches none of the layers here.
         RecordingError
-            While iterating: the disk fails, or what it holds is damaged.
+            While iterating: the disk fails, or its data is damaged.
 
         Examples
         --------
@@ -165,14 +166,14 @@ class Recording(RecomputingRecording, Exporting, Showing):
         Parameters
         ----------
         path : str or path-like
-            The folder, or the URL of a place in a bucket: empty, or not there yet.
+            The folder, or the URL of a place in a bucket. It is empty or does not exist yet.
 
         Raises
         ------
         RecordingError
             The folder is not empty, or the disk fails.
         CollectError
-            There are inputs of a type that can't be kept on disk.
+            The recording has inputs of a type that can't be kept on disk.
 
         Examples
         --------
@@ -205,12 +206,13 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
         The folder that ``store="disk:PATH"`` or :meth:`Recording.save` wrote, or the URL of a place
         in a bucket, such as ``"s3://bucket/run"``.
     verify : bool, default False
-        Read everything and compare it with its checksums now, rather than when it is used.
+        Read all data and compare its checksums now, rather than when it is used.
 
     Returns
     -------
     Recording
-        Complete, or what an interrupted run has made durable. Samples are read when they are used.
+        It is complete, or holds what an interrupted run made durable. Samples are read when they
+        are used.
 
     Raises
     ------

@@ -16,16 +16,16 @@ Bounds = tuple[float | None, float | None]
 
 
 class AliveResult(NamedTuple):
-    """What each unit did over all that was seen.
+    """Statistics of each unit over all data.
 
     Attributes
     ----------
     count : int
-        How many values there are of each unit.
+        The number of values of each unit.
     active : Tensor
         The share of values above zero, [units], float64.
     dead : Tensor
-        Whether all values were the same, usually zero, [units], bool. False after one value.
+        Whether all values were equal, usually zero, [units], bool. False after one value.
     at_bound : Tensor or None
         The share of values at a bound, [units], float64. None without ``bounds``.
     max_abs : Tensor
@@ -47,17 +47,17 @@ class AliveResult(NamedTuple):
 class Alive(RowReduction):
     """How often each unit is active, and whether it is dead or saturated.
 
-    A ReLU that is zero for every sample of a dataset learns nothing more, and a sigmoid at its
-    bounds hardly anything: its slope vanishes there.
+    A unit of a ReLU that is zero for every sample of a dataset no longer learns. A unit of a
+    sigmoid at a bound hardly learns, since the slope vanishes there.
 
     Parameters
     ----------
     feature_dim : int, optional
-        The dimension that holds the units; every other position is a value of theirs: 1 for the
-        channels of images, -1 for the features of tokens. None: all but dimension 0 are units.
+        The dimension that holds the units: 1 for the channels of images, -1 for the features of
+        tokens. Every other position is a value of a unit. None: all but dimension 0 are units.
     bounds : (float or None, float or None), optional
         The bounds of the activation function, such as (-1, 1) for tanh, or (None, 6) for ReLU6. A
-        value is at a bound if it is no further away than 1 % of the range between them.
+        value is at a bound if its distance is at most 1 % of the range between them.
     by : callable, optional
         ``batch -> labels [batch]``; the result is then a dict from label to result.
 
@@ -139,7 +139,7 @@ class Alive(RowReduction):
 
 
 def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
-    """Return which units had one and the same value, from their extremes; nobody knows after one.
+    """Return which units had only one value, from their extremes; none after a single value.
 
     Parameters
     ----------
@@ -153,10 +153,10 @@ def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
 
 
 def unit_dimension(type_name: str, ndim: int) -> int:
-    """Return along which dimension of [samples, ...] the units of a layer lie.
+    """Return the dimension of [samples, ...] along which the units of a layer lie.
 
-    Channels come first in images and behind one-dimensional convolutions, features last in
-    sequences and wherever a module works on the last dimension. 0: there is one value a sample.
+    Channels come first in images and after one-dimensional convolutions. Features come last in
+    sequences, and if a module works on the last dimension. 0: each sample is one value.
 
     Parameters
     ----------
@@ -174,21 +174,21 @@ def unit_dimension(type_name: str, ndim: int) -> int:
 
 
 def with_units(samples: Tensor, dimension: int | None) -> Tensor:
-    """Return samples with a dimension of units; where there is none, all are of one unit, at 1."""
+    """Return samples with a dimension of units; if there is none, one unit along dimension 1."""
     return samples if dimension else samples.reshape(-1, 1)
 
 
 def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return which values are as good as at a bound, [...], bool.
+    """Return which values lie at a bound, up to 1 % of the range, [...], bool.
 
-    A bound that is missing counts as zero where the range is measured.
+    A missing bound counts as zero for the range.
 
     Parameters
     ----------
     values : torch.Tensor
         Real values.
     bounds : (float or None, float or None)
-        Where the function ends; None for a side on which it does not.
+        The bounds of the function; None for an unbounded side.
     """
     low, high = bounds
     width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))

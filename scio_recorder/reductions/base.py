@@ -1,4 +1,4 @@
-"""What a reduction is, in which modes and precision it computes, and the labels of classes."""
+"""The interface of a reduction, its precision, and the labels of classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reduction(abc.ABC):
     """A running summary of batches; derive from it to write your own.
 
     One object summarises one layer. ``collect`` makes the others with `fresh`. Keep no reference
-    to what `update` is given: the network may overwrite it.
+    to the arguments of `update`: the network may overwrite them.
 
     Examples
     --------
@@ -53,43 +53,43 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def update(self, activation: Tensor, batch: Any = None) -> None:
-        """Take in an activation [batch, ...] and the loader's batch that it came from.
+        """Add an activation [batch, ...] and the loader's batch that it came from.
 
         Parameters
         ----------
         activation : torch.Tensor
             The samples of one batch along dimension 0.
         batch : any, optional
-            What the loader gave, with labels for ``by`` among it.
+            The loader's batch, which holds the labels for ``by``.
 
         Raises
         ------
         CollectError
-            The samples can't be reduced, or are not like those before.
+            The samples can't be reduced, or don't fit the earlier ones.
         """
 
     @abc.abstractmethod
     def merge(self, other: Self) -> None:
-        """Take in, in place, what another reduction of the same construction has seen.
+        """Add, in place, the data of another reduction of the same construction.
 
         Parameters
         ----------
         other : Reduction
-            Of the same class, made with the same arguments; it stays as it is.
+            Of the same class, made with the same arguments; it does not change.
 
         Raises
         ------
         CollectError
-            It is of another construction, or saw samples of another shape.
+            It was made with other arguments, or has samples of another shape.
         """
 
     @abc.abstractmethod
     def compute(self) -> Any:
-        """Return the result for all that was seen so far."""
+        """Return the result for all data so far."""
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Forget all that was seen."""
+        """Forget all data."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -97,26 +97,26 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that a reduction of the same construction returned.
+        """Load a state of a reduction of the same construction.
 
         Parameters
         ----------
         state : dict
-            What its `state_dict` returned; another construction's is an error.
+            The result of its `state_dict`; the state of another construction is an error.
         """
 
     @property
     def reads_batch(self) -> bool:
-        """Whether `update` looks at the loader's batch; one of your own may."""
+        """Whether `update` looks at the loader's batch; your own reduction may."""
         return True
 
     def overall(self, result: Any) -> dict[str, float]:
-        """Say what a result tells of all values together, for tables and pages.
+        """Return statistics of all values together, for tables and pages.
 
         Parameters
         ----------
         result : any
-            What `compute` returned.
+            The result of `compute`.
 
         Returns
         -------
@@ -127,18 +127,18 @@ class Reduction(abc.ABC):
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why those that saw different data can't be merged, None where they can."""
+        """Why reductions of different data can't be merged; None if they can."""
         return None
 
     def fresh(self) -> Self:
-        """Return a reduction of the same construction that has seen nothing."""
+        """Return an empty reduction of the same construction."""
         twin = copy.deepcopy(self)
         twin.reset()
         return twin
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that results have and differences are taken in."""
+    """Return the dtype of results and of differences."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     return torch.float32 if dtype in _FITS_FLOAT32 else torch.float64
@@ -151,16 +151,16 @@ def portions(samples: Tensor) -> Iterator[Tensor]:
 
 
 def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tuple[Any, Any]:
-    """Return the mean of two groups together, and by how much they lie apart.
+    """Return the mean of two groups together, and a measure of their distance.
 
-    The square of the latter, and the squares about the mean of each group, add up to the squares
-    about the common mean (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances", 1979). Nothing waits for a device.
+    The square of that distance, and the sums of squares about the mean of each group, add up to
+    the sum of squares about the common mean (Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979). Nothing waits for a device.
 
     Parameters
     ----------
     count, other_count : number or Tensor
-        Sizes of the groups, tensors as floats. Both may be 0, where the means are finite.
+        Sizes of the groups, tensors as floats. Both may be 0 if the means are finite.
     mean, other_mean : number or Tensor
         Their means.
 
@@ -180,8 +180,8 @@ def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tupl
 def float32_products_are_exact(device: torch.device) -> bool:
     """Tell whether matrix products of float32 tensors keep float32's precision here.
 
-    Users may allow TensorFloat32 or bfloat16 inside products, which is fine for a network
-    and ruins a covariance.
+    Users may allow TensorFloat32 or bfloat16 inside products. That is fine for a network, but
+    ruins a covariance.
     """
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
@@ -208,7 +208,7 @@ def undisturbed(device_type: str) -> Iterator[None]:
 def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> list[Label]:
     """Return the labels of a batch of `count` samples, converted to Python values.
 
-    ``to_rows`` makes labels of the samples of what ``by`` returned, where these are not the same.
+    If the labels that ``by`` returned are not those of the samples, ``to_rows`` converts them.
     """
     if batch is None:
         raise CollectError(

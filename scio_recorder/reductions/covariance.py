@@ -25,7 +25,7 @@ _NARROW = 64
 
 
 class PrincipalSpace(NamedTuple):
-    """The directions of largest variance, and what is left.
+    """The directions of largest variance, and the other directions.
 
     Attributes
     ----------
@@ -51,12 +51,12 @@ class CovarianceResult(NamedTuple):
     Attributes
     ----------
     count : int
-        How many rows were seen; with ``by``, a dictionary by label.
+        The number of rows; with ``by``, a dictionary by label.
     mean : Tensor
         Their mean, [D]; with ``by``, a dictionary by label.
     covariance : Tensor
-        Their covariance (n - 1), [D, D]; with ``by``, that within classes, pooled: divided by n
-        less the number of classes.
+        Their covariance (n - 1), [D, D]; with ``by``, the pooled covariance within classes,
+        divided by n minus the number of classes.
     """
 
     count: int | dict[Label, int]  # type: ignore[assignment]  # as in MomentsResult
@@ -75,7 +75,7 @@ class CovarianceResult(NamedTuple):
         -------
         PrincipalSpace
             ``(mean, basis, residual_basis, residual_singular_values)``; the singular values are
-            those of the centred data matrix [rows, D] (zeros where it has less rows than D). With
+            those of the centred data matrix [rows, D] (zeros if it has fewer rows than D). With
             ``by``, rows are centred at their class's mean, and ``mean`` is the mean of all rows.
 
         Raises
@@ -85,9 +85,9 @@ class CovarianceResult(NamedTuple):
 
         Notes
         -----
-        From the eigenvalues of the covariance, in float64. Those of float32 activations are right
-        to a few 1e-7 of the largest one, so that singular values below about 5e-4 of the largest
-        are not resolved; give float64 activations where they matter.
+        Computed from the eigenvalues of the covariance, in float64. Eigenvalues of float32
+        activations are right to a few 1e-7 of the largest one, so singular values below about
+        5e-4 of the largest are not resolved. If they matter, give float64 activations.
         """
         features = len(self.covariance)
         if not 0 <= k <= features:
@@ -132,9 +132,9 @@ class Covariance(RowReduction):
     -----
     Blocks of rows are centred at their own mean and multiplied in the activation's precision; the
     products are joined in float64 by the pairwise update of Chan, Golub and LeVeque (1979), which
-    stays exact where the mean is large beside the spread. Memory: one [D, D] matrix in float64 and
-    a block of 1024 rows or 2^19 values; with ``by`` a mean for each class in addition. Dtypes of
-    the results as for `Mean`.
+    stays accurate if the mean is large compared with the spread. Memory: one [D, D] matrix in
+    float64 and a block of 1024 rows or 2^19 values; with ``by`` also a mean for each class. Dtypes
+    of the results are those of `Mean`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The last batch, and summaries made by a function of the user's."""
+"""The last batch, and summaries made by the user's own function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Last(SampleReduction):
 
     Notes
     -----
-    Takes any dtype. Merging takes what the other saw last for the last.
+    Any dtype works. After merging, the other reduction's last batch counts as the last.
 
     Examples
     --------
@@ -57,13 +57,13 @@ class Last(SampleReduction):
 
 
 class Fold(SampleReduction):
-    """A summary made by a function of your own.
+    """A summary made by your own function.
 
     Parameters
     ----------
     fn : callable
         ``fn(accumulator, activation) -> accumulator``; the accumulator is None for the first batch.
-        It is given a copy of the activation, which it may keep or change.
+        It receives a copy of the activation, which it may keep or change.
     merge : callable, optional
         ``merge(accumulator, other_accumulator) -> accumulator``. Without it two folds can't be
         merged.
@@ -72,7 +72,7 @@ class Fold(SampleReduction):
 
     Notes
     -----
-    The state can be stored where the accumulator consists of tensors, numbers, strings, None, and
+    The state can be stored if the accumulator consists of tensors, numbers, strings, None, and
     lists, tuples and dicts of these.
 
     Examples

@@ -1,4 +1,4 @@
-"""How often values fall into each of many bins."""
+"""Counts of values by bin."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Histogram(SampleReduction):
     bins : int
         Number of bins.
     range : (float, float), optional
-        Lower edge of the first bin and upper edge of the last. If not given, the smallest and the
-        largest finite value of the first batch; give it where histograms are to be merged.
+        Lower edge of the first bin and upper edge of the last. By default, the smallest and the
+        largest finite value of the first batch. Give the range if you merge histograms.
     by : callable, optional
         ``batch -> labels [batch]``; the result is then a dict from label to result, all with the
         same range.
@@ -56,7 +56,7 @@ class Histogram(SampleReduction):
     Notes
     -----
     Bins are half-open, the last one closed, with the edges of ``numpy.histogram`` for float64.
-    Infinite values count as below or above; nan belongs nowhere and raises `CollectError`.
+    Infinite values count as below or above; a NaN belongs to no bin and raises `CollectError`.
 
     Examples
     --------

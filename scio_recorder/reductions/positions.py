@@ -1,4 +1,4 @@
-"""What is known of each position: smallest and largest value, mean and variance."""
+"""Statistics of each position: smallest and largest value, mean and variance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Extremum(SampleReduction):
 
 
 class Min(_Extremum):
-    """Smallest value at each position, over the samples; nan where one was nan.
+    """Smallest value at each position, over the samples; NaN if any value is NaN.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Min(_Extremum):
 
 
 class Max(_Extremum):
-    """Largest value at each position, over the samples; nan where one was nan.
+    """Largest value at each position, over the samples; NaN if any value is NaN.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Max(_Extremum):
 
 
 class Mean(SampleReduction):
-    """Mean at each position, over the samples; nan where one was nan.
+    """Mean at each position, over the samples; NaN if any value is NaN.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Mean(SampleReduction):
         return (self._sum / self._count).to(self._dtype)
 
     def overall(self, result: Any) -> dict[str, float]:
-        """Return the mean of all values; that of complex ones says nothing of their magnitudes.
+        """Return the mean of all values; for complex values it says nothing of their magnitudes.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class MomentsResult(NamedTuple):
     Attributes
     ----------
     count : int
-        How many samples were seen.
+        The number of samples.
     mean : Tensor
         Their mean, in the shape of a sample.
     variance : Tensor
@@ -176,9 +176,9 @@ class Moments(SampleReduction):
 
     Notes
     -----
-    In float64: portions are centred at their own mean and joined by the pairwise update of Chan,
-    Golub and LeVeque (1979). Dtypes of the results as for `Mean`; nan and inf give what
-    ``torch.mean`` and ``torch.var`` give, a single sample the variance nan.
+    Computed in float64: portions are centred at their own mean and joined by the pairwise update
+    of Chan, Golub and LeVeque (1979). Dtypes of the results are those of `Mean`. NaN and infinity
+    give what ``torch.mean`` and ``torch.var`` give. The variance of a single sample is NaN.
 
     Examples
     --------

@@ -34,8 +34,8 @@ class Quantiles(RowReduction):
     two summaries of the same weight are merged, sorted and thinned to every second value. This is
     the deterministic scheme of Munro and Paterson (1980) as analysed by Manku, Rajagopalan and
     Lindsay, "Approximate medians and other quantiles in one pass and with limited memory" (1998).
-    A thinning shifts ranks by at most half the weight of a value that it leaves, so of all N
-    values by N / 2 s a level, for any split and any order of merging. Reading adds as much.
+    A thinning shifts ranks by at most half the weight of a value that it leaves. For all N values
+    that is N / 2 s a level, for any split and any order of merging. Reading adds the same amount.
 
     The error in rank is therefore at most ``(2 + log2(N / block)) / (2 s)`` of N, with s = 4096 and
     blocks of 65,536 over all values (0.32 % at 10^12 values), s = 2048 and blocks of 4,096 for each

@@ -1,4 +1,4 @@
-"""What reductions over samples have in common, and those over rows of features."""
+"""The base classes of reductions over samples and over rows of features."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SampleReduction(Reduction):
 
     Subclasses set `_options`, name the attributes that make up their state, and write `_add`,
     `_join` and `_result`; everything else is here. Such an attribute is None until the first
-    samples, and with ``by`` (where each class has a member of its own). Its annotation leaves that
-    out, since `_result` is only asked for after samples.
+    samples, and with ``by`` (then each class has a member of its own). Its annotation leaves None
+    out, since `_result` is only called after samples.
     """
 
     # Arguments of the constructor besides ``by``: functions, and plain values that can be stored,
@@ -59,11 +59,11 @@ class SampleReduction(Reduction):
 
     @abc.abstractmethod
     def _add(self, samples: Tensor) -> None:
-        """Take in samples [batch, ...], at least one."""
+        """Add samples [batch, ...], at least one."""
 
     @abc.abstractmethod
     def _join(self, other: Self) -> None:
-        """Take in a copy of another reduction; both have seen samples, neither has members."""
+        """Add a copy of another reduction; both have samples, neither has members."""
 
     @abc.abstractmethod
     def _result(self) -> Any:
@@ -79,16 +79,16 @@ class SampleReduction(Reduction):
     # What a user calls.
 
     def update(self, activation: Tensor, batch: Any = None, *, to_rows: By | None = None) -> None:
-        """Take in an activation [batch, ...] and, for ``by``, the batch that it came from.
+        """Add an activation [batch, ...] and, for ``by``, the batch that it came from.
 
         Parameters
         ----------
         activation : torch.Tensor
             The samples of one batch along dimension 0.
         batch : any, optional
-            What the loader gave, with labels for ``by`` among it.
+            The loader's batch, which holds the labels for ``by``.
         to_rows : callable, optional
-            Makes of what ``by`` returned one label for each entry of dimension 0.
+            Converts the labels of ``by`` to one label for each entry of dimension 0.
         """
         self._check(activation)
         with undisturbed(activation.device.type):
@@ -105,7 +105,7 @@ class SampleReduction(Reduction):
             self._count += len(samples)
 
     def merge(self, other: Self) -> None:
-        """Take in, in place, what another reduction of the same construction has seen."""
+        """Add, in place, the data of another reduction of the same construction."""
         if type(other) is not type(self) or other.recipe != self.recipe:
             raise CollectError(
                 f"Can't merge {other!r} into {self!r}; construct both with the same arguments."
@@ -132,7 +132,7 @@ class SampleReduction(Reduction):
             self._count += theirs._count
 
     def compute(self) -> Any:
-        """Return the result for all that was seen, at least a sample; with ``by``, by label."""
+        """Return the result for all samples, at least one; with ``by``, by label."""
         if self._count == 0:
             raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
         device = self._device()
@@ -169,7 +169,7 @@ class SampleReduction(Reduction):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that a reduction of the same construction returned."""
+        """Load a state of a reduction of the same construction."""
         if state.get("construction") != self.recipe:
             raise CollectError(
                 f"A state of {state.get('construction')} can't be loaded into {self!r}, which is "
@@ -312,7 +312,7 @@ class SampleReduction(Reduction):
 
 
 def cannot_go_on(*arguments: Any) -> Any:
-    """Refuse to take in batches without the user's own functions."""
+    """Refuse more batches, since the user's own functions are missing."""
     raise CollectError("a reduction that was read from disk can't take in more batches")
 
 

@@ -1,4 +1,4 @@
-"""What a store is: something that keeps activations, batch by batch."""
+"""The interface of a store, which keeps activations batch by batch."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class EmptyPartError(CollectError):
 
 @dataclass(frozen=True)
 class Job:
-    """What is about to be collected.
+    """The description of a collection that is about to begin.
 
     Parameters
     ----------
     architecture : Architecture
         The labelled net.
     stored : tuple of (int, int)
-        The layers of which samples are kept.
+        The layers whose samples are kept.
     num_batches : int or None
-        How many batches there will be, where that is known.
+        The number of batches, if known.
     settings : callable
-        Returns, as JSON, all that must agree when a recording is resumed.
+        Returns, as JSON, all settings that must agree when a recording is resumed.
     resume : bool
-        Whether to go on with what a store already holds.
+        Whether to continue a recording that the store already holds.
     """
 
     architecture: Architecture
@@ -51,7 +51,7 @@ class Job:
     resume: bool = False
 
     def header(self, *, is_shared: bool) -> dict[str, Any]:
-        """Return what a recording on disk says about itself.
+        """Return the description of itself that a recording on disk keeps.
 
         Parameters
         ----------
@@ -67,27 +67,27 @@ class Job:
 
 @dataclass
 class Held:
-    """What a store holds: rows by layer, ids of samples, and whether nothing is missing.
+    """The content of a store: rows by layer, ids of samples, and whether it is complete.
 
     Parameters
     ----------
     values : mapping
-        The rows of each layer, [rows, ...], by label. A row is a sample, unless ``num_rows`` says
-        how many there are.
+        The rows of each layer, [rows, ...], by label. A row is a sample, unless ``num_rows`` is
+        given.
     sample_ids : SampleIds
         One for each sample.
     calls : Calls
-        The calls that can be run again, where inputs were recorded.
+        The calls that can run again, if inputs were recorded.
     complete : bool, default True
-        False for what an interrupted run left.
+        False for an interrupted run.
     path : str, optional
-        Where it is, if it outlives the process.
+        Its place, if it outlives the process.
     store : str, optional
         The name of such a store.
     rows : mapping, optional
         What each row is, [rows] each: "sample", a position in ``sample_ids``, and others by name.
     num_rows : int, optional
-        How many there are, where they are not samples.
+        The number of rows, if they are not samples.
     """
 
     values: Mapping[DepthIdx, Tensor]
@@ -101,7 +101,7 @@ class Held:
 
 
 class StoreWriter(abc.ABC):
-    """Takes the batches of one job. Rows that were put count once their batch is committed."""
+    """Takes the batches of one job. Rows count once their batch is committed."""
 
     def __init__(self) -> None:
         # The row at which the batch that is under way begins.
@@ -118,16 +118,16 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
-        """Return where the rows of a layer go, given those of its first batch.
+        """Return the column for the rows of a layer, given those of its first batch.
 
         Parameters
         ----------
         key : (int, int) or str
-            The layer; or the name of what is known of each row, the first one "sample".
+            The layer; or the name of a column of rows, the first of which is "sample".
         spec : TensorSpec
             Shape and dtype of one row, as it is kept.
         first : torch.Tensor
-            Those of the first batch, [rows, ...].
+            The rows of the first batch, [rows, ...].
 
         Returns
         -------
@@ -143,18 +143,18 @@ class StoreWriter(abc.ABC):
         *,
         rows: int | None = None,
     ) -> None:
-        """Make the rows of the batch that was put count, and with them its calls.
+        """Make the rows of the current batch count, together with its calls.
 
         Parameters
         ----------
         ids : range, array.array or tuple
-            One integer or string for each sample that is new.
+            One integer or string for each new sample.
         state : callable
-            Returns what has to be known to go on after this batch.
+            Returns the state that is needed to resume after this batch.
         calls : mapping, optional
             What `KeptCalls.keep` returned for each layer whose inputs are kept, by its name.
         rows : int, optional
-            How many were put, where rows are not samples: perhaps of samples that came before.
+            The number of rows, if rows are not samples; they may belong to earlier samples.
         """
         self.sample_ids.add(ids)
         self.counts_rows = rows is not None
@@ -164,7 +164,7 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
-        """Return all that was committed.
+        """Return all committed rows.
 
         Parameters
         ----------
@@ -181,46 +181,46 @@ class StoreWriter(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, state: Callable[[], State] | None) -> None:
-        """End early; a ``state`` says that all that was committed is still worth keeping.
+        """End early; a ``state`` means that all committed rows are still worth keeping.
 
         Parameters
         ----------
         state : callable or None
-            Returns the last state; None where what was committed can't be trusted.
+            Returns the last state; None if the committed rows can't be trusted.
         """
 
 
 class Store(abc.ABC):
-    """A place for activations; `open` gives what writes there for the length of one job."""
+    """A place for activations; `open` returns a writer for one job."""
 
     can_resume = False
     # Whether other processes fill it too, with samples of their own.
     is_shared = False
 
     def placed(self, place: Place, problem: str | None) -> Store | None:
-        """Return where one of several processes keeps its share of a dataset.
+        """Return the store in which one of several processes keeps its share of a dataset.
 
         Parameters
         ----------
         place : Place
-            Which process, as the sampler says that splits the dataset.
+            Which process this is, according to the sampler that splits the dataset.
         problem : str or None
-            Why the sampler does not tell which samples are whose.
+            Why the sampler does not tell which samples each process has.
 
         Returns
         -------
         Store or None
-            None where the process keeps what it is given, whatever others have.
+            None if the process keeps its samples regardless of the others.
 
         Raises
         ------
         CollectError
-            Others keep theirs in the same place, and there is a problem.
+            Others keep their samples in the same place, and there is a problem.
         """
         return self if problem is None else None
 
     def advice(self) -> str:
-        """Say what processes should do that collect into one place, as the end of a message."""
+        """Return advice, as the end of a message, for processes that collect into one place."""
         number = this_process().world_size
         if self.is_shared or number == 1:
             return ""
@@ -242,14 +242,14 @@ class Store(abc.ABC):
         Returns
         -------
         Medium
-            Where it is.
+            The place of the recording.
 
         Raises
         ------
         CollectError
-            Other processes don't see what is kept here.
+            Other processes don't see this store.
         RecordingError
-            It was begun otherwise.
+            The recording was begun with other settings.
         """
         raise CollectError(
             f"collect_parts needs a store that other processes see, which {type(self).__name__} "
@@ -257,7 +257,7 @@ class Store(abc.ABC):
         )
 
     def part(self, number: int, num_parts: int, lease: Lease | None) -> Store:
-        """Return the store of one part of such a recording: the first, or the one behind this one.
+        """Return the store of one part of such a recording: the first, or the next one.
 
         Parameters
         ----------
@@ -275,15 +275,15 @@ class Store(abc.ABC):
         Parameters
         ----------
         job : Job
-            The layers, and what is known of the data.
+            The layers, and what is known about the data.
 
         Returns
         -------
         StoreWriter
-            What takes the batches.
+            The writer that takes the batches.
 
         Raises
         ------
         CollectError, RecordingError
-            The store can't take it.
+            The store can't keep them.
         """

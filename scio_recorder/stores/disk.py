@@ -2,14 +2,14 @@
 
 NOTE [One chunk behind]
 
-Filling a chunk and making one durable take turns on different things: the one waits for the net and
-for memory, the other for the disk. So the chunk that is full goes to a thread, and the loop fills
-another in the meantime. The next is handed over only when the last is durable: there are never more
-than two, and a disk that is slower than the net holds the loop back.
+Filling a chunk waits for the net and for memory, and making a chunk durable waits for the disk. So
+a full chunk goes to a thread, and the loop fills another one in the meantime. The next chunk is
+handed over only when the last one is durable: there are never more than two, and a disk that is
+slower than the net slows the loop down.
 
-What is handed over must not change, samples and state alike, until that is so. After a failure
-nothing more is written: a chunk behind the one that is missing would leave a gap, and samples that
-are durable must be the first ones.
+Samples and state that were handed over must not change until they are durable. After a failure
+nothing more is written: a chunk after a missing one would leave a gap, and durable samples must be
+the first ones.
 """
 
 from __future__ import annotations
@@ -51,29 +51,31 @@ _SECONDS_OF_WAITING = 600.0
 
 
 class Disk(Store):
-    """Keeps samples in a folder or a bucket; what is reported durable survives a crash.
+    """Keeps samples in a folder or a bucket; samples that are reported durable survive a crash.
 
     Parameters
     ----------
     path : str or path-like
-        The folder, or the URL of a place in a bucket such as ``"s3://bucket/run"``: empty or not
-        there yet, or to be resumed.
+        The folder, or the URL of a place in a bucket such as ``"s3://bucket/run"``. It is empty,
+        does not exist yet, or holds a recording to resume.
     chunk_bytes : int, default 64 MiB
-        How many bytes of activations are made durable at a time, to the next whole batch. Memory
-        holds two times as many: those that are being written, and those that come meanwhile.
+        How many bytes of activations are made durable at a time, up to the next whole batch.
+        Memory holds twice as many: the bytes that are being written, and the bytes that arrive
+        meanwhile.
     rank : int, optional
-        The number of this process, where several fill one recording with samples of their own. By
-        default a sampler that splits the dataset between processes says so; else there is one.
+        The number of this process, if several fill one recording with samples of their own. By
+        default it comes from a sampler that splits the dataset among processes; without such a
+        sampler there is one process.
     world_size : int, optional
-        How many processes do. The recording is complete when all of them are.
+        The number of these processes. The recording is complete when all of them are done.
 
     Notes
     -----
-    With several processes, each collects with the same net, layers and settings. Which samples it
-    has seen is said by a sampler that splits, such as ``DistributedSampler``, or by ``sample_ids``.
-    What ``collect`` returns is the part of its own process; ``open_recording`` gives all parts, in
-    the order of the ranks, with reductions merged. ``resume=True`` goes on with each part on its
-    own, in as many processes as before.
+    With several processes, each collects with the same net, layers and settings. A sampler that
+    splits, such as ``DistributedSampler``, or ``sample_ids`` says which samples a process has.
+    ``collect`` returns the part of its own process; ``open_recording`` gives all parts, in
+    the order of the ranks, with reductions merged. ``resume=True`` continues each part by itself,
+    in as many processes as before.
 
     Examples
     --------
@@ -117,12 +119,12 @@ class Disk(Store):
         place : Place
             Which process.
         problem : str or None
-            Why it can't be known which samples it has.
+            Why nothing tells which samples it has.
 
         Returns
         -------
         Disk or None
-            The same folder; None where others were given.
+            The same folder; None if rank and world size were given.
         """
         if self._is_placed:
             is_same = (self.rank, self.world_size) == place and problem is None
@@ -159,7 +161,7 @@ class Disk(Store):
         return medium
 
     def part(self, number: int, num_parts: int, lease: Lease | None) -> Disk:
-        """Return the store of one part of such a recording: the first, or the one behind this one.
+        """Return the store of one part of such a recording: the first, or the next one.
 
         Parameters
         ----------
@@ -179,7 +181,7 @@ class Disk(Store):
         return made
 
     def open(self, job: Job) -> DiskWriter:
-        """Begin a job, or go on with it.
+        """Begin a job, or resume it.
 
         Parameters
         ----------
@@ -189,13 +191,14 @@ class Disk(Store):
         Raises
         ------
         RecordingError
-            The folder is in use, holds a recording already, or another than is to be resumed.
+            The folder is in use, holds a recording already, or holds another recording than the
+            one to resume.
         """
         return DiskWriter(job, self)
 
 
 class DiskWriter(StoreWriter):
-    """Buffers whole batches until there is a chunk, and has that appended; see the NOTE."""
+    """Buffers whole batches until they make a chunk, and has the chunk written; see the NOTE."""
 
     def __init__(self, job: Job, store: Disk) -> None:
         super().__init__()
@@ -249,7 +252,7 @@ class DiskWriter(StoreWriter):
         *,
         rows: int | None = None,
     ) -> None:
-        """Count a batch, and make what is buffered durable once there is enough of it."""
+        """Count a batch, and make the buffer durable once it holds enough."""
         if self._pending is not None and self._pending.done():
             self._wait()
         if not self._committed_at:
@@ -279,7 +282,7 @@ class DiskWriter(StoreWriter):
         return held_by(self._reader(), self._architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
-        """Close the folder, having saved what counts where that is possible."""
+        """Save what counts if possible, and close the folder."""
         try:
             if state is not None and self._staged:
                 # Something has failed already, and that is what must be reported.
@@ -301,7 +304,7 @@ class DiskWriter(StoreWriter):
             self._columns.clear()
 
     def _wait(self) -> None:
-        """Wait until all that was handed over is durable; every call raises if it can't be."""
+        """Wait until every chunk handed over is durable; after a failure, every call raises."""
         if self._writer is not None:
             # A forked process would wait for a thread that it has not.
             self._writer.check_usable()

@@ -49,8 +49,8 @@ def bytes_of_row(samples: Tensor) -> int:
 class DiskTensor(Tensor):
     """The rows of one layer of a recording on disk: a tensor [rows, ...] on the CPU.
 
-    Indexing the first dimension reads what is asked for; every other operation reads all of it.
-    Results are ordinary tensors in memory. It can't be written to.
+    Indexing the first dimension reads the requested rows; every other operation reads all rows.
+    Results are ordinary tensors in memory. The tensor is read-only.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class DiskTensor(Tensor):
         return self._read(0, len(self))[index]
 
     def __getitems__(self, index: Sequence[int]) -> list[Tensor]:
-        """Return samples as a list: a data loader asks for those of a batch together."""
+        """Return samples as a list: a data loader requests the samples of a batch together."""
         return list(self[list(index)].unbind())
 
     def _indexed(self, index: Any) -> Tensor:
@@ -173,12 +173,12 @@ def _loaded(value: Tensor) -> Tensor:
 
 
 def name_in_chunk(key: DepthIdx | str) -> str:
-    """Return what a chunk calls a layer, or a column of rows."""
+    """Return the name of a layer, or of a column of rows, in a chunk."""
     return row_column(key) if isinstance(key, str) else text_of(key)
 
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
-    """Return what a recording on disk holds; its samples are read when they are used."""
+    """Return the content of a recording on disk; its samples are read when they are used."""
     whole = joined(reader, architecture)
     # Tensors made in inference mode could not be used outside it.
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""How many bytes a collection takes, and where there is room for them."""
+"""The bytes that a collection takes, and the stores that have room for them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Plan:
     num_samples : int
         How many samples there will be.
     num_bytes : mapping of (int, int) to int
-        What all samples of each layer take.
+        The bytes of all samples of each layer.
     free_bytes : mapping of str to int
-        What is free on the "device" (if that is a GPU), in "host" memory and on the "disk".
+        The free bytes on the "device" (if it is a GPU), in "host" memory and on the "disk".
     names : mapping of (int, int) to str
-        How layers are shown.
+        The names under which layers are shown.
     unit : str, default "samples"
-        What is counted.
+        The word for the counted rows.
 
     Examples
     --------
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """What all layers take together."""
+        """The bytes of all layers together."""
         return sum(self.num_bytes.values())
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """The stores that have room enough, the fastest first."""
+        """The stores with enough room, the fastest first."""
         return tuple(
             store
             for store, free in self.free_bytes.items()
@@ -86,30 +86,30 @@ def make_plan(
     device: torch.device,
     row_dims: int | None = None,
 ) -> Plan:
-    """Return the plan for layers, by what a sample of each took at labelling.
+    """Return the plan for layers, from the shapes at labelling.
 
     Parameters
     ----------
     architecture : Architecture
         The labelled net.
     labels : sequence of (int, int)
-        Its layers that are asked for.
+        The requested layers.
     num_samples : int
         How many samples there will be.
     device : torch.device
-        Where the net is, of which the free memory counts.
+        The net's device, whose free memory counts.
     row_dims : int, optional
-        Where rows are counted in place of samples: how many of the leading dimensions count them.
+        If rows are not samples: how many of the leading dimensions count rows.
 
     Returns
     -------
     Plan
-        Bytes by layer and store, and what is free.
+        Bytes by layer, and free bytes by store.
 
     Raises
     ------
     CollectError
-        ``num_samples`` is no whole number from 0 on.
+        ``num_samples`` is not a whole number from 0 on.
     """
     whole("num_samples", num_samples, 0)
     free: dict[str, int] = {}
