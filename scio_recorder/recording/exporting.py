@@ -1,4 +1,4 @@
-"""The methods of a recording that hand its samples to other libraries, part by part."""
+"""The methods of a recording that export its samples to other libraries, part by part."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _KEY = "scio_recorder"
 
 
 class Exporting(Readable):
-    """The methods by which samples go elsewhere; see the NOTE in `columns.py`."""
+    """The methods that export samples; see the NOTE in `columns.py`."""
 
     def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
-        """Return the samples of every layer that has some as NumPy arrays.
+        """Return the samples of every layer that was not reduced, as NumPy arrays.
 
         Returns
         -------
@@ -71,19 +71,19 @@ class Exporting(Readable):
         return {label: to_array(self[label]) for label in self.stored}
 
     def to_arrow(self) -> pa.RecordBatchReader:
-        """Return the samples of every layer that has some as a stream of Arrow record batches.
+        """Return the samples of every layer that was not reduced, as Arrow record batches.
 
-        Needs the extra ``arrow``. Each batch has at most about 64 MiB, and nothing is read before
-        it is asked for; ``read_all()`` gives a table. A reader is for one pass over the data.
+        This needs the extra ``arrow``. Each batch has at most about 64 MiB, and is read on demand;
+        ``read_all()`` gives a table. A reader is for one pass over the data.
 
         Returns
         -------
         pyarrow.RecordBatchReader
             A column ``sample_id`` and one for each layer, ``"1-3_layer4.relu"``: fixed-shape
-            tensors, or plain numbers where a sample is one. Where rows are not samples, what is
-            known of each comes along under its name. bfloat16 and float8 are widened to
-            float32, bool is uint8, and complex numbers are pairs in a last dimension of 2.
-            The metadata of the schema say, under ``scio_recorder``, what each column was.
+            tensors, or plain numbers if each sample is one. If rows are not samples, their columns
+            are exported under their names. bfloat16 and float8 are widened to float32, bool is
+            uint8, and complex numbers are pairs in a last dimension of 2. The metadata of the
+            schema describe each column under ``scio_recorder``.
 
         Raises
         ------
@@ -118,24 +118,24 @@ class Exporting(Readable):
     def to_datasets(self, path: str | os.PathLike[str]) -> datasets.Dataset:
         """Write the samples to a folder that ``datasets.load_from_disk`` of Hugging Face reads.
 
-        Needs the extra ``datasets``. Columns and dtypes are those of :meth:`to_arrow`; what it says
-        in metadata is the ``info.description`` of the dataset.
+        This needs the extra ``datasets``. Columns and dtypes are those of :meth:`to_arrow`; its
+        metadata are the ``info.description`` of the dataset.
 
         Parameters
         ----------
         path : str or path-like
-            The folder, which must not be there yet; the one around it must.
+            The folder, which must not exist yet; its parent folder must exist.
 
         Returns
         -------
         datasets.Dataset
             The dataset, on disk. Samples of one dimension and of more than five are lists of fixed
-            length, those between are ``Array2D`` to ``Array5D``.
+            length; the others are ``Array2D`` to ``Array5D``.
 
         Raises
         ------
         RecordingError
-            The folder is there already, or the disk fails; nothing half-written is left.
+            The folder exists already, or the disk fails; no partial export is left.
         ArgumentError
             Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
         ModuleNotFoundError
@@ -179,24 +179,24 @@ class Exporting(Readable):
     def to_zarr(self, path: str | os.PathLike[str]) -> zarr.Group:
         """Write the samples to a folder with a Zarr array for each layer, and one of sample ids.
 
-        Needs the extra ``zarr``. Arrays are the columns of :meth:`to_arrow`, under their names,
-        with characters other than letters, digits and ``_.-~`` percent-encoded. bfloat16 and float8
-        are widened to float32; bool and complex numbers stay what they are.
+        This needs the extra ``zarr``. Arrays are the columns of :meth:`to_arrow`, under their
+        names, with characters other than letters, digits and ``_.-~`` percent-encoded. bfloat16
+        and float8 are widened to float32; bool and complex numbers keep their dtype.
 
         Parameters
         ----------
         path : str or path-like
-            The folder, which must not be there yet; the one around it must.
+            The folder, which must not exist yet; its parent folder must exist.
 
         Returns
         -------
         zarr.Group
-            The group, open for reading. Its attribute ``scio_recorder`` says what each array was.
+            The group, open for reading. Its attribute ``scio_recorder`` describes each array.
 
         Raises
         ------
         RecordingError
-            The folder is there already, or the disk fails; nothing half-written is left.
+            The folder exists already, or the disk fails; no partial export is left.
         ArgumentError
             Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
         ModuleNotFoundError
@@ -244,7 +244,7 @@ def _feature(library: Any, array: NDArray[Any]) -> Any:
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Return what ``datasets.load_from_disk`` looks for in ``state.json``."""
+    """Return the ``state.json`` that ``datasets.load_from_disk`` reads."""
     return {
         "_data_files": [{"filename": name}],
         # Results of the library's `map` are found again by it: no two exports share one.
@@ -258,7 +258,7 @@ def _state(name: str) -> dict[str, Any]:
 
 
 def _layout(name: str, shape: Sequence[int], dtype: Any, line: str) -> dict[str, Any]:
-    """Return how a Zarr array is laid out: files of whole rows, whatever one is."""
+    """Return the layout of a Zarr array: files of whole rows."""
     is_text = dtype == "object"
     item_bytes = ID_BYTES if is_text else np.dtype(dtype).itemsize
     rows = min(shape[0], CHUNK_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
@@ -286,7 +286,7 @@ def _imported(package: str, extra: str) -> Any:
 
 @contextmanager
 def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a folder to write to, which gets its name when the block ends, and goes if it fails."""
+    """Yield a folder to write to. It gets its name at the end of the block; on failure it goes."""
     if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path) or not os.fspath(path):
         raise ArgumentError(f"{path!r}: name a folder on this machine that does not exist yet")
     target = Path(path)

@@ -1,4 +1,4 @@
-"""A loader: the rows of a recording batch by batch, for as many ranks and workers as there are."""
+"""A loader: the rows of a recording batch by batch, for any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Arguments:
             setattr(self, name, whole(name, getattr(self, name), least, ArgumentError))
 
     def share(self, num_rows: int) -> range:
-        """Return the places of this rank, where all ranks together have so many."""
+        """Return the places of this rank, out of this many for all ranks together."""
         if self.drop_last:
             # Ranks that wait for each other need equally many batches.
             each = num_rows // self.world_size
@@ -55,13 +55,13 @@ class Arguments:
         return range(before // self.world_size, behind // self.world_size)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what decides the order of rows; a state of one rank serves the others."""
+        """Return the arguments that decide the order of rows, which are the same on all ranks."""
         others = ("rank", "with_rows")
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 def place_of(rank: int | None, world_size: int | None) -> Place:
-    """Return the place that was given, and that of this process where none was."""
+    """Return the given rank and world size, or those of this process."""
     if (rank is None) != (world_size is None):
         raise ArgumentError(
             f"rank={rank}, world_size={world_size}: give both, or neither for those of "
@@ -73,14 +73,14 @@ def place_of(rank: int | None, world_size: int | None) -> Place:
 
 
 def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, Tensor]:
-    """Return the samples of layers of a recording, in its order; of all that have some if not told.
+    """Return the rows of the selected layers in the recording's order; by default of all layers.
 
     Raises
     ------
     ArgumentError
-        A selector matches only layers that are reduced, or nothing has samples.
+        A selector matches only reduced layers, or no layer has rows.
     LayerNotFoundError
-        A selector matches none of the recording.
+        A selector matches no layer of the recording.
     """
     chosen = set() if selectors else set(recording.stored)
     for selector in selectors:
@@ -100,12 +100,12 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, 
 
 
 def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: str) -> str:
-    """Return what tells rows from those of other recordings.
+    """Return a fingerprint that tells rows from those of other recordings.
 
     Parameters
     ----------
     columns : iterable of pairs
-        The label of a layer, or the name of what is known of rows, and its values in all rows.
+        The label of a layer or the name of a column of rows, and its values in all rows.
     architecture : str
         The fingerprint of the labelled net.
 
@@ -128,10 +128,10 @@ def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: 
 
 
 class _Position:
-    """Where to begin, in memory that a loader shares with its copies in workers.
+    """The batch to begin with, in memory that a loader shares with its copies in workers.
 
-    This process is not told when workers begin. So each marks that it has, and whoever comes after,
-    in another iteration, begins with the first batch.
+    This process does not know when workers begin. So each worker marks that it has begun, and a
+    later iteration begins with the first batch.
     """
 
     _NOBODY, _MAIN = -1, 0
@@ -153,7 +153,7 @@ class _Position:
         self._numbers[0], self._numbers[1], self._numbers[2] = epoch, batches, self._NOBODY
 
     def take(self) -> int:
-        """Return how many batches to pass over in the iteration that begins."""
+        """Return how many batches to skip in the iteration that begins."""
         info = get_worker_info()
         workers = self._MAIN if info is None else info.num_workers
         own = 3 if info is None else 3 + info.id
@@ -166,18 +166,18 @@ class _Position:
 
 
 class RecordingLoader(IterableDataset[Any]):
-    """Batches of rows of a recording, which :meth:`scio_recorder.Recording.loader` describes.
+    """Batches of rows of a recording; see :meth:`scio_recorder.Recording.loader`.
 
     Parameters
     ----------
     layers : mapping
         Rows by label.
     rows : mapping
-        What is known of each row, by name; nothing where it is a sample.
+        The columns of rows by name; empty if a row is a sample.
     architecture : str
         The fingerprint of the labelled net.
     arguments : Arguments
-        How they are read.
+        The arguments of the loader.
     """
 
     def __init__(
@@ -229,29 +229,30 @@ class RecordingLoader(IterableDataset[Any]):
         return self._batches(own, skipped, self._iteration)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iterations: equal epochs have equal ones.
+        """Choose the order of the next iterations: equal epochs have equal orders.
 
         Parameters
         ----------
         epoch : int
-            Its number, from 0 on. The one that a loaded state is of goes on; another begins anew.
+            Its number, from 0 on. The epoch of a loaded state continues; another one begins at
+            its start.
 
         Raises
         ------
         ArgumentError
-            It is no such number.
+            It is not such a number.
         """
         if whole("epoch", epoch, 0, ArgumentError) != self._position.epoch:
             self._begin_at(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, in plain values, what another process needs to go on after the latest batch.
+        """Return the state, in plain values, from which to resume after the latest batch.
 
         Returns
         -------
         dict
-            ``batches`` is how many were given in this epoch; of several workers each counts its
-            own, and the process that they serve counts none.
+            ``batches`` is how many were given in this epoch. Each worker counts its own batches,
+            and the main process counts none of theirs.
         """
         return {
             "epoch": self._position.epoch,
@@ -262,21 +263,21 @@ class RecordingLoader(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken: the next iteration gives the batches still to come.
+        """Resume from a state: the next iteration gives the remaining batches of its epoch.
 
         Parameters
         ----------
         state : mapping
-            What `state_dict` returned, for the same recording and arguments; that of one rank
-            serves all. Where workers read, ``batches`` is the number of all batches given so far
-            by as many workers, and whoever took them writes it.
+            The result of `state_dict`, for the same recording and arguments; all ranks can load
+            the state of one rank. If workers read, ``batches`` is the number of all batches given
+            so far by the same number of workers; the code that received them must write it.
 
         Raises
         ------
         ArgumentError
-            It is none, or was taken with other arguments.
+            It is not a state, or is for other arguments.
         RecordingError
-            It was taken from another recording.
+            It is the state of another recording.
         """
         try:
             epoch = whole("epoch", state["epoch"], 0, ArgumentError)

@@ -1,4 +1,4 @@
-"""What a recording holds, for those who show it, save it, or run its calls again."""
+"""The content of a recording, for showing it, saving it, and running its calls again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PART_ROWS = 1 << 20
 
 
 class OnDemand(Sequence[T]):
-    """Entries that are read when they are asked for."""
+    """Entries that are read on demand."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -43,18 +43,18 @@ class OnDemand(Sequence[T]):
 
     @abc.abstractmethod
     def _read(self, number: int) -> T:
-        """Return the entry of a number, which there is."""
+        """Return the entry of a valid number."""
 
 
 class RowsOfSamples(OnDemand["slice | Tensor"]):
-    """Which rows each sample has, in the order in which they were collected.
+    """The rows of each sample, in the order in which they were collected.
 
     Parameters
     ----------
     samples : Tensor
         The sample of each row, from which it is read part by part.
     num_samples : int
-        How many samples there are, of which some may have no rows.
+        The number of samples; some may have no rows.
 
     Examples
     --------
@@ -88,14 +88,14 @@ class RowsOfSamples(OnDemand["slice | Tensor"]):
 
 
 class SampleValues(OnDemand[Tensor]):
-    """A layer's values by sample, [rows of the sample, ...] each, read when they are asked for.
+    """A layer's values by sample, [rows of the sample, ...] each, read on demand.
 
     Parameters
     ----------
     values : Tensor
-        Those of all rows.
+        The values of all rows.
     rows : sequence
-        Which rows each sample has, as indices.
+        The indices of each sample's rows.
     """
 
     def __init__(self, values: Tensor, rows: Sequence[slice | Tensor]) -> None:
@@ -113,7 +113,7 @@ class SampleValues(OnDemand[Tensor]):
 
 
 class BatchInputs(OnDemand[Inputs]):
-    """What a layer's forward received, ``(args, kwargs)`` for each batch, read when it is used.
+    """The inputs of a layer's forward, ``(args, kwargs)`` for each batch, read on demand.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class BatchInputs(OnDemand[Inputs]):
 
 
 class Readable(LayerMapping[Any]):
-    """What a recording holds; see `Recording`."""
+    """The content of a recording; see `Recording`."""
 
     def __init__(
         self,
@@ -167,34 +167,35 @@ class Readable(LayerMapping[Any]):
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self.sample_ids)
 
     @property
     def has_rows(self) -> bool:
-        """Whether a line of the arrays is not a sample but a part of one, as a token or a node."""
+        """Whether a row of the arrays is not a sample but a part of one: a token or a node."""
         return self._num_rows is not None
 
     @property
     def num_rows(self) -> int:
-        """How many rows the arrays of layers have, as many as samples unless `has_rows`."""
+        """The number of rows of the layers' arrays; that of samples, unless `has_rows`."""
         return self.num_samples if self._num_rows is None else self._num_rows
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """What each row is, [rows] each, by name. "sample" is a position in ``sample_ids``.
+        """The columns that say what each row is, [rows] each, by name.
 
-        Empty where a row is a sample. From disk it is read when it is used.
+        "sample" is a position in ``sample_ids``. The mapping is empty if a row is a sample. From
+        disk, columns are read when they are used.
         """
         return MappingProxyType(self._rows)
 
     def rows_of_samples(self) -> RowsOfSamples:
-        """Return which rows each sample has; all are looked at, the first time.
+        """Return the rows of each sample; the first call looks at all rows.
 
         Returns
         -------
         RowsOfSamples
-            Indices of rows, as a slice where they are together.
+            Indices of rows, as a slice if they are adjacent.
         """
         if self._rows_of_samples is None:
             samples = self._rows.get("sample", torch.arange(self.num_rows, device="cpu"))
@@ -213,7 +214,7 @@ class Readable(LayerMapping[Any]):
         -------
         sequence of Tensor
             Item i is [length of sample i, ...], in the order in which its rows were collected, and
-            is read when it is asked for. Lengths are 1 unless ``collect`` was given ``rows=``.
+            is read on demand. Lengths are 1, unless ``collect`` was given ``rows=``.
 
         Raises
         ------
@@ -239,15 +240,15 @@ class Readable(LayerMapping[Any]):
 
     @property
     def stored(self) -> tuple[DepthIdx, ...]:
-        """The labels of the layers of which there are samples, and not only a summary."""
+        """The labels of the layers whose samples are stored, not only a summary."""
         return tuple(label for label in self._values if label not in self._reductions)
 
     @property
     def store(self) -> str | None:
-        """Where the samples are, as ``collect`` was told or ``"auto"`` has chosen.
+        """Where the samples are, as given to ``collect`` or chosen by ``"auto"``.
 
-        ``"device"``, ``"host"`` or ``"disk"``; on the CPU both of the first are host memory. None
-        where there are none.
+        ``"device"``, ``"host"`` or ``"disk"``; on the CPU the first two are host memory. None if
+        there are no samples.
         """
         if self._store is not None:
             return self._store
@@ -256,7 +257,7 @@ class Readable(LayerMapping[Any]):
 
     @property
     def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
-        """The reductions of the layers that have some, to merge them with others."""
+        """The reductions by layer, for merging them with others."""
         return LayerMapping(self.architecture, self._reductions, "reduction")
 
     def num_nans(self, key: DepthIdx | str) -> int:

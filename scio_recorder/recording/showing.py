@@ -51,20 +51,20 @@ class Showing(Outlined, Readable):
             "histograms": all values of each layer. "depth": mean, one standard deviation to both
             sides, smallest and largest value, layer after layer.
         layers : iterable of (int, int) or str, optional
-            Which layers of the recording, all by default.
+            Layers of the recording; by default all.
         bins : int, default 50
-            Number of bins of equal width, except where a ``Histogram`` has counted already.
+            Number of bins of equal width; the bins of a ``Histogram`` are its own.
 
         Returns
         -------
         matplotlib.figure.Figure
-            Made without pyplot: nothing has to be closed. A layer of which there is nothing to be
-            drawn is named below the figure.
+            Made without pyplot, so it need not be closed. Layers that can't be drawn are named
+            below the figure.
 
         Raises
         ------
         ArgumentError
-            There is no such kind, ``bins`` is no whole number from 1 on, or there are more than
+            There is no such kind, ``bins`` is not a whole number from 1 on, or there are more than
             400 histograms.
         LayerNotFoundError
             One of the layers was not recorded.
@@ -93,15 +93,15 @@ class Showing(Outlined, Readable):
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
     ) -> Path:
-        """Write a page of HTML: statistics, histograms, dead and saturated units, the architecture.
+        """Write an HTML page: statistics, histograms, dead and saturated units, the architecture.
 
-        The page is complete in itself: it can be sent around, and opens without a network. Samples
-        on disk are read in parts.
+        The page is one file. You can send it to others, and it opens without an internet
+        connection. Samples on disk are read in parts.
 
         Parameters
         ----------
         path : str or path-like
-            The file, which is replaced if it is there.
+            The file, which is replaced if it exists.
         title : str, optional
             The heading; the type of the net by default.
         bins : int, default 50
@@ -115,9 +115,10 @@ class Showing(Outlined, Readable):
         Raises
         ------
         RecordingError
-            The file can't be written, or samples can't be read; no half page is left.
+            The file can't be written, or samples can't be read; no partial page is left.
         ArgumentError
-            ``path`` names no file, ``title`` is no text, or ``bins`` no whole number from 1 on.
+            ``path`` names no file, ``title`` is not a string, or ``bins`` is not a whole number
+            from 1 on.
 
         Examples
         --------
@@ -138,18 +139,18 @@ class Showing(Outlined, Readable):
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row a layer: what it is, how much is stored, and statistics of all values.
+        """Return a table with a row for each layer: its type, its size, and statistics.
 
         Returns
         -------
         pandas.DataFrame
-            Indexed by label, ``"1-3"``. Columns: name, type, samples, rows where these are not
+            Indexed by label, ``"1-3"``. Columns: name, type, samples, rows if these are not
             samples, shape and dtype of a row, bytes; mean, std, min, max and the largest absolute
-            value in float64, without NaNs; zeros, the share of values that are 0; nan and inf, how
-            many are that; units, how many channels or features there are, how many of them are dead
-            (all their values are the same) and saturated (95 % of their values are at a bound of an
-            activation function that has some). Layers that were reduced have no more than the
-            numbers of samples and rows, and of units after ``Alive``.
+            value in float64, without NaNs; zeros, the share of values that are 0; nan and inf, the
+            numbers of such values; units, the number of channels or features; dead, how many units
+            have only one value; saturated, how many have 95 % of their values at a bound of their
+            activation function. Reduced layers have only the numbers of samples and rows, and
+            after ``Alive`` those of units.
 
         Examples
         --------
@@ -169,7 +170,7 @@ class Showing(Outlined, Readable):
         return frame.astype(dict.fromkeys(_WHOLE_NUMBERS, "Int64"))
 
     def layer_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of `to_frame` without pandas; what is not known is absent or None.
+        """Return the rows of `to_frame` without pandas; unknown entries are absent or None.
 
         Returns
         -------
@@ -254,7 +255,7 @@ def _extent(lengths: Tensor) -> str:
 
 
 def _notes(recording: Readable) -> list[str]:
-    """Return what a reader has to know before looking at numbers."""
+    """Return the notes to read before the numbers."""
     notes = []
     if not recording.complete:
         notes.append("The recording was interrupted: these are the samples that it has so far.")
