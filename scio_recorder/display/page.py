@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from scio_recorder.display.outline import asset, call_text, searched, text
 from scio_recorder.errors import RecordingError
@@ -240,13 +241,19 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # Whether there can be a file is known before the work, and nothing lies there during it:
         # a process that is killed leaves no half page.
-        name.touch(exist_ok=False)
-        name.unlink()
-        text = "".join(pieces)
-        with open(name, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        with _unnamed_file(target.parent) or contextlib.nullcontext() as unnamed:
+            if unnamed is None:
+                name.touch(exist_ok=False)
+                name.unlink()
+            text = "".join(pieces)
+            with unnamed or open(name, "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                if unnamed is not None:
+                    # Without a descriptor beside it, the link in /proc would be linked itself.
+                    number = file.fileno()
+                    os.link(f"/proc/self/fd/{number}", name, src_dir_fd=number)
         os.replace(name, target)
     except RecordingError:
         raise
@@ -256,3 +263,12 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         with contextlib.suppress(OSError):
             name.unlink()
     return target
+
+
+def _unnamed_file(folder: Path) -> IO[str] | None:
+    """Open a new file that is gone with its process; None where the system has no such files."""
+    try:
+        number = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    except (AttributeError, OSError):
+        return None
+    return open(number, "w", encoding="utf-8", newline="\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -195,6 +196,36 @@ def test_a_page_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(page.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("can_be_unnamed", [True, False])
+def test_a_page_has_no_name_before_it_is_whole(
+    can_be_unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, seen, is_full = tmp_path / "page.html", [], False
+    original = os.fsync
+
+    def fsync(number: int) -> None:
+        # A process that is killed here leaves what is seen here.
+        seen.append(os.listdir(tmp_path))
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not can_be_unnamed:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    for text in ("first", "second"):
+        write_page(page, [text])
+        assert page.read_text() == text
+    assert os.listdir(tmp_path) == ["page.html"]
+    if can_be_unnamed:
+        assert seen == [[], ["page.html"]]
+    is_full = True
+    with pytest.raises(RecordingError, match="No space left"):
+        write_page(page, ["third"])
+    assert page.read_text() == "second"
+    assert os.listdir(tmp_path) == ["page.html"]
 
 
 def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
