@@ -302,8 +302,9 @@ def _map(figure: Figure, axis: Axes, shown: EffectMap, size: tuple[float, float]
     )
     bar = figure.colorbar(image, ax=axis, pad=0.02)
     bar.ax.axhline(shown.corrupted, color="black", linewidth=1)
-    bar.ax.axhline(shown.clean, color=VERMILION, linewidth=2)
-    bar.set_label("metric; the line is the clean run, white the corrupted one", fontsize=8)
+    # At an end of the bar, half of the line would be cut off.
+    bar.ax.axhline(shown.clean, color=VERMILION, linewidth=2, clip_on=False)
+    bar.set_label("metric; the black line is the corrupted run, the red one the clean", fontsize=8)
     _name_ticks(axis, "x", shown.positions, size[0])
     _name_ticks(axis, "y", shown.layers, size[1])
     axis.set_xlabel("position")

@@ -163,13 +163,21 @@ def layer_cells(place: int, layer: Layer) -> Iterator[str]:
     label, name = text(str(layer.label)), text(layer.name)
     yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
     yield f'<th scope="row" data-value="{place}">{label}</th>'
-    yield f'<td class="name" title="{name}"><bdi>{name}</bdi>{call_html(layer)}</td>'
+    yield f'<td class="name tail" title="{name}">{name_html(layer.name, layer)}</td>'
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
 
 
 def call_html(layer: Layer) -> str:
     """Return what stands behind a name: which call of its module it is, unless it is the first."""
     return f" {call_text(layer)}" if layer.call else ""
+
+
+def name_html(name: str, layer: Layer) -> str:
+    """Return a name and which call of its module a layer is, for a place of class ``tail``.
+
+    That shows the end of what doesn't fit, since names of a deep net begin alike.
+    """
+    return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_html(layer)}</span>'
 
 
 def address_of(layer: Layer) -> str:

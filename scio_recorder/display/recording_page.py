@@ -24,10 +24,10 @@ from scio_recorder.display.page import (
     Section,
     address_of,
     alarm,
-    call_html,
     count_cell,
     layer_cells,
     link_html,
+    name_html,
     number_cell,
     number_text,
     page_html,
@@ -146,15 +146,15 @@ def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _figure(summary: LayerSummary) -> str:
     bars, layer = summary.bars, summary.layer
     assert bars is not None
-    name = text(layer.name or layer.type_name)
+    name = layer.name or layer.type_name
     said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
     said += f" from {number_text(bars.low)} to {number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
     outside = ", ".join(f"{count:,} {side} this range" for count, side in sides if count)
     return (
-        f'<figure data-search="{searched(layer)}"><figcaption title="{name}">'
-        f'<a href="{address_of(layer)}">{layer.label}</a> <bdi>{name}</bdi>{call_html(layer)}'
-        "</figcaption>"
+        f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
+        f'<a href="{address_of(layer)}">{layer.label}</a> '
+        f'<span class="tail">{name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{number_text(bars.low)}</span>'
         f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"
@@ -176,7 +176,8 @@ def _definitions() -> dict[str, str]:
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. Values outside are counted below it.",
+        "further than 6 standard deviations from the mean. They may reach a little further in a "
+        "large layer. Values outside are counted below the histogram.",
     }
 
 

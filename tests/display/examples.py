@@ -87,3 +87,22 @@ def wide_recording(count: int) -> Recording:
     rnet = Recorder(net, input_size=(1, 3), depth=9)
     rnet.record("*")
     return rnet.collect([torch.randn(4, 3)], progress=False)
+
+
+class Deep(nn.Module):
+    """Layers whose names begin alike, in a list that does not run itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.transformer_blocks:
+            x = block(x)
+        return x
+
+
+def deep_recording() -> Recording:
+    rnet = Recorder(Deep(), input_size=(1, 3))
+    rnet.record("*")
+    return rnet.collect([torch.randn(4, 3)], progress=False)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.display.examples import (
     awkward_recording,
+    deep_recording,
     hostile_recording,
     small_recorder,
     small_recording,
@@ -213,13 +214,30 @@ CONTRASTS = (Path(__file__).parent / "contrasts.js").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out(browser: Any, report: Path, scheme: str) -> None:
-    browser.open(report, scheme=scheme)
+@pytest.mark.parametrize("kind", ["small", "deep"])
+def test_text_stands_out(
+    browser: Any, report: Path, scheme: str, kind: str, tmp_path: Path
+) -> None:
+    page = report if kind == "small" else deep_recording().report(tmp_path / "page.html")
+    browser.open(page, scheme=scheme)
     found = browser.ask(CONTRASTS)
     assert len(found) > 100
     assert [entry for entry in found if entry[0] < 4.5] == []
     ground = browser.ask("return getComputedStyle(document.body).backgroundColor")
     assert ("255, 255, 255" in ground) == (scheme == "light")
+
+
+def test_the_end_of_a_long_name_is_seen_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    browser.open(deep_recording().report(tmp_path / "page.html"), width=390)
+    cut, beyond = browser.ask(
+        "const cells = [...document.querySelectorAll('td.name')].map(cell => {"
+        "const range = document.createRange(); range.selectNodeContents(cell);"
+        "return [cell.getBoundingClientRect(), range.getBoundingClientRect()]; });"
+        "return [cells.filter(([cell, name]) => name.left < cell.left).length,"
+        " cells.filter(([cell, name]) => name.right > cell.right).length]"
+    )
+    assert cut >= 3
+    assert beyond == 0
 
 
 def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
