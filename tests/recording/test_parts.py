@@ -474,6 +474,24 @@ def test_a_lease_that_expires_at_a_commit(tmp_path, monkeypatch, stops_in):
     check(fill(tmp_path / "run"), tmp_path / "run")
 
 
+def test_a_lease_that_expires_at_a_commit_whose_file_has_been_cleared_away(tmp_path, monkeypatch):
+    # Whoever takes a part over removes what the one before had begun to put.
+    clock = [0.0]
+    monkeypatch.setattr("scio_recorder.recording.collect.parts.seconds", lambda: clock[0])
+    rename = system.rename_new
+
+    def late(old: str, new: str, folder: int) -> None:
+        if new == chunk_name(1, 1) and not clock[0]:
+            clock[0] += 100
+            os.unlink(old, dir_fd=folder)
+        rename(old, new, folder)
+
+    monkeypatch.setattr(system, "rename_new", late)
+    with pytest.raises(RecordingError, match="lease of part 1 was not renewed for 100 s"):
+        fill(tmp_path / "run")
+    check(fill(tmp_path / "run"), tmp_path / "run")
+
+
 def test_mean_of_a_part_that_two_have_worked_on(tmp_path):
     def broken(part: int) -> Any:
         yield from data_of(part)[:1]

@@ -264,7 +264,13 @@ class RunWriter:
         with accessing(self._medium.path):
             if self._lease is not None:
                 self._lease.check()
-            written = self._medium.put(name, f"{self._rank:05d}", write)
+            try:
+                written = self._medium.put(name, f"{self._rank:05d}", write)
+            except OSError:
+                # Whoever has taken the part over has removed what was not in place yet.
+                if self._lease is not None:
+                    self._lease.check()
+                raise
             if self._lease is not None:
                 self._lease.check()
             return written
