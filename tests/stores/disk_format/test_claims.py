@@ -59,12 +59,12 @@ class Alone:
     def pass_time(self, seconds: float) -> None:
         self.world.clock.now += seconds
 
-    def worker(self, name: str) -> Claims:
+    def worker(self, name: str, ahead: float = 0.0, rate: float = 1.0) -> Claims:
         return Claims(
             Bucket(self.world),
             self.num_parts,
             lambda part: {"machine": name},
-            clock=lambda: self.world.clock.now,
+            clock=lambda: self.world.clock.now * rate + ahead,
         )
 
 
@@ -104,6 +104,24 @@ def test_a_lease_that_is_not_renewed_is_taken_after_a_minute_and_its_holder_know
     lease.give_back()
     assert one.names == [lease_name(0, 0), lease_name(0, 1)]
     taken.check()
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+@pytest.mark.parametrize("rate", [0.9, 1.1])
+def test_clocks_that_are_set_otherwise_and_go_wrong(ahead, rate):
+    one = Alone()
+    lease = one.worker("a", rate=2 - rate).take()
+    other = one.worker("b", ahead, rate)
+    assert lease is not None
+    for _ in range(60):
+        one.pass_time(5)
+        lease.renew()
+        lease.check()
+        assert other.take() is None
+    one.pass_time(60 / rate)
+    assert other.take() is not None
+    with pytest.raises(RecordingError, match="part 0 was not renewed"):
+        lease.check()
 
 
 def test_a_holder_that_others_have_overtaken_notices_when_it_renews():
