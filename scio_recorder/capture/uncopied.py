@@ -49,9 +49,10 @@ def keep_out_of_copies(module: nn.Module) -> None:
 
 def let_copy(module: nn.Module) -> None:
     """Leave the hooks of a module as they were, once there is none that is `Uncopied`."""
-    if not _uncopied(module):
-        for hooks in _dictionaries(module):
-            vars(hooks).pop("__reduce_ex__", None)
+    changed = [hooks for hooks in _dictionaries(module) if "__reduce_ex__" in vars(hooks)]
+    if changed and not _uncopied(module):
+        for hooks in changed:
+            del hooks.__reduce_ex__
 
 
 def _without_uncopied(
@@ -80,7 +81,9 @@ def _uncopied(module: nn.Module) -> set[int]:
 
 def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
     """Yield the hooks around forward, and what is noted of them by the same numbers."""
-    for name, value in vars(module).items():
-        # Ours are all called around forward.
-        if name.startswith("_forward") and isinstance(value, OrderedDict):
-            yield value
+    # Ours are all called around forward.
+    own = vars(module)
+    for name in private.FORWARD_DICTIONARIES:
+        hooks = own.get(name)
+        if isinstance(hooks, OrderedDict):
+            yield hooks

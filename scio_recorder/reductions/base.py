@@ -198,8 +198,11 @@ def undisturbed(device_type: str) -> Iterator[None]:
     multiply matrices in half precision.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
+        # Every layer of every batch comes by, mostly with no mode set.
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield

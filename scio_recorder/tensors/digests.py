@@ -15,8 +15,10 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -88,9 +90,8 @@ def sample_digests(samples: Tensor) -> Tensor:
         return _LATEST.digests.clone()
     with torch.no_grad():
         parts = samples.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-        shape = f"{samples.dtype}{list(samples.shape[1:])}"
         parts = torch.view_as_real(parts) if parts.is_complex() else parts
-        digests = _sample_digests(parts, xxhash.xxh3_64_intdigest(shape.encode()))
+        digests = _sample_digests(parts, _seed(samples.dtype, samples.shape[1:]))
     _LATEST.tensor, _LATEST.version, _LATEST.digests = weakref.ref(samples), version, digests
     return digests.clone()
 
@@ -106,18 +107,25 @@ class _Latest(threading.local):
 _LATEST = _Latest()
 
 
+@lru_cache
+def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
+    """Return what tells samples of one dtype and shape from all others."""
+    return xxhash.xxh3_64_intdigest(f"{dtype}{list(shape)}".encode())
+
+
 def _sample_digests(samples: Tensor, seed: int) -> Tensor:
     sample_bytes = samples.nbytes // max(1, len(samples))
     piece_bytes = _PIECE_BYTES.get(samples.device.type, _OTHER_PIECE_BYTES)
     found: list[int] = []
-    for piece in torch.split(samples, max(1, piece_bytes // max(1, sample_bytes))):
-        own = piece.cpu().contiguous()
+    step = max(1, piece_bytes // max(1, sample_bytes))
+    for start in range(0, len(samples), step):
+        own = samples[start : start + step].cpu().contiguous()
         # A sum is NaN where a number is, and costs less than a mask.
-        if own.is_floating_point() and bool(own.sum(dtype=_wide(own.dtype)).isnan()):
+        if own.is_floating_point() and math.isnan(own.sum(dtype=_wide(own.dtype)).item()):
             own = _with_equal_nans(own)
         found.extend(xxhash.xxh3_64_intdigest(part, seed) for part in _parts(own, sample_bytes))
     # The same bits, as torch has hardly any operation for unsigned ones.
-    return torch.tensor([one - (one >> 63 << 64) for one in found], dtype=torch.int64, device="cpu")
+    return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
 
 
 def _parts(tensor: Tensor, num_bytes: int) -> Iterator[memoryview]:

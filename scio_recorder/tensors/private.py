@@ -229,6 +229,8 @@ def is_any_autocast_on() -> bool:
 
 # The dictionaries of an ``nn.Module`` that hold what others attached to it.
 HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+# Those of hooks around forward, and of what is noted of such hooks.
+FORWARD_DICTIONARIES = tuple(name for name in HOOK_DICTIONARIES if name.startswith("_forward_"))
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -245,9 +247,8 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
-    for name in HOOK_DICTIONARIES:
-        if name.startswith("_forward_"):
-            getattr(module, name).pop(number, None)
+    for name in FORWARD_DICTIONARIES:
+        getattr(module, name).pop(number, None)
 
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)

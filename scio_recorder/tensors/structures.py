@@ -48,6 +48,8 @@ _OPAQUE = (
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
+# Those that have no attributes.
+_BARE = (dict, list)
 _HEAP_TYPE = 1 << 9
 
 
@@ -224,6 +226,8 @@ class _Copy:
             # Read as the base does: transformers' ModelOutput overrides access by key.
             for key, item in base.items(value):
                 base.__setitem__(new, key, self.of(item, is_inside))
+        if kind in _BARE:
+            return new
         return self._with_attributes(new, value, is_inside or not is_container)
 
     def _with_attributes(self, new: Any, old: Any, is_inside: bool) -> Any:
