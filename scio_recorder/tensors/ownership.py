@@ -28,7 +28,12 @@ from torch.autograd.graph import get_gradient_edge, increment_version, saved_ten
 from torch.nn import Parameter
 from torch.utils import swap_tensors
 
+from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import is_dense
+
+# What is saved at half of the price: torch takes elements of these everywhere.
+_TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Held:
@@ -146,24 +151,29 @@ def own_copy(tensor: Tensor) -> Tensor:
     # A view of a leaf that was made without gradients says that it requires one, and has no place
     # on a graph.
     is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
-    with torch.inference_mode(False):
-        if tensor.requires_grad and is_on_graph:
-            try:
-                return _copy_on_graph(tensor)
-            except RuntimeError:
-                # Autograd can't save some kinds, like nested tensors with strides, and nothing
-                # where hooks on saved tensors are disabled: the copy is right and off the graph.
-                pass
-        return tensor.detach().clone()
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return own_copy(tensor)
+    if tensor.requires_grad and is_on_graph:
+        try:
+            return _copy_on_graph(tensor)
+        except UnsupportedTorchError:
+            raise
+        except RuntimeError:
+            # Autograd can't save some kinds, like nested tensors with strides, and nothing
+            # where hooks on saved tensors are disabled: the copy is right and off the graph.
+            pass
+    return tensor.detach().clone()
 
 
 def _copy_on_graph(tensor: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _copy_on_graph(tensor)
     # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
     node = get_gradient_edge(tensor).node if tensor.is_leaf else None
-    with torch.enable_grad(), saved_tensors_hooks(_clone, _same):
-        saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
-        # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
-        copy: Tensor = saving.grad_fn.saved_tensors[0]
+    with saved_tensors_hooks(_clone, _same):
+        copy = _saved(tensor)
     if type(copy) is Tensor and type(tensor) is not Parameter and _become(copy, type(tensor)):
         vars(copy).update(vars(tensor))
     if node is not None:
@@ -272,6 +282,16 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
+def _saved(tensor: Tensor) -> Tensor:
+    """Return what autograd makes of a tensor by saving it and giving it back."""
+    if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
+        return private.saved_and_given_back(tensor)
+    saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
+    # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
+    copy: Tensor = saving.grad_fn.saved_tensors[0]
+    return copy
+
+
 class _Saving(torch.autograd.Function):
     """Does nothing but save a tensor."""
 
@@ -298,7 +318,8 @@ class _Copying(torch.autograd.Function):
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    # Integers are no activations on a graph, but arguments that are saved with them.
+    return tensor if tensor.dtype is torch.int64 else tensor.detach().clone()
 
 
 def _same(tensor: Tensor) -> Tensor:

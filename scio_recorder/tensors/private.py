@@ -34,6 +34,9 @@ from scio_recorder.tensors import private_examples as examples
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+with torch.inference_mode(False):
+    _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
+
 
 def unsupported(feature: str, name: str) -> UnsupportedTorchError:
     """Return the error for a feature whose private name is gone or means something else."""
@@ -122,6 +125,18 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     """
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else tuple(found)
+
+
+@checked("Node._saved_self", "recording with gradients", examples.is_on_same_node)
+def saved_and_given_back(tensor: Tensor) -> Tensor:
+    """Return what autograd makes of a dense tensor by saving it and giving it back.
+
+    Hooks on saved tensors act on it. Of all operations that save what they are given, this one does
+    nothing else.
+    """
+    saving: Any = torch.take(tensor, _NO_PLACES).grad_fn
+    given: Tensor = saving._saved_self
+    return given
 
 
 @checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)

@@ -71,6 +71,14 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     return before is None and tuple(inside) == (pack, unpack) and active() is None
 
 
+def is_on_same_node(saved: Callable[[Tensor], Tensor]) -> bool:
+    _, output = leaf_and_output()
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor.detach()):
+        given = saved(output)
+    is_other = given.data_ptr() != output.data_ptr()
+    return is_other and given.grad_fn is output.grad_fn and torch.equal(given, output)
+
+
 def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
     leaf, output = leaf_and_output()
     several = torch.var_mean(leaf.expand(1, 3))[1]
