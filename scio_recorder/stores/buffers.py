@@ -10,8 +10,9 @@ a NumPy array over its memory. Only memory that nobody holds is used again.
 
 Pages that are written for the first time cost more than what is written. Where the number of
 samples is known, those of the next few batches are asked for at once, which is cheaper than one by
-one. Large pages were tried: they took a third of the time where the system had some at hand, and
-five times as long in a virtual machine whose host had given that memory to others.
+one, and on a thread where the system can do that for all layers in one call. Large pages were
+tried: they took a third of the time where the system had some at hand, and five times as long in a
+virtual machine whose host had given that memory to others.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import torch
 from torch import Tensor
 
 from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.prefaulting import POPULATE, Prefaulter
 
-# Linux's MADV_POPULATE_WRITE (5.14): takes many page faults at once, at a part of their price.
-_POPULATE = 23
 # No more than so many bytes of a layer at once: other threads wait meanwhile.
 _MOST_READY = 1 << 24
-# Views are made, and memory is made ready, for so many batches at once.
-_MOST_PLACES = 64
+# Views are made, and memory is made ready, for so many batches at once; for few at first where a
+# thread does so, which nobody has been ahead of then.
+_FIRST_PLACES, _MOST_PLACES = 8, 64
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -74,7 +75,7 @@ class Buffer:
         """Return the first bytes, as a tensor that holds no more than these where that is free."""
         return self._raw[:num_bytes]
 
-    def touch(self, start: int, stop: int) -> None:
+    def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
         """Make ready to be written what lies between two bytes, where that pays."""
 
 
@@ -98,7 +99,8 @@ class HostBuffer(Buffer):
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
-        # So many bytes from the beginning on are ready to be written.
+        self._address = 0
+        # So many bytes from the beginning on are ready to be written, or soon will be.
         self._ready = 0
 
     @property
@@ -125,6 +127,7 @@ class HostBuffer(Buffer):
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         raw = self.first(self.num_bytes)
+        self._address = raw.data_ptr()
         if self.pinned and self._memory is not None and not self._memory.registered:
             self._register(raw)
         return raw
@@ -135,16 +138,19 @@ class HostBuffer(Buffer):
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
-    def touch(self, start: int, stop: int) -> None:
+    def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
         """Take the page faults of a range at once, unless they were taken before."""
         start, stop = max(start, self._ready), min(stop, start + _MOST_READY, self.num_bytes)
         if self._memory is None or self.pinned or stop <= start or sys.platform != "linux":
             return
         self._ready = stop
+        if prefaulter is not None:
+            prefaulter.ask(self._address + start, stop - start)
+            return
         first = start - start % mmap.PAGESIZE
         # Where the system knows no such advice, it refuses, and nothing is lost.
         with contextlib.suppress(OSError, ValueError):
-            self._memory.madvise(_POPULATE, first, stop - first)
+            self._memory.madvise(POPULATE, first, stop - first)
 
     def _grow(self, num_bytes: int) -> None:
         old = self._memory
@@ -209,12 +215,33 @@ class Column:
         Expected number of samples.
     is_exact : bool
         Whether that is a known length rather than a guess.
+    prefaulter : Prefaulter, optional
+        What makes memory of known length ready for the batches that come next.
     """
 
-    __slots__ = ("_buffer", "_is_exact", "array", "capacity", "places", "spec")
+    __slots__ = (
+        "_buffer",
+        "_is_exact",
+        "_most",
+        "_prefaulter",
+        "array",
+        "capacity",
+        "places",
+        "spec",
+    )
 
-    def __init__(self, spec: TensorSpec, buffer: Buffer, rows: int, is_exact: bool) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        buffer: Buffer,
+        rows: int,
+        is_exact: bool,
+        prefaulter: Prefaulter | None = None,
+    ) -> None:
         self.spec = spec
+        self._prefaulter = prefaulter
+        # Places that are made at once.
+        self._most = _MOST_PLACES if prefaulter is None else _FIRST_PLACES
         self.capacity = 0
         self._buffer = buffer
         self._is_exact = is_exact
@@ -243,7 +270,7 @@ class Column:
             The place, [rows, ...].
         """
         if not (follows and self.places):
-            self._make_places(start, rows, _MOST_PLACES if follows else 1)
+            self._make_places(start, rows, self._most if follows else 1)
         return self.places.pop()
 
     def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
@@ -307,9 +334,19 @@ class Column:
         number = min(number, (self.capacity - start) // rows) if rows else 1
         stop = start + number * rows
         if self._is_exact:
-            self._buffer.touch(start * self.spec.nbytes, stop * self.spec.nbytes)
+            self._make_ready(start, stop, rows)
         self.places = list(torch.split(self.array[start:stop], rows))
         self.places.reverse()
+
+    def _make_ready(self, start: int, stop: int, rows: int) -> None:
+        """Make ready what is written next, and have a thread do so for what comes then."""
+        num_bytes = self.spec.nbytes
+        self._buffer.touch(start * num_bytes, stop * num_bytes)
+        if self._prefaulter is not None:
+            fitting = _MOST_READY // max(1, rows * num_bytes)
+            self._most = max(1, min(2 * self._most, _MOST_PLACES, fitting))
+            end = (stop + self._most * rows) * num_bytes
+            self._buffer.touch(stop * num_bytes, end, self._prefaulter)
 
     def _reserve(self, rows: int) -> None:
         num_bytes = rows * self.spec.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, HostBuffer, ReusedMemory, wait_for
 from scio_recorder.stores.calls import Calls
+from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
 from scio_recorder.stores.room import Plan, make_plan
 
 # Batches to make room for at first where their number is not known.
@@ -169,6 +171,8 @@ class MemoryWriter(StoreWriter):
         self._job = job
         self._store = store
         self._columns: dict[DepthIdx | str, Column] = {}
+        is_known = job.num_batches is not None
+        self._prefaulter = Prefaulter() if is_known and can_prefault() else None
         self._devices: set[torch.device] = set()
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
@@ -176,13 +180,27 @@ class MemoryWriter(StoreWriter):
         num_batches = self._job.num_batches
         rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
-        column = self._columns[key] = Column(spec, buffer, rows, num_batches is not None)
+        is_known = num_batches is not None
+        column = self._columns[key] = Column(spec, buffer, rows, is_known, self._prefaulter)
         self._devices.add(first.device)
         return column
 
+    def commit(
+        self,
+        ids: Ids,
+        state: Callable[[], State],
+        calls: Mapping[str, Any] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> None:
+        """Make the rows of the batch that was put count, and memory ready for the next ones."""
+        super().commit(ids, state, calls, rows=rows)
+        if self._prefaulter is not None:
+            self._prefaulter.begin()
+
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Return the arrays, narrowed to what was committed."""
-        wait_for(self._devices)
+        self._close()
         arrays = [(key, column.close(self.start)) for key, column in self._columns.items()]
         names = self.calls.read(0)[0] if self.calls.rows else ()
         return Held(
@@ -196,8 +214,13 @@ class MemoryWriter(StoreWriter):
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Let go of the memory, once nothing is copied into it any more."""
-        wait_for(self._devices)
+        self._close()
         self._columns.clear()
+
+    def _close(self) -> None:
+        wait_for(self._devices)
+        if self._prefaulter is not None:
+            self._prefaulter.close()
 
 
 class AutoWriter(MemoryWriter):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import pickle
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from scio_recorder import CollectError, Recorder, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Device, Disk, Host
 from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 SIZES = {"alike": (4, 4, 4), "short end": (4, 4, 1), "unequal": (2, 7, 1, 5), "one": (3,)}
@@ -284,6 +288,31 @@ def test_memory_that_is_made_ready_keeps_what_is_in_it():
     memory[: 1 << 20] = 7
     for start, stop in ((5, 9), (0, 1 << 20), (4097, 1 << 25), (1 << 25, 1 << 26)):
         buffer.touch(start, stop)
+    assert int(memory[: 1 << 20].min()) == 7
+    assert int(memory[1 << 20 :].max()) == 0
+
+
+@pytest.mark.skipif(not can_prefault(), reason="the system takes page faults one by one")
+def test_thread_makes_memory_ready_and_keeps_what_is_in_it():
+    buffer, prefaulter = HostBuffer(), Prefaulter()
+    memory = buffer.reserve(1 << 25)
+    memory[: 1 << 20] = 7
+    num_pages = (1 << 25) // mmap.PAGESIZE
+    resident = ctypes.create_string_buffer(num_pages)
+
+    def num_ready():
+        where = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(1 << 25)
+        assert ctypes.CDLL(None).mincore(*where, resident) == 0
+        return sum(byte & 1 for byte in resident.raw)
+
+    before = num_ready()
+    for start in range(0, 1 << 25, 3 << 20):
+        buffer.touch(start, start + (3 << 20), prefaulter)
+    assert before <= num_ready() < num_pages // 2, "nothing is made ready before it is begun"
+    prefaulter.begin()
+    while num_ready() < num_pages:
+        time.sleep(0.01)
+    prefaulter.close()
     assert int(memory[: 1 << 20].min()) == 7
     assert int(memory[1 << 20 :].max()) == 0
 

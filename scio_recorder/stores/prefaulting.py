@@ -1,0 +1,104 @@
+"""Taking the page faults of new memory on a thread, before somebody writes there."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from functools import cache
+from queue import SimpleQueue
+
+# Linux's MADV_POPULATE_WRITE: takes many page faults at once, at a part of their price.
+POPULATE = 23
+# So many bytes, in so many ranges, in one call to the system, between which a thread can end.
+_MOST_BYTES, _MOST_RANGES = 1 << 26, 1024
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+class Prefaulter:
+    """Makes memory ready on a thread, ahead of whoever writes there.
+
+    Each return from the system takes the interpreter's lock, for which the thread that computes may
+    have to wait. So many ranges go in one call. What is in memory stays as it is, so that a range
+    that has gone meanwhile does no harm.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        self._wanted: SimpleQueue[list[tuple[int, int]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    def ask(self, address: int, num_bytes: int) -> None:
+        """Want a range to be made ready, with all others up to the next `begin`."""
+        self._ranges.append((address, num_bytes))
+
+    def begin(self) -> None:
+        """Have the ranges made ready that were asked for."""
+        if self._ranges:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="scio-prefault", daemon=True
+                )
+                self._thread.start()
+            self._wanted.put(self._ranges)
+            self._ranges = []
+
+    def close(self) -> None:
+        """Leave what is not ready yet."""
+        if self._thread is not None:
+            self._is_over = True
+            self._wanted.put([])
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while not self._is_over:
+            ranges = self._wanted.get()
+            # A layer asks for no more than some MiB.
+            largest = max((num_bytes for _, num_bytes in ranges), default=1)
+            step = max(1, min(_MOST_RANGES, _MOST_BYTES // largest))
+            for start in range(0, len(ranges), step):
+                # Where the system refuses, who writes there takes the faults.
+                with contextlib.suppress(OSError):
+                    if not self._is_over:
+                        _populate(ranges[start : start + step])
+
+
+def _populate(ranges: list[tuple[int, int]]) -> int:
+    """Take the page faults of ranges; return of how many bytes, as far as it went."""
+    whole = []
+    for address, num_bytes in ranges:
+        first = address - address % mmap.PAGESIZE
+        whole.append(_Range(first, address + num_bytes - first))
+    process = os.pidfd_open(os.getpid())
+    try:
+        found: int = ctypes.CDLL(None).process_madvise(
+            process, (_Range * len(whole))(*whole), ctypes.c_size_t(len(whole)), POPULATE, 0
+        )
+    finally:
+        os.close(process)
+    return found
+
+
+@cache
+def can_prefault() -> bool:
+    """Whether the system takes page faults of several ranges at once, and has a core to spare.
+
+    Linux does for a process's own memory from 6.13 on.
+    """
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) == 1:
+        return False
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        try:
+            return _populate([(address, mmap.PAGESIZE)]) == mmap.PAGESIZE
+        except (AttributeError, OSError):
+            # The C library or the system has no such call, or a sandbox refuses it.
+            return False
