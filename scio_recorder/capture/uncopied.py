@@ -20,6 +20,8 @@ from torch import nn
 
 from scio_recorder.tensors import private
 
+_AROUND_FORWARD = [name for name in private.HOOK_DICTIONARIES if name.startswith("_forward_")]
+
 
 class Uncopied:
     """A hook, or what a hook is a method of, that is part of no copy."""
@@ -83,7 +85,7 @@ def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
     """Yield the hooks around forward, and what is noted of them by the same numbers."""
     # Ours are all called around forward.
     own = vars(module)
-    for name in private.FORWARD_DICTIONARIES:
+    for name in _AROUND_FORWARD:
         hooks = own.get(name)
         if isinstance(hooks, OrderedDict):
             yield hooks

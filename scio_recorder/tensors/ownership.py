@@ -34,6 +34,8 @@ from scio_recorder.tensors.copies import is_dense
 
 # What is saved at half of the price: torch takes elements of these everywhere.
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+with torch.inference_mode(False):
+    _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Held:
@@ -285,7 +287,8 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
 def _saved(tensor: Tensor) -> Tensor:
     """Return what autograd makes of a tensor by saving it and giving it back."""
     if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
-        return private.saved_and_given_back(tensor)
+        # Of all operations that save what they are given, this one does nothing else.
+        return private.saved_for(torch.take(tensor, _NO_PLACES).grad_fn)
     saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
     # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
     copy: Tensor = saving.grad_fn.saved_tensors[0]

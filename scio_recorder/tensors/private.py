@@ -33,9 +33,8 @@ from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private_examples as examples
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-with torch.inference_mode(False):
-    _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_CHECKPOINTING = "activation checkpointing"
 
 
 def unsupported(feature: str, name: str) -> UnsupportedTorchError:
@@ -128,15 +127,9 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
 
 
 @checked("Node._saved_self", "recording with gradients", examples.is_on_same_node)
-def saved_and_given_back(tensor: Tensor) -> Tensor:
-    """Return what autograd makes of a dense tensor by saving it and giving it back.
-
-    Hooks on saved tensors act on it. Of all operations that save what they are given, this one does
-    nothing else.
-    """
-    saving: Any = torch.take(tensor, _NO_PLACES).grad_fn
-    given: Tensor = saving._saved_self
-    return given
+def saved_for(node: Any) -> Tensor:
+    """Return what an operation has saved of the tensor that it took, as hooks hand it out."""
+    return node._saved_self  # type: ignore[no-any-return]  # nodes have no types
 
 
 @checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
@@ -147,9 +140,6 @@ def keeps_its_result(tensor: Tensor) -> bool:
     """
     kind, number = type(tensor.grad_fn), tensor.output_nr
     return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
-
-
-_CHECKPOINTING = "activation checkpointing"
 
 
 @checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
@@ -244,8 +234,6 @@ def is_any_autocast_on() -> bool:
 
 # The dictionaries of an ``nn.Module`` that hold what others attached to it.
 HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
-# Those of hooks around forward, and of what is noted of such hooks.
-FORWARD_DICTIONARIES = tuple(name for name in HOOK_DICTIONARIES if name.startswith("_forward_"))
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -262,8 +250,9 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
-    for name in FORWARD_DICTIONARIES:
-        getattr(module, name).pop(number, None)
+    for name in HOOK_DICTIONARIES:
+        if name.startswith("_forward_"):
+            getattr(module, name).pop(number, None)
 
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
@@ -320,9 +309,6 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return what calls a module's hooks and its forward, whatever is called in place of both."""
     return module._call_impl
-
-
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def is_exporting() -> bool:
@@ -390,9 +376,7 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
 
 
-@checked(
-    "torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow", examples.sees_operations
-)
+@checked("TorchDispatchMode", "force_static_flow", examples.sees_operations)
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a function makes every operation of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
