@@ -172,7 +172,7 @@ class Readable(LayerMapping[Any]):
 
     @property
     def has_rows(self) -> bool:
-        """Whether a row of the arrays is not a sample but a part of one: a token or a node."""
+        """Whether a row of the arrays is a part of a sample, such as a token or a node."""
         return self._num_rows is not None
 
     @property
