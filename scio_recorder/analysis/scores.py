@@ -1,7 +1,7 @@
-"""How unlike the training data features are, by what `Covariance` keeps of it.
+"""Scores that say how unlike the training data features are, from a `Covariance` of that data.
 
-A score is larger for features that look less like the training data, as in pytorch-ood. Its
-detectors take the training features; these take statistics of a pass, and no feature is held.
+A score is larger for features that are less like the training data, as in pytorch-ood. The
+detectors of pytorch-ood take the training features. These scores take statistics of one pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     features : Tensor
         [samples, D], of any floating dtype.
     statistics : CovarianceResult
-        What ``Covariance(by=...)`` gives for the training data, or a `Covariance` without classes:
-        the distance is that to its one mean then.
+        The result of ``Covariance(by=...)`` for the training data, or of a `Covariance` without
+        classes, for the distance to its one mean.
 
     Returns
     -------
@@ -39,9 +39,9 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
 
     Notes
     -----
-    Directions in which the training data does not vary, as of units that never fire, are left out:
-    those whose variance is below D times the precision of the covariance's dtype, relative to the
-    largest. The difference of two such distances, with classes less without, is the relative
+    Directions in which the training data does not vary, such as units that never fire, are left
+    out. These have a variance below D times the precision of the covariance's dtype, relative to
+    the largest variance. The distance with classes minus the distance without is the relative
     Mahalanobis distance (Ren et al., "A Simple Fix to Mahalanobis Distance for Improving Near-OOD
     Detection", 2021).
 
@@ -78,7 +78,7 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
 
 
 def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
-    """Return the length of what the principal directions leave of centred features.
+    """Return the length of the part of centred features outside the principal directions.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
 
     References
     ----------
-    Wang et al., "ViM: Out-Of-Distribution with Virtual-logit Matching", CVPR 2022, which scales
-    it and takes the energy of the logits off, and centres at an origin of its own.
+    Wang et al., "ViM: Out-Of-Distribution with Virtual-logit Matching", CVPR 2022. ViM
+    scales this length, subtracts the energy of the logits, and centres at an origin of its own.
 
     Examples
     --------

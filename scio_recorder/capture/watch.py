@@ -3,9 +3,10 @@
 NOTE [How a call becomes a pass]
 
 ``generate``, a pipeline or a trainer calls the network itself, not the recorder. A module that was
-compiled by its own ``compile`` calls what that has made in place of its hooks and its forward. Here
-stands, for the length of the block, what runs a pass around hooks and forward. Nothing else of the
-network changes: its class, its forward, its hooks, and what is copied or saved.
+compiled by its own ``compile`` calls the result of that in place of its hooks and its forward. For
+the length of the block, a function that runs a pass around hooks and forward takes that place.
+Nothing else of the network changes: not its class, its forward or its hooks, and no copy or file of
+it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from scio_recorder.tensors.arguments import whole
 class Passes(Sequence[Records]):
     """The records of the passes of a block, in the order in which they ended.
 
-    Each is a mapping as ``rnet.activations`` is, and holds whatever later passes write.
+    Each is a mapping like ``rnet.activations``, and later passes don't change it.
 
     Parameters
     ----------
     last : int, optional
-        How many of the latest passes are kept. All of them by default.
+        How many of the latest passes to keep; by default all.
 
     Examples
     --------
@@ -86,14 +87,14 @@ class Passes(Sequence[Records]):
         return f"Passes({len(self)})"
 
     def cat(self, key: DepthIdx | str, dim: int = 0) -> Tensor:
-        """Join what a layer returned in all passes.
+        """Join the outputs of a layer in all passes.
 
         Parameters
         ----------
         key : tuple or str
             A label or an unambiguous name.
         dim : int, default 0
-            Along which dimension: 1 for the positions of a sequence.
+            The dimension along which to join: 1 for the positions of a sequence.
 
         Returns
         -------

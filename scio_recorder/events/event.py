@@ -1,4 +1,4 @@
-"""Events, what is kept of them, the log with places for those that come late, and its table."""
+"""Events, their stashes, the log with places for late events, and its table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stash:
 
     @property
     def first_value(self) -> Any:
-        """The first tensor in the value; the first item of any kind where there is none."""
+        """The first tensor in the value; without tensors, the first item of any kind."""
         found = tensors(self.value)
         return found[0] if found else _first_item(self.value)
 
@@ -63,7 +63,7 @@ class Event(Stash):
         False for a call of forward, True for the gradient of one.
     value : Any
         The return value of the module, or the tuple of gradients with respect to it: one entry
-        for each of its tensors, None where no gradient came.
+        for each of its tensors, None for a missing gradient.
     args : tuple
         The arguments of forward; empty where ``grad`` is True.
     kwargs : dict
@@ -108,18 +108,18 @@ class Journal:
         return [stash for place in self._places for stash in place]
 
     def add(self, event: Event, place: Place | None = None) -> None:
-        """Keep what the tracker wants of an event, at the end or in its place."""
+        """Keep the stash of an event, at the end or in its place."""
         stash = self._stash(event)
         (self.keep_place() if place is None else place).append(stash)
 
     def keep_place(self) -> Place:
-        """Keep a place behind all events so far."""
+        """Reserve a place after all events so far."""
         place: Place = []
         self._places.append(place)
         return place
 
     def clear(self) -> None:
-        """Forget all events; those that are under way come into the new log."""
+        """Forget all events; events that are under way enter the new log."""
         self._places = [place for place in self._places if not place]
 
     def warn_of_lost(self) -> None:

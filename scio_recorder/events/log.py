@@ -2,11 +2,11 @@
 
 NOTE [Gradients of calls in a region]
 
-The first run of such a region makes no graph, so there is nothing to listen to: the backward pass
-runs the region's modules again, and gradients flow through what they return then. That may be after
-the block of a log. So a log marks the regions that run inside its block, on the object that torch
-keeps in the graph for each of them; in a re-run that object is found on the stack. The marks live
-and die with the graph, and with the last of them go the hooks that are left for re-runs.
+The first run of such a region makes no graph, so there is nothing to listen to. The backward pass
+runs the region's modules again, and gradients flow through the outputs of that run. That may be
+after the block of a log. So a log marks the regions that run inside its block, on the object that
+torch keeps in the graph for each of them; in a re-run that object is found on the stack. The marks
+go with the graph, and the hooks that are left for re-runs go with the last mark.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class Regions(Marks):
 
 
 class Tracker:
-    """Logs what modules return, and the gradients that come back, in time order.
+    """Logs the outputs of modules, and the gradients with respect to them, in time order.
 
     Parameters
     ----------
     stash : callable
-        ``Event -> Any``: makes what is kept of an event, a :class:`Stash` as a rule. The tensors
-        of an event are those of the net, so what is kept must be copied.
+        ``Event -> Any``: returns what to keep of an event, usually a :class:`Stash`. The tensors
+        of an event are those of the net, so copy what you keep.
 
     Notes
     -----
-    A tracker that nobody holds any more takes its hooks away.
+    When a tracker is garbage-collected, its hooks are removed.
 
     Examples
     --------
@@ -113,12 +113,12 @@ class Tracker:
         name : str, default ""
             Its name in the log.
         grad : bool, default True
-            Log the gradients of what it returns as well.
+            Also log the gradients with respect to its output.
 
         Raises
         ------
         UnsupportedNetError
-            No module, or one that hooks can't observe.
+            The argument is not a module, or hooks can't observe it.
         """
         check_supported(module)
         self._register(module, name, grad)
@@ -147,7 +147,7 @@ class Tracker:
         LayerNotFoundError
             ``include`` matches no name.
         UnsupportedNetError
-            No module, or one that hooks can't observe.
+            The argument is not a module, or hooks can't observe it.
         """
         check_supported(module)
         modules = dict(module.named_modules())
@@ -156,7 +156,7 @@ class Tracker:
             self._register(modules[name], name, grad)
 
     def unregister(self) -> None:
-        """Log no more calls; the gradients of those that were logged are still waited for."""
+        """Log no more calls; gradients of calls that were logged are still logged."""
         _remove_all(self._handles)
         _remove_all(self._for_reruns)
         if self._regions:
@@ -166,7 +166,7 @@ class Tracker:
         self._warn_of_compiled()
 
     def clear(self) -> None:
-        """Forget what was logged."""
+        """Clear the log."""
         self._journal.clear()
 
     def to_frame(
@@ -179,21 +179,21 @@ class Tracker:
         Parameters
         ----------
         stat : callable or mapping, default torch.std
-            ``Tensor -> number``, given the first tensor of each value; integers and booleans as
-            float64. Or several, by the names of their columns.
+            ``Tensor -> number``, called with the first tensor of each value; integers and booleans
+            are converted to float64. Or several functions by the names of their columns.
         stat_name : str, optional
-            Name of the column of a single one; by default that of the function.
+            Name of the column of a single function; by default the function's name.
 
         Returns
         -------
         pandas.DataFrame
             Columns ``name``, ``type`` (the full name of the class), ``grad`` and the statistics,
-            which are missing where an event has no tensor.
+            which are missing if an event has no tensor.
 
         Raises
         ------
         ArgumentError
-            ``stat`` is no function, or what ``stash`` made has no name, type, grad and value.
+            ``stat`` is not a function, or the results of ``stash`` lack name, type, grad or value.
 
         Examples
         --------
@@ -275,7 +275,7 @@ def track(
     stash_value: StashValue | None = None,
     stash: StashEvent | None = None,
 ) -> Tracker:
-    """Log what a module and those inside it return, and the gradients that come back.
+    """Log the outputs of a module and of those inside it, and the gradients with respect to them.
 
     Parameters
     ----------
@@ -289,13 +289,13 @@ def track(
     stash_value : callable, optional
         ``Tensor -> Any``, applied to every tensor of a value; by default a copy in host memory.
     stash : callable, optional
-        ``Event -> Any``, instead: makes all that is kept of an event.
+        ``Event -> Any``, instead: returns what to keep of an event.
 
     Returns
     -------
     Tracker
-        The log, and a context manager: calls after its block are not logged, the gradients of
-        those made inside it are.
+        The log, which is a context manager. Calls after its block are not logged, but the
+        gradients of calls inside it are.
 
     Raises
     ------
@@ -304,7 +304,7 @@ def track(
     LayerNotFoundError
         ``include`` matches no name.
     UnsupportedNetError
-        No module, or one that hooks can't observe.
+        The argument is not a module, or hooks can't observe it.
 
     Warns
     -----

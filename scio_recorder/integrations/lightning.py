@@ -32,32 +32,32 @@ __all__ = ["GuardCallback", "LayerStatsMonitor"]
 
 
 class LayerStatsMonitor(Callback):
-    """Log statistics of what layers return, and of the gradients with respect to it.
+    """Log statistics of the outputs of layers, and of the gradients with respect to them.
 
-    On the steps on which the trainer logs, each chosen module is observed, and
+    At the steps at which the trainer logs, each chosen module is observed, and
     ``activations_mean/NAME``, ``gradients_norm/NAME`` and so on go to the trainer's loggers and to
     ``trainer.callback_metrics``. Statistics are over all values that the module returned in that
-    step: of all its calls, of all tensors in what it returned, and of all batches of which
-    gradients are accumulated. Between these steps the modules have no hooks.
+    step: of all its calls, of all tensors in its outputs, and of all batches whose gradients are
+    accumulated. Between these steps the modules have no hooks.
 
     Parameters
     ----------
     *selectors
-        Which modules: a qualified name in the LightningModule or a glob over names (``*`` crosses
+        The modules: a qualified name in the LightningModule or a glob over names (``*`` crosses
         dots), a compiled pattern to be searched in the name, a module type, or a module. Without
-        any, all modules that have none inside them.
+        selectors, all modules that have no submodules.
     every_n_steps : int, optional
-        On every n-th optimizer step instead, whatever the trainer's ``log_every_n_steps``.
+        Log at every n-th optimizer step instead, whatever the trainer's ``log_every_n_steps``.
     statistics : collection of str
         Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
-        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite). And
-        those that must be asked for: "max_abs" (the largest absolute value), "dead" (the share of
-        units, channels or features, whose values in that step are all the same) and "saturated"
-        (of units of which 95 % of the values are at a bound of the activation function). The last
-        two are of activations alone, and all three of the first tensor that a module returns.
+        that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite).
+        Three more are off by default: "max_abs" (the largest absolute value), "dead" (the share
+        of units, channels or features, whose values in that step are all equal) and "saturated"
+        (the share of units with 95 % of their values at a bound of the activation function). The last
+        two are for activations only, and all three for the first tensor that a module returns.
     gradients : bool, default True
-        Statistics of gradients as well. Under gradient scaling they are scaled, and where batches
-        are accumulated they are those of the loss as Lightning divides it.
+        Also log statistics of gradients. Under gradient scaling they are scaled. If batches are
+        accumulated, they are gradients of the loss as Lightning divides it.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class LayerStatsMonitor(Callback):
     Raises
     ------
     ArgumentError
-        ``every_n_steps`` or ``statistics`` can't be what was meant.
+        ``every_n_steps`` or ``statistics`` has a value that can't work.
     LayerNotFoundError
         When fitting starts: a selector matches no module.
 
@@ -78,8 +78,8 @@ class LayerStatsMonitor(Callback):
 
     Notes
     -----
-    The callback reads at once what a layer returned, before anything overwrites it. NaNs and
-    infinities are counted and stop nothing. Each process of several observes its own batches.
+    The callback reads the output of a layer at once, before anything overwrites it. NaNs and
+    infinities are counted; they don't stop the training. Each process observes its own batches.
 
     Examples
     --------
@@ -110,7 +110,7 @@ class LayerStatsMonitor(Callback):
         self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the modules, so that a slip is noticed before the first step.
+        """Find the modules, so that a wrong selector is noticed before the first step.
 
         Parameters
         ----------
@@ -284,12 +284,12 @@ class GuardCallback(Callback):
     Attributes
     ----------
     guard : Guard or None
-        What was found so far, None before the first run.
+        The result so far, None before the first run.
 
     Raises
     ------
     NonFiniteError
-        In the training: a layer has made a NaN or an infinity.
+        During training: a layer has made a NaN or an infinity.
 
     Notes
     -----

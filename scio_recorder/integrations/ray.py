@@ -1,4 +1,4 @@
-"""For programs with `Ray <https://docs.ray.io>`_: parts of a recording, by actors of a cluster."""
+"""Collect the parts of a recording with the actors of a `Ray <https://docs.ray.io>`_ cluster."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ def collect_parts(
     stop_early: bool = False,
     progress: bool = True,
 ) -> Recording:
-    """Collect a dataset in parts, by actors on the machines of a Ray cluster.
+    """Collect a dataset in parts, with actors on the machines of a Ray cluster.
 
-    Each actor makes a recorder and calls its ``collect_parts``. Ray restarts actors that die, and
-    what one had made durable of a part is gone on with by whoever takes that part next.
+    Each actor makes a recorder and calls its ``collect_parts``. Ray restarts actors that die. The
+    actor that takes a part next continues it from what was durable.
 
     Parameters
     ----------
     make_recorder : callable
-        Returns a ``Recorder`` with its layers recorded, on the device that the actor is given.
+        Returns a ``Recorder`` with its layers recorded, on the device of the actor.
     make_batches : callable
         ``part -> batches``, as for :meth:`scio_recorder.Recorder.collect_parts`.
     num_parts : int
         How many parts there are.
     store : str or Store
-        Where all machines of the cluster can write: "disk:PATH" on a shared file system, or a URL
-        such as "s3://bucket/run".
+        A place to which all machines of the cluster can write: "disk:PATH" on a shared file
+        system, or a URL such as "s3://bucket/run".
     num_workers : int
-        How many actors there are. Where the cluster has no room for all of them, those that it has
-        room for do the work.
+        The number of actors. If the cluster has no room for all of them, those that it has room
+        for do the work.
     resources : mapping, optional
         What each actor needs, such as ``{"CPU": 2, "GPU": 1}``; one CPU by default.
     max_restarts : int, default 3
@@ -87,7 +87,7 @@ def collect_parts(
     reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows : optional
         As :meth:`scio_recorder.Recorder.collect_parts` takes them.
     activation_postproc, stop_early : optional
-        As well.
+        Likewise.
     progress : bool, default True
         Show a progress bar of parts, on a terminal.
 
@@ -100,10 +100,10 @@ def collect_parts(
     ------
     CollectError
         As ``collect_parts`` raises it; what an actor raises is raised here, and ends the others. Or
-        ``make_recorder`` makes no recorder, which is a TypeError as well.
+        ``make_recorder`` makes no recorder, which is also a TypeError.
     RecordingError
-        As ``collect_parts`` raises it; or all actors have died more often than they are restarted.
-        What is durable stays, and the same call goes on.
+        As ``collect_parts`` raises it; or all actors have died more often than ``max_restarts``.
+        Durable data stays, and the same call continues.
 
     Warns
     -----
@@ -192,7 +192,7 @@ def _check_functions(make_recorder: Any, make_batches: Any) -> None:
 
 
 def _advise_resources(needs: Mapping[str, float]) -> None:
-    """Warn where no machine of the cluster can run an actor, for which Ray waits without a word."""
+    """Warn if no machine of the cluster can run an actor, since Ray would wait silently."""
     # Which has no types.
     cluster: Any = ray
     machines = [node["Resources"] for node in cluster.nodes() if node["Alive"]]

@@ -36,16 +36,16 @@ def add_activations(
     """Write a histogram and statistics of each layer for TensorBoard.
 
     Histograms are tagged ``activations/NAME`` and scalars ``activations_mean/NAME`` and so on,
-    where NAME is the layer's qualified name, that of the class for the whole net, with the label
-    behind it where a module has several calls.
+    where NAME is the layer's qualified name, or the class name for the whole net. If a module has
+    several calls, the label follows the name.
 
     Parameters
     ----------
     writer : torch.utils.tensorboard.SummaryWriter
         The writer; in Lightning, ``TensorBoardLogger.experiment``.
     activations : mapping
-        ``rnet.activations``, ``rnet.gradients`` or a :class:`~scio_recorder.Recording`, of which
-        the layers with samples are written, read portion by portion.
+        ``rnet.activations``, ``rnet.gradients`` or a :class:`~scio_recorder.Recording`, whose
+        layers with samples are read and written part by part.
     global_step : int, optional
         The step that they belong to.
     tag : str, default "activations"
@@ -68,8 +68,8 @@ def add_activations(
 
     Notes
     -----
-    Statistics are over all values of a layer, those of all tensors in a structure together. NaNs
-    and infinities, of which ``add_histogram`` makes an error, are counted and left out.
+    Statistics are over all values of a layer, in all tensors of a structure. NaNs and infinities
+    are counted and left out, since ``add_histogram`` fails on them.
 
     Examples
     --------

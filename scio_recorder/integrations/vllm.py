@@ -1,4 +1,4 @@
-"""Hidden states that vLLM has extracted, read as a recording whose rows are tokens."""
+"""Read the hidden states that vLLM extracted as a recording whose rows are tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_hidden_states(
 ) -> Recording:
     """Open the files that vLLM's extraction of hidden states has written, one for each request.
 
-    They are those of its ``ExampleHiddenStatesConnector``: ``REQUEST.safetensors`` with
+    Its ``ExampleHiddenStatesConnector`` writes these files: ``REQUEST.safetensors`` with
     ``hidden_states`` [tokens, layers, features] and ``token_ids`` [tokens].
 
     Parameters
@@ -55,25 +55,25 @@ def open_hidden_states(
     folder : str or path-like
         The connector's ``shared_storage_path``.
     layers : sequence
-        What to call the entries of the dimension of layers, in its order: a name, a label such as
-        ``"2-7"``, or a number, which becomes the name, such as vLLM's
+        The names of the entries along the dimension of layers, in order: names, labels such as
+        ``"2-7"``, or numbers, which become names, such as vLLM's
         ``eagle_aux_hidden_state_layer_ids`` in rising order.
 
     Returns
     -------
     Recording
-        A row is a token, and a sample a request, whose id is the name of its file; they are in the
-        order of these names, in which numbers count as numbers. ``rows`` has "sample", "position"
-        and "token_ids". Values are read when they are used. vLLM writes no checksums: data that was
-        damaged without changing a header reads as it is.
+        A row is a token. A sample is a request, and its id is the name of its file. Samples are in
+        the order of these names, and numbers in names are ordered as numbers. ``rows`` has
+        "sample", "position" and "token_ids". Values are read when they are used. vLLM writes no
+        checksums, so damage to the data goes unnoticed unless it changes a header.
 
     Raises
     ------
     RecordingError
         There are no such files, or one of them is damaged, still being written, or does not fit
-        with the others or with ``layers``.
+        the others or ``layers``.
     ArgumentError
-        ``layers`` is no sequence of distinct names, labels or numbers.
+        ``layers`` is not a sequence of distinct names, labels or numbers.
 
     Examples
     --------

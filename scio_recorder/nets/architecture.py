@@ -26,7 +26,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     Parameters
     ----------
     layers : iterable of Layer
-        The rows. torchinfo lists a container twice under one label where its submodules run in
+        The rows. torchinfo lists a container twice under one label if its submodules run in
         turn with others; that is one layer.
     names : mapping of str to iterable of (int, int)
         The labels of the rows of each module, for every qualified name that it has in the net: a
@@ -88,7 +88,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return "\n".join(lines)
 
     def mark(self, shards: Mapping[DepthIdx, Shard | None], num_sharing: int = 1) -> None:
-        """Say of layers which shard of their output this process has.
+        """Note which shard of their output layers have in this process.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every qualified name in the net, aliases of shared modules included."""
+        """All qualified names in the net, including aliases of shared modules."""
         return tuple(self._names)
 
     @cached_property
@@ -123,7 +123,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def resolve(self, key: object) -> DepthIdx:
-        """Return the label that a key stands for.
+        """Return the label of a key.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return tuple(label for label in self.rows_of(name) if self._rows[label].executed)
 
     def rows_of(self, name: str) -> tuple[DepthIdx, ...]:
-        """Return the labels of all rows of a module, also of those that did not run.
+        """Return the labels of all rows of a module, including rows that did not run.
 
         Parameters
         ----------
@@ -207,8 +207,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         Returns
         -------
         tuple of (int, int)
-            In the order in which the calls returned, which differs from the order in which they
-            started where a module calls itself.
+            In the order in which the calls returned. It differs from the order in which they
+            started if a module calls itself.
 
         Examples
         --------
@@ -221,9 +221,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return self._calls.get(id(module), ())
 
     def in_order(self, labels: Iterable[DepthIdx]) -> list[DepthIdx]:
-        """Return labels in the order of execution, in which all but trees list layers.
+        """Return labels in the order of execution, the order of all lists of layers but trees.
 
-        That is the order in which calls return.
+        It is the order in which calls return.
 
         Parameters
         ----------
@@ -285,7 +285,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         Returns
         -------
         dict
-            What :meth:`from_dict` takes.
+            The argument of :meth:`from_dict`.
 
         Examples
         --------
@@ -300,7 +300,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Read what :meth:`to_dict` wrote, trusting nothing of it.
+        """Read the result of :meth:`to_dict`, without trusting it.
 
         Parameters
         ----------

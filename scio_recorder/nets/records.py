@@ -1,4 +1,4 @@
-"""What a pass leaves behind: read-only mappings that notice when a record no longer holds."""
+"""The records of a pass: read-only mappings that notice when a record no longer holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOW = {
 
 
 class Inputs(NamedTuple):
-    """What a module's ``forward`` received."""
+    """The inputs of a module's ``forward``."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         return cls(given[0], dict(given[1])) if is_pair else cls(tuple(given), {})
 
     def named(self, module: nn.Module) -> dict[str, Any]:
-        """Return these by the names that the module's ``forward`` has for them.
+        """Return the inputs by their names in the module's ``forward``.
 
         Parameters
         ----------
@@ -73,8 +73,8 @@ class Inputs(NamedTuple):
         Returns
         -------
         dict
-            What was given: neither defaults, nor what did not go in. Further positional arguments
-            are a tuple under the name of theirs.
+            Only given arguments, without defaults. Variable positional arguments are a tuple
+            under their name.
 
         Examples
         --------
@@ -173,7 +173,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
 
 class Recorded:
-    """What a pass has kept of one structure: its parts, and how it is built of them."""
+    """The parts that a pass has kept of one structure, and how to build it from them."""
 
     __slots__ = ("_parts", "_rebuild", "_value")
 
@@ -190,11 +190,11 @@ class Recorded:
         return all(part is None or part.is_intact for part in self._parts)
 
     def peek(self) -> Any:
-        """Return the structure, whose tensors others may still change."""
+        """Return the structure; other code may still change its tensors."""
         return self._rebuild([None if part is None else part.peek() for part in self._parts])
 
     def read(self) -> Any:
-        """Return the structure, always the same one, which nothing else can change."""
+        """Return the structure, always the same object, which no other code can change."""
         if self._value is None:
             parts = [None if part is None else part.read() for part in self._parts]
             self._value = self._rebuild(parts)
@@ -220,9 +220,9 @@ Entry: TypeAlias = Held | Recorded
 class Records(LayerMapping[Any]):
     """The activations, inputs or gradients of one pass.
 
-    Reading compares version counters with those at the calls, and raises
-    :class:`~scio_recorder.errors.MutationError` where a tensor was changed in place since, be it
-    later in the pass or after it. What was read stays as it was read, whatever later passes,
+    Reading compares version counters with those at the calls. It raises
+    :class:`~scio_recorder.errors.MutationError` if a tensor was changed in place since, later in
+    the pass or after it. A record that was read does not change, whatever later passes,
     optimisers or the caller do.
     """
 
@@ -247,9 +247,9 @@ class Records(LayerMapping[Any]):
         tensors: Sequence[Tensor],
         versions: Sequence[int],
     ) -> Records:
-        """Return the records of layers that each returned a tensor, with the versions of then.
+        """Return the records of layers that each returned a tensor, with its version at the call.
 
-        Most passes are never read, or of few layers: the columns become entries at the first look.
+        Most passes are never read, or only few layers: columns become entries at the first look.
         """
         records = cls(architecture)
         records._entries, records._columns = None, (labels, tensors, versions)
@@ -266,7 +266,7 @@ class Records(LayerMapping[Any]):
         return self._entries
 
     def peek(self, label: DepthIdx) -> Any:
-        """Return a record to be looked at: it may refer to memory that others write to."""
+        """Return a record for a look only: it may refer to memory that other code writes to."""
         return self._intact(label).peek()
 
     def _get(self, label: DepthIdx) -> Any:

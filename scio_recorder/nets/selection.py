@@ -21,7 +21,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
-    """Return the layers that any of the selectors names.
+    """Return the layers that the selectors match.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Dep
         Each is a label (``(1, 3)`` or ``"1-3"``), a qualified name or a glob over names
         (``fnmatch``: ``*`` crosses dots), a compiled pattern to be searched in the name, a module
         type, a module, or a predicate ``Layer -> bool``. Names and modules stand for all their
-        calls. Globs, patterns, types and predicates pass over layers that did not run.
+        calls. Globs, patterns, types and predicates skip layers that did not run.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn
     root : torch.nn.Module
         The net.
     selectors : sequence
-        What :func:`select` takes, but for labels; none for all modules that have none inside them.
+        What :func:`select` takes, except labels; none for all modules without submodules.
 
     Returns
     -------

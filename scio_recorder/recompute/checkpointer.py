@@ -34,7 +34,7 @@ class CheckpointConfig:
     Raises
     ------
     ArgumentError
-        ``every`` is no integer from 1 on, or ``max_checkpoints`` none from 0 on.
+        ``every`` is not an integer from 1 on, or ``max_checkpoints`` is not one from 0 on.
 
     Examples
     --------
@@ -53,16 +53,16 @@ class CheckpointConfig:
 
 
 class ActivationCheckpointer:
-    """Keeps what layers at boundaries return, and recomputes what those between returned.
+    """Keeps the outputs of layers at boundaries, and recomputes the outputs between them.
 
-    An activation belongs to the layer that returned it. Kept ones are copies off the graph; with
-    each goes the state of the global random number generators, so that dropout and the like are
-    recomputed as they were.
+    An activation belongs to the layer that returned it. Kept activations are copies off the graph.
+    Each comes with the state of the global random number generators, so dropout and the like are
+    recomputed with the same numbers.
 
     Parameters
     ----------
     config : CheckpointConfig, optional
-        Which to keep, and how.
+        Which activations to keep, and how.
 
     Attributes
     ----------
@@ -97,12 +97,12 @@ class ActivationCheckpointer:
 
     @property
     def num_checkpoints(self) -> int:
-        """How many activations are kept."""
+        """The number of kept activations."""
         return len(self._kept)
 
     @property
     def memory_stored_bytes(self) -> int:
-        """Bytes that the kept activations take."""
+        """The bytes of the kept activations."""
         return sum(_num_bytes(kept.value) for kept in self._kept.values())
 
     def is_checkpoint_layer(self, layer: int) -> bool:
@@ -121,21 +121,22 @@ class ActivationCheckpointer:
         return layer % self.config.every == 0
 
     def save(self, layer: int, activation: Any) -> None:
-        """Keep a copy of what a layer returned, in place of one kept before.
+        """Keep a copy of a layer's output; it replaces an earlier one.
 
         Parameters
         ----------
         layer : int
             Its index.
         activation : torch.Tensor or structure of tensors
-            What it returned.
+            The output.
 
         Raises
         ------
         ArgumentError
-            The index is no integer from 0 on.
+            The index is not an integer from 0 on.
         RecomputeError
-            There are ``config.max_checkpoints`` already, and this layer is no boundary.
+            ``config.max_checkpoints`` activations are kept already, and this layer is not a
+            boundary.
         """
         layer = whole("layer", layer, 0, ArgumentError)
         limit = self.config.max_checkpoints
@@ -149,7 +150,7 @@ class ActivationCheckpointer:
         self._kept[layer] = _Checkpoint(activation, self.config.mixed_precision)
 
     def get(self, layer: int) -> Any:
-        """Return a copy of what was kept of a layer.
+        """Return a copy of the kept activation of a layer.
 
         Parameters
         ----------
@@ -164,7 +165,7 @@ class ActivationCheckpointer:
         Raises
         ------
         RecomputeError
-            Nothing was kept of this layer.
+            No activation of this layer is kept.
         """
         if layer not in self._kept:
             raise RecomputeError(
@@ -176,23 +177,23 @@ class ActivationCheckpointer:
     def checkpointed_forward(
         self, x: Any, layers: Sequence[int], forward_fn: ForwardFunction
     ) -> Any:
-        """Run layers one after the other, keeping what those at boundaries return.
+        """Run layers one after the other, and keep the outputs of those at boundaries.
 
-        What was kept before is dropped first.
+        Activations kept before are dropped first.
 
         Parameters
         ----------
         x : torch.Tensor or structure of tensors
-            What the first layer gets.
+            The input of the first layer.
         layers : sequence of int
             The indices in the order in which to run, each once.
         forward_fn : callable
-            ``forward_fn(x, i)`` returns what layer ``i`` makes of ``x``.
+            ``forward_fn(x, i)`` returns the output of layer ``i`` for ``x``.
 
         Returns
         -------
         torch.Tensor or structure of tensors
-            What the last layer returned.
+            The output of the last layer.
 
         Raises
         ------
@@ -213,10 +214,10 @@ class ActivationCheckpointer:
     def recompute_from_checkpoint(
         self, target: int, layers: Sequence[int], forward_fn: ForwardFunction
     ) -> Any:
-        """Return what a layer returned, from the nearest activation kept at or before it.
+        """Recompute a layer's output from the nearest activation kept at or before it.
 
-        Bit for bit, if ``forward_fn`` depends on nothing else that has changed, and the activation
-        was kept in full precision.
+        The result is bit for bit the same, if ``forward_fn`` depends on nothing else that has
+        changed, and the activation was kept in full precision.
 
         Parameters
         ----------
@@ -235,7 +236,7 @@ class ActivationCheckpointer:
         Raises
         ------
         RecomputeError
-            The target is not among the layers, or nothing is kept at or before it.
+            The target is not among the layers, or no activation is kept at or before it.
         """
         _check_distinct(layers)
         order = list(layers)

@@ -1,4 +1,4 @@
-"""Activations of a dataset that were not kept, from the inputs that were."""
+"""Recompute activations of a dataset from kept inputs."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class RecomputingRecording(Readable):
     def recompute(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
     ) -> LayerMapping[Any]:
-        """Return activations of the whole dataset that were not kept, from inputs that were.
+        """Return activations of the whole dataset, recomputed from the inputs that were kept.
 
-        After ``record(..., inputs=True)`` and ``collect``: batch by batch the nearest module around
-        each layer whose inputs were recorded, or the layer itself, runs again as it did then. What
-        it returns is compared with a digest of what it returned then. Nothing of the net is
-        changed, nor are the generators of random numbers.
+        After ``record(..., inputs=True)`` and ``collect``, the nearest module around each layer
+        whose inputs were recorded, or the layer itself, runs again batch by batch. Its output is
+        compared with a digest of its first output. The net does not change, nor do the generators
+        of random numbers.
 
         Parameters
         ----------
         rnet : Recorder
-            A recorder of the same net, with the weights of then; what it records does not matter.
+            A recorder of the same net, with the same weights; its own selection does not matter.
         *selectors
             What ``Recorder.record`` takes.
         activation_postproc : callable, list or mapping, optional
-            What ``collect`` was given, which acts again.
+            The post-processors that ``collect`` was given; they act again.
 
         Returns
         -------
@@ -53,10 +53,10 @@ class RecomputingRecording(Readable):
         Raises
         ------
         ArgumentError
-            The first argument is no recorder.
+            The first argument is not a recorder.
         RecomputeError
-            No inputs around a layer were recorded; the net is another one, its weights or anything
-            else have changed, so that it returns something else now; or samples of different
+            No inputs around a layer were recorded. Or the net is another one, or its weights or
+            something else have changed, so it returns other values now. Or samples of different
             batches have different shapes.
         LayerNotFoundError
             A selector matches no layer.
@@ -80,10 +80,10 @@ class RecomputingRecording(Readable):
     def recompute_batches(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
     ) -> Iterator[LayerMapping[Any]]:
-        """Return what `recompute` does, one batch after the other.
+        """Recompute as `recompute` does, one batch after the other.
 
-        For more than fits into memory, and for layers whose dimension 0 does not count samples or
-        whose samples differ in shape.
+        Use it if the result does not fit into memory, if dimension 0 does not count samples, or if
+        samples differ in shape.
 
         Parameters
         ----------
@@ -97,13 +97,13 @@ class RecomputingRecording(Readable):
         Returns
         -------
         iterator of LayerMapping
-            For each batch what the layers returned, on the device where they did. Between batches
-            the net is as it was.
+            For each batch the outputs of the layers, on their device. Between batches the net is
+            in its own state.
 
         Raises
         ------
         ArgumentError, RecomputeError, LayerNotFoundError
-            As `recompute`; what concerns a batch when it is asked for.
+            As for `recompute`; errors of a batch are raised when it is requested.
 
         Examples
         --------
@@ -120,7 +120,7 @@ class RecomputingRecording(Readable):
 
 
 class _Recomputation:
-    """What runs again, for which layers, with which post-processors."""
+    """The calls that run again, for which layers, with which post-processors."""
 
     def __init__(
         self,

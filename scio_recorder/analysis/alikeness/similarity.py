@@ -35,10 +35,10 @@ def similarity(
 ) -> Similarity:
     """Return the linear CKA of each layer of a recording with each layer of another one.
 
-    Centred kernel alignment is 1 where the rows of two layers lie alike, up to a rotation, a shift
-    and one scale for all features, and 0 where no feature of one has to do with one of the other.
-    Layers may have any shapes and dtypes; dimensions but the first are features. It is computed in
-    float64, part by part, so that recordings on disk may be larger than memory.
+    Centred kernel alignment is 1 if the rows of two layers are alike up to a rotation, a shift
+    and one scale for all features. It is 0 if no feature of one is correlated with a feature of
+    the other. Layers may have any shapes and dtypes; all dimensions but the first are features.
+    CKA is computed in float64, part by part, so recordings on disk may be larger than memory.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def similarity(
         ``collect(rows=...)`` are paired by the id of the sample and the position in it. One
         recording given twice is read once.
     layers : selector, or sequence of selectors, optional
-        Which layers, as in ``record``, of both. By default all that were not reduced.
+        The layers of both, as in ``record``. By default all that were not reduced.
 
     Returns
     -------
@@ -64,8 +64,8 @@ def similarity(
     Notes
     -----
     Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019.
-    With fewer rows than features the number is large whatever the layers do: take several times as
-    many samples as the narrower layer has features, before two layers are called alike.
+    With fewer rows than features, CKA is large whatever the layers do. Take several times as many
+    samples as the narrower layer has features before you call two layers alike.
 
     Examples
     --------
@@ -116,18 +116,18 @@ def similarity(
 class Similarity(Listed):
     """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
 
-    ``print`` shows for each layer of the first recording which layer of the second is most alike,
-    or which other one if there is one recording. A notebook shows a heat map.
+    For each layer of the first recording, ``print`` shows the layer of the second that is most
+    alike; with one recording, the most similar other layer. A notebook shows a heat map.
 
     Attributes
     ----------
     values : Tensor
-        Linear CKA from 0 to 1, [layers of a, layers of b] in float64, on the CPU. NaN where a layer
+        Linear CKA from 0 to 1, [layers of a, layers of b] in float64, on the CPU. NaN if a layer
         is the same in all rows, or has NaNs or infinities.
     layers_a, layers_b : tuple of Layer
-        What the rows and columns of ``values`` are: layers as in the recordings, by label.
+        The layers of the rows and columns of ``values``, in the order of the recordings.
     num_rows : int
-        How many rows of the recordings were compared: samples, tokens or nodes.
+        The number of compared rows of the recordings: samples, tokens or nodes.
     notes : tuple of str
         Why some values are NaN.
     is_of_one : bool
@@ -148,7 +148,7 @@ class Similarity(Listed):
         -------
         pandas.DataFrame
             [layers of a, layers of b], indexed by qualified names on both sides. The net itself
-            is "(root)", and later calls of a module have their number behind the name.
+            is "(root)", and later calls of a module have their number after the name.
 
         Examples
         --------
@@ -176,7 +176,7 @@ class Similarity(Listed):
         Returns
         -------
         matplotlib.figure.Figure
-            Made without pyplot: nothing has to be closed.
+            Made without pyplot, so it need not be closed.
 
         Examples
         --------
@@ -236,7 +236,7 @@ def _samples_of(recording: Recording, layers: object, name: str) -> dict[DepthId
 
 
 def _device(samples: Sequence[Tensor]) -> torch.device:
-    """Return the GPU on which everything lies; float64 is not everywhere."""
+    """Return the GPU that holds all values, if any; not every device has float64."""
     found = {values.device for values in samples}
     is_one = len(found) == 1 and next(iter(found)).type == "cuda"
     return found.pop() if is_one else torch.device("cpu")
@@ -266,19 +266,19 @@ def _values(first: Sequence[Features], second: Sequence[Features] | None = None)
 
 
 def paired_rows(first: Readable, second: Readable, names: tuple[str, str]) -> Tensor | None:
-    """Return for each row of a recording the same row of another one.
+    """Return, for each row of a recording, the matching row of another one.
 
     Parameters
     ----------
     first, second : Readable
         The recordings, of the same samples in any order.
     names : (str, str)
-        What to call them in a message.
+        Their names in messages.
 
     Returns
     -------
     Tensor or None
-        Numbers of rows of the second, [rows]; None where both have the same rows in one order.
+        Numbers of rows of the second, [rows]; None if both have the same rows in the same order.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What two runs differ in, and how it shows itself."""
+"""The difference of two runs, with its table, figure and page."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 class Difference(Listed, Outlined, Findings):
-    """What two runs differ in, by layer of the reference, in the order in which these return.
+    """The difference of two runs, by layer of the reference, in the order in which layers return.
 
-    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference; the value
-    says what was found of that layer. ``print`` shows a sentence and a table, and a notebook the
+    A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference. The value
+    has the figures of that layer. ``print`` shows a sentence and a table, and a notebook shows the
     tree of the network with each layer's difference in it.
 
     Attributes
     ----------
     first : FirstDifference or None
-        The first layer to return that differs in a batch in which nothing that it received does:
-        the one that makes the difference. Where there is none, the first to return that differs.
-        None only if no layer differs.
+        The layer that makes the difference: the first to return that differs in a batch in which
+        its inputs are equal. If there is none, the first to return that differs. None only if no
+        layer differs.
     num_samples : int
-        How many samples were compared.
+        The number of compared samples.
     rtol, atol : float
         The tolerances.
     unmatched : Unmatched
@@ -65,13 +65,13 @@ class Difference(Listed, Outlined, Findings):
     """
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row a layer, in the order in which layers return.
+        """Return a table with a row for each layer, in the order in which layers return.
 
         Returns
         -------
         pandas.DataFrame
             Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
-            candidate's label and name, and what was found, as in :class:`LayerDifference`.
+            candidate's label and name, and the figures of :class:`LayerDifference`.
 
         Examples
         --------
@@ -91,22 +91,22 @@ class Difference(Listed, Outlined, Findings):
         return frame.astype(kinds.to_dict()).set_index("label")
 
     def plot(self, measure: Measure = "relative_error") -> Figure:
-        """Draw how far the layers are apart, in the order in which they return.
+        """Draw the difference of each layer, in the order in which layers return.
 
-        The scale is logarithmic. The first difference is marked, layers that are equal lie on a
-        line of their own below, and layers without a finite figure on one above. Where there was a
-        ``floor=``, its noise is drawn.
+        The scale is logarithmic. The first difference is marked. Equal layers lie on a line of
+        their own below, and layers without a finite figure on one above. If there was a
+        ``floor=``, its noise is drawn too.
 
         Parameters
         ----------
         measure : {"relative_error", "max_abs", "max_rel", "share_different"}
-            What to draw. Of digests nothing but "share_different", the share of samples, is known,
-            and drawn in any case.
+            What to draw. Digests only give "share_different", the share of samples that differ,
+            which is then drawn in any case.
 
         Returns
         -------
         matplotlib.figure.Figure
-            Made without pyplot: nothing has to be closed.
+            Made without pyplot, so it need not be closed.
 
         Raises
         ------
@@ -124,16 +124,17 @@ class Difference(Listed, Outlined, Findings):
         return draw_profile(profile(self, measure))
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
-        """Write a page of HTML: where the runs begin to differ, the tree, and a table of layers.
+        """Write an HTML page: where the runs begin to differ, the tree, and a table of layers.
 
-        The page is complete in itself: it can be sent around, and opens without a network.
+        The page is one file. You can send it to others, and it opens without an internet
+        connection.
 
         Parameters
         ----------
         path : str or path-like
-            The file, which is replaced if it is there.
+            The file, which is replaced if it exists.
         title : str, optional
-            The heading; made of the type of the reference by default.
+            The heading; by default made from the type of the reference.
 
         Returns
         -------
@@ -143,9 +144,9 @@ class Difference(Listed, Outlined, Findings):
         Raises
         ------
         ComparisonError
-            ``path`` names no file, or ``title`` is no text.
+            ``path`` names no file, or ``title`` is not a string.
         RecordingError
-            The file can't be written; no half page is left.
+            The file can't be written; no partial page is left.
 
         Examples
         --------

@@ -28,11 +28,11 @@ class Worst:
     Parameters
     ----------
     sample_id : int, str or None
-        The sample. Of a layer whose dimension 0 does not count the samples it is the first sample
+        The sample. If dimension 0 of the layer does not count samples, it is the first sample
         of the batch.
     index : tuple of int
-        The place within the sample; within the whole tensor where dimension 0 does not count
-        the samples.
+        The place within the sample; within the whole tensor if dimension 0 does not count
+        samples.
     reference, candidate : number
         The two values.
     part : int, default 0
@@ -48,11 +48,11 @@ class Worst:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How one layer of the reference differs from its partner, over all samples.
+    """The difference between one layer of the reference and its partner, over all samples.
 
     Figures are in float64. Equal NaNs and equal infinities differ by nothing; a NaN or an infinity
-    on one side alone is infinitely far away. Figures are NaN where they can't be known: with
-    digests, and where there is an `error`.
+    on one side alone is infinitely far away. Figures are NaN if they can't be known: with
+    digests, and if there is an `error`.
 
     Parameters
     ----------
@@ -63,12 +63,12 @@ class LayerDifference:
     max_abs : float
         Largest absolute difference, whatever the tolerances.
     max_rel : float
-        Largest absolute difference over the reference's absolute value; infinite where a number
-        stands against a zero of the reference.
+        Largest absolute difference divided by the reference's absolute value; infinite if the
+        reference is zero and the candidate is not.
     relative_error : float
-        Norm of the difference over the norm of the reference, over all samples.
+        Norm of the difference divided by the norm of the reference, over all samples.
     cosine : float
-        Cosine of the angle between the two, over all samples, of what is finite on both sides.
+        Cosine of the angle between the two, over all samples, of values finite on both sides.
     num_different : int
         Elements that differ by more than the tolerances; samples, with digests.
     num_elements : int
@@ -76,18 +76,18 @@ class LayerDifference:
     first_sample_id : int, str or None
         The first sample that differs, in the order of the reference's samples. None if none does.
     inputs_equal : bool or None
-        Of a layer that differs: whether it does so in some batch in which nothing that it received
-        differs, so that it makes a difference by itself. Of one that does not differ: whether
-        nothing that it received ever does. None where inputs are not known.
+        For a layer that differs: whether it does so in some batch in which its inputs are equal,
+        so that it makes a difference by itself. For a layer that does not differ: whether its
+        inputs are always equal. None if inputs are not known.
     differs : bool
         Whether it differs, beyond the tolerances and beyond the noise of ``floor=``.
     error : str or None
         Why the values of this layer can't be compared, such as shapes that differ. Such a layer
-        counts as one that differs.
+        counts as different.
     worst : Worst or None
-        The element that is farthest away; None if none is away at all, and with digests.
+        The element that differs most; None if no element differs, and with digests.
     noise : float or None
-        The `relative_error` of the run that was given as ``floor=``; None without one.
+        The `relative_error` of the run given as ``floor=``; None without one.
     """
 
     label: Label
@@ -124,10 +124,9 @@ class FirstDifference:
     reference, candidate : number or None
         The two values there.
     inputs_equal : bool or None
-        True: nothing that the layer received differs in that batch, so the layer itself makes the
-        difference. False: some of what it received differs already, and what made that is not among
-        the layers that were compared. None: inputs are not known, and it is the first layer to
-        return that differs.
+        True: the layer's inputs are equal in that batch, so the layer itself makes the difference.
+        False: some of its inputs differ already, and the layer that made that difference was not
+        compared. None: inputs are not known, and this is the first layer to return that differs.
     error : str or None
         Why the values can't be compared, as in :class:`LayerDifference`.
     part : int, default 0
@@ -145,16 +144,16 @@ class FirstDifference:
 
 
 class Findings(LayerMapping[LayerDifference]):
-    """What two runs differ in, by layer of the reference, in the order in which these return.
+    """The differences of two runs, by layer of the reference, in the order in which layers return.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference.
 
     Parameters
     ----------
     architecture : Architecture
-        That of the reference.
+        The architecture of the reference.
     layers : mapping
-        What was found of each layer.
+        The difference of each layer.
     first : FirstDifference or None
         The layer that makes the difference.
     num_samples : int
@@ -162,13 +161,13 @@ class Findings(LayerMapping[LayerDifference]):
     rtol, atol : float
         The tolerances.
     unmatched : Unmatched
-        What was not compared.
+        The layers that were not compared.
 
     Attributes
     ----------
     first : FirstDifference or None
-        The first layer to return that differs in a batch in which nothing that it received does.
-        Where there is none, the first to return that differs. None only if no layer differs.
+        The first layer to return that differs in a batch in which its inputs are equal. If there
+        is none, the first to return that differs. None only if no layer differs.
     num_samples : int
         How many samples were compared.
     rtol, atol : float

@@ -2,12 +2,11 @@
 
 NOTE [Who made it]
 
-A call makes a kind of number that is not finite if it gives some and was not given any: a NaN
-without a NaN among its inputs, an infinity from inputs that are all finite. Calls are judged when
-they return, the innermost first, so the first that qualifies is the maker and not a container that
-hands it on. Inputs are judged before the call, since modules work in place. In the backward pass
-the same is asked of gradients: those of its outputs go in, those of its inputs and of its
-parameters come out.
+A call makes a NaN if it returns one without a NaN among its inputs. It makes an infinity if it
+returns one and all its inputs are finite. Calls are judged when they return, the innermost first,
+so the first that qualifies is the maker and not a container that passes it on. Inputs are judged
+before the call, since modules work in place. In the backward pass the same holds for gradients:
+the gradients of its outputs go in, and those of its inputs and its parameters come out.
 """
 
 from __future__ import annotations
@@ -51,22 +50,21 @@ class Origin:
     Parameters
     ----------
     layer : Layer
-        The call; of a module that ran more often than at labelling, the last that is labelled.
+        The call; if the module ran more often than at labelling, its last labelled call.
     direction : {"forward", "gradient"}
-        Whether it made it in what it returned, or in the gradients that it gave back.
+        Whether the fault is in its output, or in the gradients that it gave back.
     pass_number : int
-        In which pass of the block, from 0 on; of a gradient, the pass that was differentiated.
+        The number of the pass in the block, from 0 on; for a gradient, of the differentiated pass.
     num_nan, num_inf : int
-        How many it made: in all that it returned, or in the first gradient of which some are not
-        finite.
+        How many of each it made: in its whole output, or in the first gradient that is not finite.
     num_values : int
-        Among how many values.
+        The number of values among which these were counted.
     index : tuple of int
-        Where the first is, in the first tensor that has any.
+        The index of the first of them, in the first tensor that has any.
     parameter : str or None
-        Name of the module's parameter whose gradient that is; None otherwise.
+        Name of the module's parameter, if this is the gradient of one.
     inputs_finite : bool
-        Whether all was finite that it was given: its inputs, or the gradients of its outputs.
+        Whether all its inputs, or the gradients of its outputs, were finite.
     weights_finite : bool
         Whether the module's parameters and buffers are finite.
     """
@@ -93,14 +91,14 @@ class Origin:
         Parameters
         ----------
         path : str or path-like
-            The folder: empty, or not there yet.
+            The folder. It is empty or does not exist yet.
 
         Raises
         ------
         ArgumentError
             Inputs were not kept.
         CollectError
-            There are inputs of a type that can't be kept on disk.
+            Some inputs are of a type that can't be kept on disk.
         RecordingError
             The folder is not empty, or the disk fails.
 
@@ -130,7 +128,7 @@ class Origin:
 
     @property
     def sample(self) -> int | None:
-        """The index of the first sample concerned, None of a parameter's gradient."""
+        """The index of the first affected sample; None for a parameter's gradient."""
         return self.index[0] if self.index and self.parameter is None else None
 
     def __str__(self) -> str:
@@ -221,10 +219,10 @@ class Guard:
     origin : Origin or None
         The first call that made a NaN or an infinity, None as long as there is none.
     num_passes : int
-        How many calls of the network there were.
+        The number of calls of the network.
     num_passed_on : int
-        In how many passes the network only handed on what it was given: NaNs in its inputs, or in
-        the gradients that came from the loss.
+        The number of passes in which the network only passed on NaNs of its inputs, or of the
+        gradients of the loss.
 
     Examples
     --------
@@ -294,7 +292,7 @@ class Guard:
         Raises
         ------
         NonFiniteError
-            It is, and this is what the guard was asked to do.
+            The call is the maker, and the guard's action is to raise.
         """
         kinds = _made(given, made) & self._kinds
         if not kinds or self.is_settled:

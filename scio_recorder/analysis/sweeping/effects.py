@@ -1,4 +1,4 @@
-"""What layers cause: the result of a sweep."""
+"""The effects of layers: the result of a sweep."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Effects:
-    """The metric of runs in which what one layer returned was that of another run.
+    """The metric of runs in which one layer's output was that of another run.
 
     Parameters
     ----------
     architecture : Architecture
         The labelled net.
     labels : tuple of (int, int)
-        The layers that were patched.
+        The patched layers.
     positions : list of int or None
-        Which positions of dimension 1; None where layers were patched as a whole.
+        The patched positions of dimension 1; None if layers were patched as a whole.
     values : torch.Tensor
         Float64, [layers] or [layers, positions].
     clean, corrupted : float
-        The metric of both runs as they are.
+        The metric of both runs without a patch.
     is_estimate : bool
-        Whether the values are estimates of first order.
+        Whether the values are first-order estimates.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Effects:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers that were patched, in the order of `values`."""
+        """The patched layers, in the order of `values`."""
         return tuple(self.architecture[label] for label in self.labels)
 
     @property
@@ -83,12 +83,12 @@ class Effects:
         return found
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one row for each value; needs pandas.
+        """Return a table with a row for each value; needs pandas.
 
         Returns
         -------
         pandas.DataFrame
-            By label: ``name``, ``type``, ``position`` (where there are positions), ``metric`` and
+            By label: ``name``, ``type``, ``position`` (if there are positions), ``metric`` and
             ``recovered``.
         """
         with needing("frame", "a frame"):
@@ -117,7 +117,7 @@ class Effects:
         Parameters
         ----------
         position_names : sequence of str, optional
-            What stands at the positions of a map instead of their numbers, such as tokens.
+            The names of positions in a map, such as tokens; by default their numbers.
 
         Returns
         -------
@@ -127,7 +127,7 @@ class Effects:
         Raises
         ------
         ArgumentError
-            There are not as many names as positions.
+            The numbers of names and positions differ.
         """
         positions = [] if self.positions is None else [str(at) for at in self.positions]
         if position_names is not None and len(position_names) != len(positions):

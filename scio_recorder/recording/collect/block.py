@@ -18,12 +18,12 @@ from scio_recorder.recording.recording import Recording
 
 
 class CollectedPasses:
-    """The passes of a block, collected; its `recording` is there after the block.
+    """The passes of a block, collected; its `recording` exists after the block.
 
     Parameters
     ----------
     collection : Collection
-        What takes the passes, which outlives those that fail.
+        The collection that takes the passes, and outlives failed ones.
     """
 
     def __init__(self, collection: Collection) -> None:
@@ -37,12 +37,12 @@ class CollectedPasses:
 
     @property
     def recording(self) -> Recording:
-        """What was collected; after an exception, what had ended before it.
+        """The recording; after an exception, it holds the passes that had ended before.
 
         Raises
         ------
         CollectError
-            The block has not ended, or there is nothing.
+            The block has not ended, or nothing was collected.
         """
         if self._recording is None:
             raise CollectError(f"there is no recording: {self._why_none}")

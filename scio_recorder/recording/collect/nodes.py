@@ -14,30 +14,30 @@ from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
 
 @dataclass(eq=False, repr=False)
 class Nodes(Rows):
-    """Makes a line of a recording a node of a graph; each graph of a batch is a sample.
+    """Makes each row of a recording a node of a graph; each graph of a batch is a sample.
 
     Layers must be ``[nodes, ...]``. Rows are in the order of samples, and keep the order of nodes
-    in each.
+    within each.
 
     Parameters
     ----------
     sample : str, callable or None, default "batch"
-        Of which graph of the batch a node is, counted from 0: integers ``[nodes]``. None: each
-        batch is one graph, as is one that has no ``batch``.
+        The graph of each node, counted from 0 within the batch: integers ``[nodes]``. None: each
+        batch is one graph, as is a batch without an entry ``batch``.
     fields : sequence of str, or mapping from str to str or callable, optional
-        What to keep beside each row, ``[nodes]``.
+        What to keep about each row, ``[nodes]``.
     where : str or callable, optional
         Which nodes to keep, ``[nodes]``. The others still count in ``position``.
 
     Notes
     -----
-    A name is a key or an attribute of the batch, or an argument of the network's forward; a
-    function is given the batch.
+    A name is a key or an attribute of the batch, or an argument of the network's forward. A
+    function receives the batch.
 
     Raises
     ------
     CollectError
-        An argument is no name and no function.
+        An argument is neither a name nor a function.
 
     Examples
     --------

@@ -20,36 +20,36 @@ _MASKS_OF_PAIRS = ("attention_mask", "decoder_attention_mask")
 
 @dataclass(eq=False, repr=False)
 class Tokens(Rows):
-    """Makes a line of a recording a token: what is padding is not kept, reduced or counted.
+    """Makes each row of a recording a token. Padding is not kept, not reduced and not counted.
 
     Layers must be ``[batch, positions, ...]``. Rows are in the order of samples, and positions rise
-    in each.
+    within each.
 
     Parameters
     ----------
     mask : str or callable, optional
-        What is real, ``[batch, positions]``: True, or a number other than zero. By default
-        ``attention_mask`` where there is one, else all is. A mask that is longer counts by its
-        last columns.
+        Which positions are real tokens, ``[batch, positions]``: True, or a number other than zero.
+        By default ``attention_mask``; without one, all positions are real. If a mask is longer,
+        its last columns count.
     segments : str or callable, optional
-        For packed documents: integers ``[batch, positions]``. Each segment of a line of the batch
-        is a sample, in the order in which they begin; negative is padding.
+        For packed documents: integers ``[batch, positions]``. Each segment of a row of the batch
+        is a sample, in the order in which they begin; negative numbers are padding.
     fields : sequence of str, or mapping from str to str or callable, optional
-        What to keep beside each row, ``[batch, positions]``. By default ``input_ids`` where there
-        is one.
+        What to keep about each row, ``[batch, positions]``. By default ``input_ids``, if the batch
+        has them.
     where : str or callable, optional
-        What to keep of the real tokens, ``[batch, positions]``. The others still count in
+        Which of the real tokens to keep, ``[batch, positions]``. The others still count in
         ``position``.
 
     Notes
     -----
-    A name is a key or an attribute of the batch, or an argument of the network's forward; a
-    function is given the batch.
+    A name is a key or an attribute of the batch, or an argument of the network's forward. A
+    function receives the batch.
 
     Raises
     ------
     CollectError
-        An argument is no name and no function.
+        An argument is neither a name nor a function.
 
     Examples
     --------
