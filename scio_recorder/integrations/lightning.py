@@ -53,8 +53,8 @@ class LayerStatsMonitor(Callback):
         that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite).
         Three more are off by default: "max_abs" (the largest absolute value), "dead" (the share
         of units, channels or features, whose values in that step are all equal) and "saturated"
-        (the share of units with 95 % of their values at a bound of the activation function). The last
-        two are for activations only, and all three for the first tensor that a module returns.
+        (the share of units with 95 % of their values at a bound of the activation function). The
+        last two are for activations only, and all three for the first tensor that a module returns.
     gradients : bool, default True
         Also log statistics of gradients. Under gradient scaling they are scaled. If batches are
         accumulated, they are gradients of the loss as Lightning divides it.
