@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
@@ -35,6 +36,8 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=2, **options)
     yield
     ray.shutdown()
+    # Here, where it may warn: what Ray has started and not waited for.
+    gc.collect()
     # Ray leaves a handler of its own to all that this process runs afterwards.
     signal.signal(signal.SIGTERM, before)
 

@@ -103,6 +103,17 @@ def test_fewer_and_more_batches_by_max_batches(tmp_path):
     assert rnet.collect(loader(9), store=store, resume=True).num_samples == 9
 
 
+def test_a_sampler_that_fails_to_give_its_length(tmp_path):
+    class Endless(SubsetRandomSampler):
+        def __len__(self) -> int:
+            raise AttributeError("nobody knows")
+
+    rnet, store = recorder("0"), f"disk:{tmp_path}/run"
+    for _ in range(2):
+        given = loader(10, sampler=Endless(range(9)))
+        assert rnet.collect(given, store=store, resume=True).num_samples == 9
+
+
 def test_other_samples_are_refused_where_the_length_differs(tmp_path):
     rnet, store, ids = recorder("0"), f"disk:{tmp_path}/run", {"sample_ids": lambda b: b[1]}
     data = [(X[at : at + 2], [f"{at}", f"{at + 1}"]) for at in range(0, 8, 2)]

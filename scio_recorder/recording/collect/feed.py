@@ -264,7 +264,8 @@ class Feed:
 def _length(given: Any) -> int | None:
     try:
         return len(given)
-    except (TypeError, NotImplementedError):
+    except Exception:
+        # Samplers of others may raise anything, and need no length to be iterated over.
         return None
 
 
