@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, increment_version, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge, increment_version, saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils import swap_tensors
 
@@ -179,7 +179,8 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
     if type(copy) is Tensor and type(tensor) is not Parameter and _become(copy, type(tensor)):
         vars(copy).update(vars(tensor))
     if node is not None:
-        copy._scio_recorder_node = node  # type: ignore[attr-defined]  # any tensor has a __dict__
+        # Hooks are neither copied nor saved with a tensor, as attributes are.
+        copy.register_hook(_Place(tensor, node))  # type: ignore[no-untyped-call]  # torch leaves it without types
     return copy
 
 
@@ -284,6 +285,7 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
+<<<<<<< HEAD
 def _saved(tensor: Tensor) -> Tensor:
     """Return what autograd makes of a tensor by saving it and giving it back."""
     if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
@@ -293,6 +295,28 @@ def _saved(tensor: Tensor) -> Tensor:
     # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
     copy: Tensor = saving.grad_fn.saved_tensors[0]
     return copy
+=======
+class _Place:
+    """A hook on the copy of a leaf, never called, that holds the node of both.
+
+    Up to torch 2.9, the node drops the hooks of the leaf when the copy goes. Next the copy lets go
+    of its own hooks, and this one gives the leaf its hooks again.
+    """
+
+    __torch_unserializable__ = True  # Else, torch.save warns.
+
+    def __init__(self, leaf: Tensor, node: Node) -> None:
+        self._leaf = weakref.ref(leaf)
+        self._node = node
+
+    def __call__(self, gradient: Tensor) -> None:
+        pass
+
+    def __del__(self) -> None:
+        leaf = self._leaf()
+        if leaf is not None and torch.__version__ < "2.10":
+            private.renew_hooks(leaf)
+>>>>>>> 670da4d (Keep the hooks of a parameter or an input whose record goes, on torch 2.8 and 2.9, and let records of leaves be saved)
 
 
 class _Saving(torch.autograd.Function):

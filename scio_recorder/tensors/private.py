@@ -33,7 +33,10 @@ from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private_examples as examples
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+<<<<<<< HEAD
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+=======
+>>>>>>> 670da4d (Keep the hooks of a parameter or an input whose record goes, on torch 2.8 and 2.9, and let records of leaves be saved)
 _CHECKPOINTING = "activation checkpointing"
 
 
@@ -153,8 +156,8 @@ def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     for value in list(frame.f_locals.values()):
         if isinstance(value, kind):
             return value, True
-        generator = value.gi_frame if inspect.isgenerator(value) else None
-        for held in () if generator is None else generator.f_locals.values():
+        is_generator = inspect.isgenerator(value)
+        for held in inspect.getgeneratorlocals(value).values() if is_generator else ():
             if isinstance(held, kind):
                 return held, False
     return None
@@ -218,6 +221,11 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def renew_hooks(tensor: Tensor) -> None:
+    """Let torch know again which hooks a tensor has, where it has dropped them inside."""
+    tensor._backward_hooks = tensor._backward_hooks
+
+
 @checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
 def is_inside_transform() -> bool:
     """Whether the caller runs inside a transform of ``torch.func``, whose tensors die with it."""
@@ -271,9 +279,7 @@ def dynamo_is_loaded() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return is_wrapper or calls_compiled(module)
+    return uncompiled(module) is not module or calls_compiled(module)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -351,10 +357,9 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
         frame = frame.f_back
     if frame is None:
         return None
-    held = frame.f_locals
     try:
-        config = held["generation_config"]
-        mode = config.get_generation_mode(held["assistant_model"])
+        config = frame.f_locals["generation_config"]
+        mode = config.get_generation_mode(frame.f_locals["assistant_model"])
         return str(getattr(mode, "value", mode)), config.num_return_sequences or 1
     except (KeyError, AttributeError) as error:
         raise unsupported("rows= around generate", "GenerationMixin.generate") from error

@@ -300,7 +300,7 @@ def test_fewer_passes_than_are_durable_are_an_error(tmp_path: Path) -> None:
     store = f"disk:{tmp_path}/run"
     interrupted(rnet.collecting(store=store), lambda: net(torch.ones(5, 4)))
     block = rnet.collecting(store=store, resume=True)
-    with pytest.raises(CollectError, match="5 samples already and 0"), block:
+    with pytest.raises(CollectError, match="5 samples already, and 0"), block:
         pass
     assert open_recording(f"{tmp_path}/run").num_samples == 5
 
