@@ -285,7 +285,6 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
-<<<<<<< HEAD
 def _saved(tensor: Tensor) -> Tensor:
     """Return what autograd makes of a tensor by saving it and giving it back."""
     if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
@@ -295,7 +294,8 @@ def _saved(tensor: Tensor) -> Tensor:
     # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
     copy: Tensor = saving.grad_fn.saved_tensors[0]
     return copy
-=======
+
+
 class _Place:
     """A hook on the copy of a leaf, never called, that holds the node of both.
 
@@ -316,7 +316,6 @@ class _Place:
         leaf = self._leaf()
         if leaf is not None and torch.__version__ < "2.10":
             private.renew_hooks(leaf)
->>>>>>> 670da4d (Keep the hooks of a parameter or an input whose record goes, on torch 2.8 and 2.9, and let records of leaves be saved)
 
 
 class _Saving(torch.autograd.Function):

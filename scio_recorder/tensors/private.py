@@ -33,10 +33,7 @@ from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private_examples as examples
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-<<<<<<< HEAD
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-=======
->>>>>>> 670da4d (Keep the hooks of a parameter or an input whose record goes, on torch 2.8 and 2.9, and let records of leaves be saved)
 _CHECKPOINTING = "activation checkpointing"
 
 
