@@ -223,7 +223,10 @@ def test_what_can_not_be():
 def test_compiled_passes_refuse_it():
     rnet = recorder(Net(), "blocks.0.down")
     compiled = torch.compile(rnet, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="OnInput can't act in a compiled pass"):
+    # Up to torch 2.9, dynamo says of an error in what it follows only which kind it is.
+    is_quoted = torch.__version__ >= "2.10"
+    told = "OnInput can't act in a compiled pass" if is_quoted else "PostprocessorError"
+    with pytest.raises(Exception, match=told):
         compiled(torch.ones(2, WIDTH), activation_postproc=OnInput(Scale(2.0)))
 
 
