@@ -81,10 +81,7 @@ def _try(works: Callable[[Any], bool], function: Any, feature: str, name: str) -
 
 @checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
 def backward_pass() -> int:
-    """Return the number of the backward pass that the caller runs in, -1 outside of one.
-
-    Gradients of one backward pass belong together.
-    """
+    """Return the number of the backward pass that the caller runs in, -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
