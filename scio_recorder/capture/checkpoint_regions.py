@@ -101,7 +101,7 @@ def _first_runs(until: Collection[CodeType]) -> list[Any]:
 
 
 class Marks:
-    """What one observer has marked regions with. A graph holds the marks, and no observer."""
+    """The marks that one observer has put on regions. A graph holds marks, and no observer."""
 
     def __init__(self) -> None:
         self._alive: set[weakref.ref[Any]] = set()
@@ -166,7 +166,7 @@ class _Mark:
 
 
 class Rerun:
-    """What a re-run of one forward pass needs; held by the regions of its graph."""
+    """The state that a re-run of one forward pass needs; the regions of its graph hold it."""
 
     def __init__(
         self,

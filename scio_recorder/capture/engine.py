@@ -123,7 +123,7 @@ class Capture:
 
     @property
     def state(self) -> tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]]:
-        """What calls of the latest pass need to run again: their states and post-processors."""
+        """The states and post-processors with which calls of the latest pass run again."""
         return self._latest.state
 
     @property

@@ -25,7 +25,7 @@ GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], obj
 
 
 class Gradients:
-    """What the latest backward pass through one forward pass brought, or the sum of all of them.
+    """The gradients of the latest backward pass through a forward pass, or the sum over all.
 
     Hooks on tensors hold this object weakly: autograd's graph, which holds the hooks, would else
     keep gradients alive that were made with ``create_graph=True``, and these the graph.

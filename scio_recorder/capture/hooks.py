@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Local(threading.local):
-    """What differs from thread to thread."""
+    """The state of each thread."""
 
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
@@ -41,7 +41,7 @@ _SITES = itertools.count()
 
 
 class Site:
-    """What the hooks of one program share."""
+    """The state that the hooks of one program share."""
 
     __slots__ = ("local", "name", "reruns")
 
@@ -53,7 +53,7 @@ class Site:
 
 
 class ModuleHook(Uncopied):
-    """What is called before and after one module's forward."""
+    """The hooks before and after one module's forward."""
 
     __slots__ = ("index", "local", "name", "site")
 

@@ -1,4 +1,4 @@
-"""What a call did, kept so that it need not run again.
+"""The effects of a call, kept so that it need not run again.
 
 NOTE [What a call puts into what it was given]
 
@@ -39,7 +39,7 @@ class _Value:
 
 
 class Kept:
-    """What a call returned, and what it put into objects that it was given.
+    """The output of a call, and its writes into objects that it received.
 
     Parameters
     ----------

@@ -82,7 +82,7 @@ class Keeping:
 
 
 class Setting:
-    """What is known of a network in one setting; it gets better from pass to pass."""
+    """The knowledge about a network in one setting; it improves from pass to pass."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

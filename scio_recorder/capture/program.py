@@ -1,4 +1,4 @@
-"""What to record: the selection turned into a table of events."""
+"""The program of what to record: the selection turned into a table of events."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class _Local(threading.local):
 
 
 class _Packer:
-    """What acts on the tensors saved in one call of a module."""
+    """The hooks on the tensors saved in one call of a module."""
 
     def __init__(self, owner: SavedTensors, module: nn.Module, active: Any) -> None:
         self.owner = owner

@@ -18,7 +18,7 @@ _WIDEST, _SHORT = 36, 8
 
 @dataclass(frozen=True)
 class Listing:
-    """What is printed.
+    """The printed lines.
 
     Parameters
     ----------

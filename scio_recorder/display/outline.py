@@ -27,7 +27,7 @@ Link = Callable[[Layer], str]
 
 @dataclass(frozen=True)
 class Remark:
-    """What is said of a row in HTML, in place of its shape and parameters.
+    """The text of a row in HTML, in place of its shape and parameters.
 
     Parameters
     ----------

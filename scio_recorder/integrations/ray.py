@@ -158,7 +158,7 @@ def collect_parts(
 
 
 class _Worker:
-    """What an actor does."""
+    """The work of an actor."""
 
     def collect(
         self, functions: tuple[Callable[[], Any], Any], num_parts: int, options: Any

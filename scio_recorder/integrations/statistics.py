@@ -109,7 +109,7 @@ class Portion(NamedTuple):
 
 
 class UnitStatistics:
-    """What the units of a layer did, channels or features, over some calls.
+    """Statistics of the units of a layer, channels or features, over some calls.
 
     Parameters
     ----------

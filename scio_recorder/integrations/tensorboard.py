@@ -134,7 +134,7 @@ def _portions(activations: LayerMapping[Any], label: DepthIdx) -> Iterator[Tenso
 
 
 class _Histogram:
-    """What TensorBoard keeps of a histogram, over several portions."""
+    """A histogram as TensorBoard keeps it, over several portions."""
 
     def __init__(self, edges: Any) -> None:
         self.num = 0

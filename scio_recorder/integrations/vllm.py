@@ -110,7 +110,7 @@ def open_hidden_states(
 
 
 class _Kind(NamedTuple):
-    """What all files of a folder have in common."""
+    """The properties that all files of a folder share."""
 
     layers: int
     features: int

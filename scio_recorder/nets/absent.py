@@ -1,4 +1,4 @@
-"""What is said of a label or a name that no layer has: which ones there are."""
+"""The message about a label or a name that no layer has: which ones there are."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _check_callable(function: object, where: str) -> None:
 
 
 class Assigned:
-    """Who acts on which layer in one pass.
+    """The post-processor of each layer in one pass.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class Assigned:
 
     @property
     def signature(self) -> object:
-        """What is equal where post-processors work alike, in place or not."""
+        """A key that is equal for post-processors that work alike, in place or not."""
         return frozenset((label, _signature(post)) for label, post in self.functions.items())
 
     def after(self, label: DepthIdx, output: Any, layer: Layer) -> Any:

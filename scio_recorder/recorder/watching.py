@@ -35,7 +35,7 @@ class Watching(Reading):
 
     @property
     def _runner(self) -> Capture | CollectedPasses:
-        """What runs a pass."""
+        """The function that runs a pass."""
         return self._capture if self._collected is None else self._collected
 
     @contextlib.contextmanager

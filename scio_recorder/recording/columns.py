@@ -1,4 +1,4 @@
-"""What exports of a recording have in common: their columns, and these as Arrow arrays.
+"""The columns of all exports of a recording, and their Arrow arrays.
 
 NOTE [Exported columns]
 
@@ -42,7 +42,7 @@ SAMPLE_ID = "sample_id"
 
 @dataclass(frozen=True)
 class Column:
-    """What is exported under one name: a layer's values in all rows, or what is known of rows."""
+    """One exported column: a layer's values in all rows, or a column of rows."""
 
     name: str
     samples: Tensor
@@ -55,7 +55,7 @@ class Column:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a reader without this library has to know of it, as JSON."""
+        """The description of a column, as JSON, for readers without this library."""
         kind = {"dtype": dtype_name(self.samples.dtype), "shape": list(self.samples.shape[1:])}
         if self.layer is None:
             return kind

@@ -1,4 +1,4 @@
-"""What is shown of the layers of a recording: measured part by part, in bounded memory."""
+"""Statistics of a recording's layers, measured part by part, in bounded memory."""
 
 from __future__ import annotations
 

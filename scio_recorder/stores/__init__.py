@@ -1,4 +1,4 @@
-"""Where collected activations are kept: on the device, in host memory or on disk."""
+"""Stores for collected activations: on the device, in host memory or on disk."""
 
 from __future__ import annotations
 

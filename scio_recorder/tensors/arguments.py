@@ -1,4 +1,4 @@
-"""What is checked alike wherever an argument is a number."""
+"""Checks of arguments that are numbers."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def _values_of(tensor: Any) -> Tensor | None:
 
 
 class Known:
-    """What is known of tensors: each is looked at once, until it is written to.
+    """Knowledge about tensors: each is looked at once, until it is written to.
 
     A tensor made in inference mode has no version that tells of writing, and is looked at anew.
     """

@@ -62,7 +62,7 @@ _NORM_FACTOR, _LARGEST_FACTOR, _FEW = 4.0, 8.0, 8
 
 @dataclass(frozen=True)
 class Noise:
-    """What counts as noise in one tensor: a relative error, and a largest difference."""
+    """The noise in one tensor: a relative error, and a largest difference."""
 
     relative_error: float = 0.0
     max_abs: float = 0.0
@@ -96,7 +96,7 @@ def exceeds(figures: Figures, noise: Noise | None) -> bool:
 
 @dataclass
 class _Compared:
-    """What is known of one value of one block: each pair of parts, with its figures and noise."""
+    """The comparison of one value of one block: each pair of parts, with figures and noise."""
 
     pairs: Sequence[tuple[Leaf, Leaf]] = ()
     figures: Sequence[Figures] = ()

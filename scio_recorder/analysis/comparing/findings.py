@@ -1,4 +1,4 @@
-"""What a comparison finds: plain results, by layer and as a whole."""
+"""The findings of a comparison: plain results, by layer and as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers of two sides received or returned, taken apart: which parts belong together."""
+"""The inputs and outputs of layers of two sides, taken apart and paired."""
 
 from __future__ import annotations
 

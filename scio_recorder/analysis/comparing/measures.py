@@ -40,7 +40,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What two numbers may differ by and count as equal: ``atol + rtol * |reference|``."""
+    """The difference up to which two numbers count as equal: ``atol + rtol * |reference|``."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -58,7 +58,7 @@ class Tolerance:
 
 @dataclass
 class Figures:
-    """What is summed over all elements of pairs of tensors.
+    """The sums over all elements of pairs of tensors.
 
     Parameters
     ----------

@@ -122,7 +122,7 @@ class NetworkSide:
 
 
 class _PassValues:
-    """What a pass has left."""
+    """The records of a pass."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is said and drawn of two runs side by side, as plain data."""
+"""The texts and drawings of two runs side by side, as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides of a comparison are, a network that runs or a recording that is read."""
+"""The sides of a comparison: a network that runs or a recording that is read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Block:
 
 
 class Values(Protocol):
-    """What one side has of a block."""
+    """The data of one side for a block."""
 
     def output(self, label: DepthIdx) -> Any:
         """Return what a layer returned, or digests of that."""

@@ -1,4 +1,4 @@
-"""What is known so far of one pair of layers, while block after block is compared."""
+"""The tally of one pair of layers, while block after block is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scio_recorder.analysis.comparing.measures import Figures
 
 @dataclass
 class Tally:
-    """What is known so far of one pair of layers."""
+    """The tally of one pair of layers so far."""
 
     pair: Pair
     error: str | None = None

@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity was made: what a guard is asked, and what it finds.
+"""The guard that finds where a NaN or an infinity was made: its options and its findings.
 
 NOTE [Who made it]
 
@@ -150,7 +150,7 @@ class Origin:
 
 
 class Case(NamedTuple):
-    """What a call was given and what it gave, as far as any of that may not be finite."""
+    """The inputs and outputs of a call that are not finite, or may not be."""
 
     call: Call
     direction: Direction
@@ -212,7 +212,7 @@ class Cases:
 
 
 class Guard:
-    """What a guard has found so far.
+    """The findings of a guard so far.
 
     Attributes
     ----------

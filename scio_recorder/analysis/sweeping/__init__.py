@@ -1,1 +1,1 @@
-"""What each layer causes: runs in which it returns what it did in another."""
+"""The effect of each layer: runs in which its output is that of another run."""

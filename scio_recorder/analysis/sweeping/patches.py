@@ -1,4 +1,4 @@
-"""What a layer returned in one run, put in the place of what it returned in another."""
+"""Patches: a layer's output in one run replaces its output in another run."""
 
 from __future__ import annotations
 

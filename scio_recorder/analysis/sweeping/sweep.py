@@ -1,4 +1,4 @@
-"""What each recorded layer causes: the corrupted run with that layer as in the clean run."""
+"""The effect of each recorded layer: the corrupted run with its output of the clean run."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Sweep:
 
 
 def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
-    """Refuse what can't be swept, before anything runs."""
+    """Refuse a sweep that can't work, before anything runs."""
     if not capture.program.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
     if not capture.program.counts_calls:

@@ -1,4 +1,4 @@
-"""What a call of a module leaves behind besides what it returns.
+"""The side effects of a call of a module.
 
 NOTE [How it is seen that a call left nothing behind]
 
@@ -65,7 +65,7 @@ def _is_inert(value: Any) -> bool:
 
 
 class Reach:
-    """What can be reached from some values, by identity.
+    """The objects that can be reached from some values, by identity.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class _Joined(Collection[Any]):
 
 
 class Surroundings:
-    """What calls of the modules of a network can write to.
+    """The objects that calls of a network's modules can write to.
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ class Surroundings:
 
 
 class Look:
-    """What was there to be written to before a call.
+    """The state of these objects before a call.
 
     Parameters
     ----------

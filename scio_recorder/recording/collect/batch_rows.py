@@ -76,7 +76,7 @@ class BatchRows:
 
     @property
     def unit(self) -> str:
-        """What one row is, in a word."""
+        """The word for one row."""
         return "sample" if self.are_samples else "row"
 
     @property

@@ -1,4 +1,4 @@
-"""What takes the passes of a collection, whoever runs them, and makes a recording of them."""
+"""The sink that takes the passes of a collection, and makes a recording of them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as
 
 @dataclass(frozen=True)
 class Past:
-    """What a pass is given of earlier ones.
+    """The results of earlier passes that a pass receives.
 
     Parameters
     ----------

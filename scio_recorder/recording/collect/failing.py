@@ -1,4 +1,4 @@
-"""What is said where a batch fails: which one, in which layer, and what the net was given."""
+"""Errors of batches: which batch failed, in which layer, and with what input."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Feed:
 
     @property
     def length(self) -> list[int | None]:
-        """What is known ahead of how much comes: batches to be taken, and samples to choose from.
+        """The expected numbers of batches to take, and of samples to choose from.
 
         Where it is the same another time, so is most likely the number of samples that come.
         """

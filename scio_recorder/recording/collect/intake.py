@@ -1,4 +1,4 @@
-"""What becomes of one layer's activations as they come: samples are kept, or reduced."""
+"""The intake of one layer's activations: samples are kept, or reduced."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CurrentBatch:
 
     @property
     def why_in_part(self) -> str:
-        """What to do about a batch of which some samples are not kept, as the end of a sentence."""
+        """Advice about a batch whose samples are not all kept, as the end of a sentence."""
         number = self.rows.num_samples
         if self.skip:
             return (
@@ -69,7 +69,7 @@ class CurrentBatch:
 
 @dataclass
 class LayerIntake:
-    """What becomes of one layer's activations."""
+    """The intake of one layer's activations."""
 
     layer: Layer
     transform: Transform | None

@@ -1,4 +1,4 @@
-"""What was asked of a collection: by layer, and as what must agree when it is resumed."""
+"""The options of a collection: by layer, and as settings that must agree on resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reduce: TypeAlias = (
 
 
 class Options:
-    """What was asked of each recorded layer: stored or reduced, transformed or not.
+    """The options of each recorded layer: stored or reduced, transformed or not.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 @dataclass
 class Parts:
-    """What one process does of a recording in parts.
+    """The work of one process on a recording in parts.
 
     Parameters
     ----------

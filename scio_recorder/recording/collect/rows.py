@@ -1,4 +1,4 @@
-"""What a line of a recording's arrays stands for where it is no sample: what all kinds share."""
+"""Rows that are not samples: the base class of tokens and nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN = ("sample", "position", "step")
 
 @dataclass(frozen=True)
 class Source:
-    """Where the names in ``rows=`` are looked up.
+    """The place where the names in ``rows=`` are looked up.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class Source:
 
 
 class Rows(abc.ABC):
-    """What a line of a recording's arrays stands for: see :class:`Tokens` and :class:`Nodes`."""
+    """The kind of a recording's rows: see :class:`Tokens` and :class:`Nodes`."""
 
     fields: Fields | None
     where: Name | None

@@ -1,4 +1,4 @@
-"""What one of several processes is given of a dataset: its samples, their ids and the repeats.
+"""The share of one process in a dataset: its samples, their ids and the repeats.
 
 NOTE [Repeats]
 
@@ -36,7 +36,7 @@ def all_left(number: int, before: int) -> int:
 
 @dataclass
 class Share:
-    """What one of several processes is given.
+    """The share of one of several processes.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a recording says about itself, and how its files are named."""
+"""The description of a recording, and the names of its files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def manifest_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Description:
-    """What a recording says about itself."""
+    """The description of a recording."""
 
     run: str
     world_size: int

@@ -1,4 +1,4 @@
-"""What a recording lies in: something that keeps files under plain names.
+"""The medium of a recording, which keeps files under plain names.
 
 Names are those that the format itself makes up, never text out of a file. A missing file is a
 `FileNotFoundError` everywhere, and one that is there already a `FileExistsError`.

@@ -1,4 +1,4 @@
-"""Where a recording lies, by what its place is called: a folder, or a URL."""
+"""The medium that a path or a URL names: a folder or a bucket."""
 
 from __future__ import annotations
 

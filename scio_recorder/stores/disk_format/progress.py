@@ -15,7 +15,7 @@ from scio_recorder.stores.disk_format.medium import Medium, accessing
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a part, as it says itself.
+    """The holder of a part, as its lease describes it.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is complete, and who is at work on what.
+    """The complete parts, and the holders of the others.
 
     Parameters
     ----------

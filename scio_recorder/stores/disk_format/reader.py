@@ -25,7 +25,7 @@ from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
 
 
 class KeptBatches(NamedTuple):
-    """What is kept of the batches of one chunk.
+    """The kept parts of the batches of one chunk.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What reads rows out of files, whatever their format."""
+"""The interface of readers of rows from files of any format."""
 
 from __future__ import annotations
 
