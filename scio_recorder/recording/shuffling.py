@@ -234,8 +234,8 @@ class _Column:
                 count = min(step, len(piece) - begin)
                 read(passing[: count * size], self._samples.layer, piece.start + begin)
                 places = self._places[slot + begin : slot + begin + count]
-                # In this form numpy lets other threads run meanwhile.
-                data.reshape(-1, size)[places] = passing.reshape(-1, size)[:count]
+                # Rows of bytes as elements; in this form numpy lets other threads run meanwhile.
+                data.view(f"V{size}")[places] = passing[: count * size].view(f"V{size}")
 
 
 @dataclass
