@@ -270,7 +270,7 @@ class Column:
             The place, [rows, ...].
         """
         if not (follows and self.places):
-            self._make_places(start, rows, self._most if follows else 1)
+            self._make_places(start, rows, follows)
         return self.places.pop()
 
     def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
@@ -328,21 +328,22 @@ class Column:
         self.places = []
         self.array = torch.empty(0)
 
-    def _make_places(self, start: int, rows: int, number: int) -> None:
+    def _make_places(self, start: int, rows: int, follows: bool) -> None:
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
-        number = min(number, (self.capacity - start) // rows) if rows else 1
+        number = min(self._most if follows else 1, (self.capacity - start) // max(1, rows))
         stop = start + number * rows
         if self._is_exact:
-            self._make_ready(start, stop, rows)
+            # Of batches of all sizes, nobody knows what comes next.
+            self._make_ready(start, stop, rows if follows or start == 0 else 0)
         self.places = list(torch.split(self.array[start:stop], rows))
         self.places.reverse()
 
     def _make_ready(self, start: int, stop: int, rows: int) -> None:
-        """Make ready what is written next, and have a thread do so for what comes then."""
+        """Make ready what is written next, and have a thread do so for batches that come then."""
         num_bytes = self.spec.nbytes
         self._buffer.touch(start * num_bytes, stop * num_bytes)
-        if self._prefaulter is not None:
+        if self._prefaulter is not None and rows:
             fitting = _MOST_READY // max(1, rows * num_bytes)
             self._most = max(1, min(2 * self._most, _MOST_PLACES, fitting))
             end = (stop + self._most * rows) * num_bytes
