@@ -164,7 +164,7 @@ def test_a_last_graph_without_nodes_is_missed_where_graphs_are_counted():
 
 
 def test_a_graph_index_that_is_missing():
-    with pytest.raises(CollectError, match="sample='graph', and batch 0 has no"):
+    with pytest.raises(CollectError, match="sample='graph', but batch 0 has no"):
         recorder().collect(DATA, rows=Nodes(sample="graph"))
 
 
