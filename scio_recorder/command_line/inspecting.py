@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -32,7 +33,10 @@ def layer_table(recording: Any, title: str, console: Console) -> Table:
     if Measurement.get(console, wide, table).maximum > console.width:
         bare = _compact(title, rows, [""] * len(rows))
         left = console.width - Measurement.get(console, wide, bare).maximum + len("name")
-        names = [short_name(name, max(_SHORTEST, left)) for name in names]
+        # Some characters are two columns wide.
+        names = [
+            short_name(name, max(_SHORTEST, left + len(name) - cell_len(name))) for name in names
+        ]
         table = _compact(title, rows, names)
     return table
 

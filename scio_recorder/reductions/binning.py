@@ -44,9 +44,11 @@ class Bins:
 
     def __init__(self, low: float, high: float, count: int) -> None:
         self._count = count
-        self.edges = torch.from_numpy(np.linspace(low, high, count + 1))
+        # A range may be wider than the largest number.
+        scale = 1.0 if math.isfinite(high - low) else 2.0
+        self.edges = torch.from_numpy(np.linspace(low / scale, high / scale, count + 1) * scale)
         self._slack = _SLACK * max(abs(low), abs(high))
-        # Bins may be narrower than float64 can tell apart, or their range wider than its largest.
+        # Bins may be narrower than float64 can tell apart.
         self._are_apart = bool((self.edges.diff() > 4 * self._slack).all())
         self._per_bin = count / (high - low)
         self._shift = 1.0 - low * self._per_bin

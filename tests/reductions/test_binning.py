@@ -52,6 +52,11 @@ def test_whole_numbers_and_bins_narrower_than_can_be_told_apart() -> None:
     assert (int(narrow.sum()), int(narrow[0]), int(narrow[-1])) == (3, 1, 1)
 
 
+def test_a_range_wider_than_the_largest_number() -> None:
+    values = torch.tensor([-1.7e308, -1.0, 0.0, 1.0, 1.7e308], dtype=torch.float64)
+    assert Bins(-1.7e308, 1.7e308, 4).tally(values).tolist() == [0, 1, 1, 2, 1, 0]
+
+
 def test_values_are_computed_and_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     bins, searched = Bins(-2.0, 2.0, 50), []
     original = Bins._searched
