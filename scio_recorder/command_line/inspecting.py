@@ -35,7 +35,7 @@ def layer_table(recording: Any, title: str, console: Console) -> Table:
         left = console.width - Measurement.get(console, wide, bare).maximum + len("name")
         # Some characters are two columns wide.
         names = [
-            short_name(name, max(_SHORTEST, left + len(name) - cell_len(name))) for name in names
+            short_name(name, max(_SHORTEST, left) + len(name) - cell_len(name)) for name in names
         ]
         table = _compact(title, rows, names)
     return table

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.cells import cell_len
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, open_recording
@@ -97,7 +98,7 @@ def test_collect_inspect_verify(capsys):
 
 
 def test_a_table_fits_100_columns_and_cuts_no_figure(tmp_path, capsys):
-    name = "encoder_of_the_whole_network"
+    name = "encoder_of_the_whole_network_層層"
     net = nn.Sequential()
     for place in range(3):
         inner = nn.Sequential()
@@ -111,7 +112,7 @@ def test_a_table_fits_100_columns_and_cuts_no_figure(tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", "run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(cell_len, lines)) <= 100
     frame = recording.to_frame()
     for label, line in zip(frame.index, lines[2:], strict=True):
         cells = line.split()
