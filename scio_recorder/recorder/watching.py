@@ -129,7 +129,8 @@ class Watching(Reading):
         progress : bool, default False
             Show a progress bar, on a terminal. Trainers have their own.
         resume : bool, default False
-            Continue a recording on disk: durable passes run again, and are not collected again.
+            Continue a recording on disk: durable passes run again, and are not collected again. If
+            the recording is complete, no pass is collected.
 
         Yields
         ------
