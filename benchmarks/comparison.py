@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/comparison.py``. Every recorder is used as its documentation shows, without
 a copy of one's own. What is right comes from a bare network with one hook that clones at once.
-"Wrong" is a value that differs, handed back without a word; "refused" is an exception, by its name;
+"Wrong" is a value that differs, returned without an error; "refused" is an exception, by its name;
 "to rounding" is a value that differs by no more than rounding. The last row is time, one layer of
 48 recorded, set up once where the interface allows it: the median of 50 passes, beside bare passes
 in turn. torchextractor, captum, nnsight, torchlens and transformer-lens are in no extra: install

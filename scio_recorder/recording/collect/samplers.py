@@ -33,17 +33,17 @@ _NO_INDICES = (
     "sample_ids=lambda batch: ... with one id for each"
 )
 _WORKERS = (
-    "workers read the stream, so that it can't be seen where it ends and is filled up with "
-    f"repeats: use num_workers=0 or drop_last=True, or {OWN_WORDS}"
+    "workers read the stream, so it is unknown where it ends and is filled up with repeats: use "
+    f"num_workers=0 or drop_last=True, or {OWN_WORDS}"
 )
 _SKIPS = (
-    "the loader skips its first batches: give the loader that it was made of, and resume=True to "
-    "go on behind what is durable"
+    "the loader skips its first batches: give the loader that it was made from, and resume=True "
+    "to go on after what is durable"
 )
 
 
 def share_of(loader: Any, *, has_ids: bool) -> Share | None:
-    """Return what this process is given by a loader, None where that does not split a dataset.
+    """Return the share that a loader gives this process; None if it does not split a dataset.
 
     Parameters
     ----------
