@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from scio_recorder import CollectError, Recorder, RecordingError
 from scio_recorder.errors import CollectWarning
@@ -44,6 +45,26 @@ def test_positional_and_keyword_inputs_together(pair):
     with torch.no_grad():
         wanted = [rnet.net.inner(x * mask) * 2 for x, mask in data]
     assert torch.equal(recording["0-1"], torch.cat(wanted))
+
+
+def test_a_dataset_of_samples_is_no_loader():
+    rows = torch.randn(6, 3)
+    rnet = Recorder(nn.Linear(3, 3), input_size=(2, 3))
+    rnet.record("*")
+    for dataset in (TensorDataset(rows), Subset(TensorDataset(rows), range(2))):
+        with pytest.raises(CollectError, match=f"batches is a {type(dataset).__name__}.*DataLoad"):
+            rnet.collect(dataset)
+
+
+def test_a_dataset_of_batches_and_one_sample_at_a_time():
+    rows = torch.randn(6, 3)
+    rnet = Recorder(nn.Linear(3, 3), input_size=(2, 3))
+    rnet.record("*")
+    wanted = rnet.collect([rows])["0-1"]
+    of_batches = DataLoader(TensorDataset(rows.view(3, 2, 3)), batch_size=None)
+    torch.testing.assert_close(rnet.collect(of_batches)["0-1"], wanted)
+    one_by_one = rnet.collect(TensorDataset(rows), to_inputs=lambda item: item[0][None])
+    torch.testing.assert_close(one_by_one["0-1"], wanted)
 
 
 def test_keywords_of_a_pair_are_strings():

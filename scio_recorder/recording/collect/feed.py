@@ -8,6 +8,7 @@ from itertools import count, islice
 from typing import Any, TypeGuard
 
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 from scio_recorder.errors import CollectError, RecorderError, caught_as
 from scio_recorder.nets.records import Inputs
@@ -66,6 +67,12 @@ class Feed:
             raise CollectError(
                 "batches is a single tensor, so its rows would count as batches: write "
                 "batches=[x] for one batch, or batches=x.split(32) for several"
+            )
+        if self.to_inputs is None and _is_of_samples(batches):
+            raise CollectError(
+                f"batches is a {type(batches).__name__}, whose items are samples and not batches: "
+                "write DataLoader(dataset, batch_size=32), or batch_size=None if its items are "
+                "batches"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise CollectError(
@@ -293,3 +300,8 @@ def _num_samples(inputs: Inputs) -> int:
         "the net's input has no tensor that would tell the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"
     )
+
+
+def _is_of_samples(batches: Any) -> bool:
+    # The first dimension of a sample would be taken for the number of samples in a batch.
+    return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
