@@ -177,7 +177,9 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]
     if label is not None:
         raise LayerNotFoundError(no_such_label(label, architecture))
     if isinstance(selector, str):
-        raise LayerNotFoundError(no_such_name(selector, architecture.names))
+        is_type = any(row.type_name == selector for row in architecture.values())
+        hint = f"; to choose by type, give the class {selector} and not its name" if is_type else ""
+        raise LayerNotFoundError(no_such_name(selector, architecture.names) + hint)
     if isinstance(selector, re.Pattern):
         return _named(architecture, selector)
     rows = list(architecture.values())

@@ -256,6 +256,14 @@ def test_names_are_offered_for_what_matches_nothing(selector: object, offered: s
     assert offered in str(caught.value)
 
 
+def test_the_name_of_a_type_is_told_from_the_type() -> None:
+    with pytest.raises(LayerNotFoundError, match="give the class Linear and not its name"):
+        select(ARCHITECTURE, ["Linear"])
+    with pytest.raises(LayerNotFoundError) as caught:
+        select(ARCHITECTURE, ["Linera"])
+    assert "give the class" not in str(caught.value)
+
+
 def test_a_glob_that_lacks_its_beginning_is_offered_with_it() -> None:
     net = nn.Sequential(OrderedDict(body=nn.Sequential(OrderedDict(h=nn.Sequential(nn.ReLU())))))
     _, architecture = label_net(net, input_size=(1, 2))
