@@ -67,8 +67,9 @@ def run(parsed: argparse.Namespace) -> int:
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
-        notes = [str(error), *getattr(error, "__notes__", ())]
-        text = f"error: {'; '.join(notes)}"
+        said = str(error).replace("resume=True", "--resume")
+        notes = [said, *(note.removesuffix(".") for note in getattr(error, "__notes__", ()))]
+        text = f"error: {'. '.join(notes)}"
         status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
         is_broken_off = isinstance(error, BrokenOffError)
     # After the exception, which holds the net: an error while looking for the recording would
@@ -206,9 +207,9 @@ def _add_collect(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="the folder to write, or a place in a bucket such as s3://bucket/run",
     )
-    add("--every", type=number, default=1, help="take every n-th batch (1)")
-    add("--max-batches", type=number, help="stop after this number of taken batches")
-    add("--keep-dtype", type=dtype_of, help="the dtype in which to keep values, such as bfloat16")
+    add("--every", type=number, metavar="N", default=1, help="take every n-th batch (1)")
+    add("--max-batches", type=number, metavar="N", help="stop after this number of taken batches")
+    add("--keep-dtype", type=dtype_of, metavar="DTYPE", help="kept dtype, such as bfloat16")
     add("--resume", action="store_true", help="continue an interrupted recording")
     add("--train", action="store_true", help="leave the net in its mode; by default it is eval")
 

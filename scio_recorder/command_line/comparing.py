@@ -62,7 +62,12 @@ def add_compare(command: argparse.ArgumentParser) -> None:
     add("--rtol", type=_tolerance, default=0.0, help="relative tolerance (0: bit for bit)")
     add("--atol", type=_tolerance, default=0.0, help="absolute tolerance (0: bit for bit)")
     add("--rows", metavar="ROWS", help="what a row is, if nets run, as for collect")
-    add("--max-batches", type=whole_from(1), help="stop after this number of batches")
+    add(
+        "--max-batches",
+        type=whole_from(1),
+        metavar="N",
+        help="stop after this number of batches",
+    )
     add("--report", metavar="FILE", help="write a page that shows the differences")
     add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
     add(

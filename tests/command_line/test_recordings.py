@@ -219,7 +219,7 @@ def test_names_of_layers_do_nothing_to_the_terminal(capsys):
 def test_what_is_there_is_only_gone_on_with_when_asked(capsys):
     assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
     assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 2
-    assert "already holds a recording" in capsys.readouterr().err
+    assert "already holds a recording: resume it with --resume," in capsys.readouterr().err
     assert main([*COMMAND, "--layers", "0", "--out", "run", "--resume"]) == 0
 
 
