@@ -318,7 +318,7 @@ def test_what_is_there_stays(form, tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.iterdir())
     for name in ("folder", "file", "link"):
-        with pytest.raises(RecordingError, match=f"{name} is there already"):
+        with pytest.raises(RecordingError, match=f"{name} exists already"):
             getattr(recording, f"to_{form}")(tmp_path / name)
     with pytest.raises(RecordingError, match="missing/out: No such file"):
         getattr(recording, f"to_{form}")(tmp_path / "missing" / "out")
