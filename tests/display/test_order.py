@@ -130,10 +130,10 @@ def test_pages_and_tables(
     recording = rnet.collect([torch.randn(3, 4)], store=f"disk:{tmp_path / 'run'}")
     page = recording.report(tmp_path / "page.html").read_text(encoding="utf-8")
     rows = re.findall(
-        r'<tr id="layer-([\d-]+)".*?<td class="name"[^>]*><bdi>(.*?)</bdi>(.*?)</td>', page
+        r'<tr id="layer-([\d-]+)".*?<td class="name.*?<bdi>(.*?)</bdi>(.*?)</span></td>', page
     )
     assert [f"{name}{call}" for _, name, call in rows] == titles
-    captions = re.findall(r"<figcaption.*?</a> <bdi>(.*?)</bdi>(.*?)</figcaption>", page)
+    captions = re.findall(r"<figcaption.*?<bdi>(.*?)</bdi>(.*?)</span></span></figcaption>", page)
     assert [f"{name}{call}" for name, call in captions] == [one or "Awkward" for one in titles]
     assert main(["inspect", str(tmp_path / "run")]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d+-\d+ ", line)]

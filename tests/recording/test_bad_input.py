@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 import pytest
 import torch
@@ -283,3 +284,23 @@ def test_hooks_are_in_order_after_an_error():
     assert_same(rnet.collect(data), expected(rnet, data))
     rnet.remove()
     assert not any(module._forward_hooks for module in rnet.net.modules())
+
+
+@pytest.mark.parametrize(
+    ("made", "taken"),
+    [(lambda x: {"one": x}, "activation['one']"), (lambda x: (x,), "activation[0]")],
+)
+def test_the_advice_for_what_is_no_tensor_works(made: Any, taken: str) -> None:
+    class Structured(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return made(x)
+
+    rnet = Recorder(nn.Sequential(Structured()), input_size=(1, 2))
+    rnet.record("0")
+    x = torch.randn(3, 2)
+    with pytest.raises(CollectError, match=re.escape(taken)) as error:
+        rnet.collect([x], progress=False)
+    advice = re.search(r"transform=(\{.*\})", str(error.value))
+    assert advice is not None
+    recording = rnet.collect([x], transform=eval(advice[1]), progress=False)
+    assert torch.equal(recording["0"], x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -112,10 +113,11 @@ class LayerIntake:
                 f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
                 "tensor [batch, ...]"
             )
+        first = next(iter(activation), 0) if isinstance(activation, Mapping) else 0
         return (
             f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
             "with transform, such as transform={"
-            f'"{self.layer.label}": lambda activation, batch: activation[0]}}'
+            f'"{self.layer.label}": lambda activation, batch: activation[{first!r}]}}'
         )
 
 

@@ -297,7 +297,7 @@ def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
     with pytest.raises(ComparisonError, match=r"1 rows"):
         similarity(*[recorded(second_net(), IMAGES[:1])] * 2)
     rnet = Recorder(second_net(), input_size=(1, 3, 6, 6))
-    with pytest.raises(ComparisonError, match=r"recording_b is Recorder"):
+    with pytest.raises(ComparisonError, match=r"recording_b is of type Recorder"):
         similarity(first, rnet)  # type: ignore[arg-type]  # that is the mistake
     rnet.record("*")
     with pytest.raises(ComparisonError, match=r"recording_b.*reduced"):

@@ -202,7 +202,7 @@ def test_what_has_become_another_one_is_refused(store, place):
         stamp = file.stamp
     by_hand(store[0], "PUT", f"/{place}/name", b"two")
     with (
-        pytest.raises(RecordingError, match="has become another one"),
+        pytest.raises(RecordingError, match="was replaced since it was opened"),
         accessing("name"),
         medium.open("name", stamp) as file,
     ):
@@ -251,7 +251,7 @@ def test_an_object_that_was_cut_is_damaged(store, place, length):
         with pytest.raises(RecordingError, match=f"{name}.* is damaged"):
             RunReader(f"s3://{place}", verify=True)
         if name.startswith("chunk"):
-            with pytest.raises(RecordingError, match=f"{name}: has become another one"):
+            with pytest.raises(RecordingError, match=f"{name}: was replaced since it was opened"):
                 reader.read("1-1", 0, 500)
         by_hand(store[0], "PUT", f"/{place}/{name}", whole)
 

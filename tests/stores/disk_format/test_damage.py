@@ -160,7 +160,7 @@ def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
     make_run(tmp_path / "other", finish=False)
     with RunReader(run) as reader:
         shutil.copy(find(tmp_path / "other", f"{CHUNK}0.safetensors"), run)
-        with pytest.raises(RecordingError, match="has become another one"):
+        with pytest.raises(RecordingError, match="was replaced since it was opened"):
             reader.read("1-1", 0, 3)
 
 
