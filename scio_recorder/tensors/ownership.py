@@ -314,7 +314,7 @@ class _Place:
 
     def __del__(self) -> None:
         leaf = self._leaf()
-        if leaf is not None and torch.__version__ < "2.10":
+        if leaf is not None:
             private.renew_hooks(leaf)
 
 

@@ -216,8 +216,9 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def renew_hooks(tensor: Tensor) -> None:
-    """Let torch know again which hooks a tensor has, where it has dropped them inside."""
-    tensor._backward_hooks = tensor._backward_hooks
+    """Let torch know again which hooks a tensor has, where it may have dropped them inside."""
+    if _VERSION < (2, 10):
+        tensor._backward_hooks = tensor._backward_hooks
 
 
 @checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
