@@ -72,16 +72,16 @@ class RecorderError(Exception):
 
 
 def caught_as(kind: type[RecorderError], error: Exception, text: str) -> Exception:
-    """Return an error that is caught as one of ours and as what was raised.
+    """Return an error that can be caught as one of ours and as the one that was raised.
 
-    Where no class can be both, it is what was raised, with a note.
+    If no class can be both, it is the raised error with a note.
 
     Parameters
     ----------
     kind : type
         A class of this tree.
     error : Exception
-        What was raised, whose attributes it has.
+        The raised error, whose attributes it has.
     text : str
         The message.
 
@@ -95,7 +95,7 @@ def caught_as(kind: type[RecorderError], error: Exception, text: str) -> Excepti
         # A class made here can't be found by name when an error is sent to another process.
         reduce = {"__reduce__": lambda self: (caught_as, (kind, error, str(self)))}
         both: Any = type(kind.__name__, (kind, type(error)), reduce)
-        # Without its constructor, which may need any arguments.
+        # Bypasses the constructor, which may need any arguments.
         made: Exception = type(error).__new__(both, text)
     except Exception:
         error.add_note(text)
@@ -188,7 +188,7 @@ def needing(extra: str, what: str) -> Iterator[None]:
     extra : str
         The extra.
     what : str
-        What needs it.
+        The feature that needs it.
 
     Examples
     --------

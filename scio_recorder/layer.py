@@ -1,4 +1,4 @@
-"""A layer: one call of a module, with its label and the shapes that went in and came out."""
+"""A layer: one call of a module, with its label and the shapes of its input and output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Label(tuple[int, int]):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor looks like without its values.
+    """The shape and dtype of a tensor.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part that one process has of an activation that is spread over several.
+    """The part of an activation that one process has, if several share the activation.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Shard:
     index : int or None
         Which of the shards this is; None in a recording from disk, which may hold all shards.
     count : int
-        How many shards there are; 0 if that can't be known.
+        The number of shards; 0 if it can't be known.
 
     Examples
     --------
@@ -137,8 +137,8 @@ class Layer:
     call : int
         0 for the module's first call, in the order in which calls start.
     input_shape : Any
-        Shape of the tensor that went in: a tuple of ints, or a structure of these if the layer
-        takes a structure. None if it did not run.
+        Shape of the input: a tuple of ints, or a structure of these if the input is a structure.
+        None if it did not run.
     num_params : int
         Number of parameters, those of submodules included.
     executed : bool
@@ -173,7 +173,7 @@ class Layer:
 
     @property
     def depth(self) -> int:
-        """How many modules it lies in, which is the first half of the label."""
+        """The number of modules around it, which is the first half of the label."""
         return self.label[0]
 
     @property
@@ -183,7 +183,7 @@ class Layer:
 
     @property
     def output_shape(self) -> Any:
-        """Shape of the tensor that came out, or a structure of shapes; None if it did not run."""
+        """Shape of the output, or a structure of shapes; None if it did not run."""
         return shapes_of(self.output_spec)
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ def shapes_of(spec: Any) -> Any:
     Parameters
     ----------
     spec : Any
-        What :func:`describe` returns.
+        The result of :func:`describe`.
 
     Returns
     -------
@@ -234,7 +234,7 @@ def shapes_of(spec: Any) -> Any:
 
 
 def text_of(label: DepthIdx) -> str:
-    """Return how a label is printed.
+    """Return the printed form of a label.
 
     Examples
     --------
@@ -264,7 +264,7 @@ def label_of(key: object) -> Label | None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a structure in which a function has replaced all that is not a container."""
+    """Return a structure in which a function has replaced everything but the containers."""
     if isinstance(value, TensorSpec):
         return function(value)
     if isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return [map_leaves(function, item) for item in value]
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
-        # Some named tuples, PackedSequence for one, check what their constructor is given.
+        # Some named tuples, such as PackedSequence, check the arguments of their constructor.
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
@@ -290,7 +290,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _length(tensor: Tensor, dim: int) -> int:
-    # Nested tensors have dimensions without one length.
+    # Nested tensors have dimensions without a single length.
     try:
         return int(tensor.size(dim))
     except (RuntimeError, ValueError, TypeError, AttributeError):

@@ -1,1 +1,1 @@
-"""Analyses of passes and recordings: where two runs differ, and what made a NaN."""
+"""Analyses of passes and recordings: how two runs differ, which call made a NaN, and more."""

@@ -1,4 +1,4 @@
-"""Scores that say how unlike the training data features are, from a `Covariance` of that data.
+"""Scores of how unlike the training data features are, from a `Covariance` of that data.
 
 A score is larger for features that are less like the training data, as in pytorch-ood. The
 detectors of pytorch-ood take the training features. These scores take statistics of one pass.

@@ -1,1 +1,1 @@
-"""The engine that watches a network run."""
+"""The engine that records a network while it runs."""

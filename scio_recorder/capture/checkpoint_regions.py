@@ -2,20 +2,20 @@
 
 NOTE [Whose run is run again]
 
-A re-run happens inside a backward pass, on whatever thread that runs, when any number of other
-forward passes may have run in between. Nothing is recorded then, but post-processors must act as
-they did, or gradients would be those of another function.
+A re-run happens inside a backward pass, on any thread, and other forward passes may have run in
+between. Nothing is recorded then, but post-processors must act as they did, or gradients would be
+those of another function.
 
-What ties a re-run to its first run is the region: the object that torch keeps in the graph for
-each checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
-(reentrant checkpointing and its kin), or torch's own object (non-reentrant). Functions that are
-running when a hook is called hold it, in the first run and in the re-run. So each event of a pass
-marks the regions around it, found by walking up the stack, and a re-run looks for the nearest
-marked region in the same way. The marks live and die with the graph.
+The region ties a re-run to its first run: the object that torch keeps in the graph for each
+checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
+(reentrant checkpointing and similar functions), or torch's own object (non-reentrant). Functions
+that are running when a hook is called hold it, in the first run and in the re-run. So each event of
+a pass marks the regions around it, found by walking up the stack, and a re-run looks for the
+nearest marked region in the same way. The marks live as long as the graph.
 
-A region holds the positions of its events in order, so that the calls of a module that runs several
-times are told apart by counting. Hooks of a selection that was given up stay, for re-runs only, as
-long as any of its marks lives. Event logs mark regions too: see ``events``.
+A region holds the positions of its events in order, so that several calls of a module are
+distinguished by counting. Hooks of a selection that was given up stay, for re-runs only, as long as
+any of its marks lives. Event logs mark regions too: see ``events``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE = "_scio_recorder_marks"
-# Where a backward pass begins: what is around it is not what it runs again.
+# The functions that begin a backward pass: it does not run again what is around them.
 _BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
 
 
 class Region(NamedTuple):
-    """A checkpointed call that the caller is part of."""
+    """A checkpointed call around the caller."""
 
-    kept: Any  # what the graph keeps of it
+    kept: Any  # the object that the graph keeps of it
     is_rerun: bool
     is_reentrant: bool
 
@@ -91,7 +91,7 @@ def _region_of(frame: FrameType) -> Region | None:
 
 
 def _first_runs(until: Collection[CodeType]) -> list[Any]:
-    """Return what the graph will keep of the regions around an event of a pass."""
+    """Return the objects that the graph will keep of the regions around an event of a pass."""
     around = [region.kept for region in regions(until)]
     # Nothing on the stack holds a region that hooks of a module begin and end.
     saving = private.region_that_saves()
@@ -101,7 +101,7 @@ def _first_runs(until: Collection[CodeType]) -> list[Any]:
 
 
 class Marks:
-    """The marks that one observer has put on regions. A graph holds marks, and no observer."""
+    """The marks that one observer has put on regions. A graph holds marks, but no observer."""
 
     def __init__(self) -> None:
         self._alive: set[weakref.ref[Any]] = set()
@@ -112,11 +112,11 @@ class Marks:
         return bool(self._alive)
 
     def hold(self, mark: object) -> None:
-        """Take up what a graph is going to hold as long as something can run again."""
+        """Note an object that a graph will hold as long as something can run again."""
         self._alive.add(weakref.ref(mark, self._is_gone))
 
     def when_over(self, function: Callable[[], None]) -> None:
-        """Call a function whenever there is nothing left to run again."""
+        """Call a function whenever nothing is left that can run again."""
         self._when_over = function
         if not self._alive:
             function()
@@ -127,7 +127,7 @@ class Marks:
             self._when_over()
 
     def on(self, region: Any) -> Any:
-        """Return this observer's mark on a region, None if there is none."""
+        """Return this observer's mark on a region; None if it has none."""
         return getattr(region, _ATTRIBUTE, {}).get(self)
 
     def put(self, region: Any, mark: Any) -> Any:
@@ -148,7 +148,7 @@ class _Mark:
     def __init__(self, rerun: Rerun, root: int | None = None) -> None:
         self.rerun = rerun
         self.positions: list[int] = []
-        # The backward pass that a mark was made in, if it was: checkpointing in a re-run region.
+        # The backward pass in which the mark was made, if any: checkpointing in a re-run region.
         self.root = root
         self.task = -1
         self.counts: dict[tuple[int, bool], int] = {}
@@ -196,7 +196,7 @@ class Rerun:
             mark.positions.append(position)
 
     def again(self, label: DepthIdx, output: Any, task: int) -> Any:
-        """Do to an output what the first run did to it; None to go on with it as it is."""
+        """Do to an output what the first run did to it; None leaves it as it is."""
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
             gradients.attach(label, *flatten(output), task)
@@ -216,19 +216,19 @@ class Reruns(Marks):
     """The passes of one selection that may be run again."""
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Post-process inputs in a re-run; None to go on with them as they are."""
+        """Post-process inputs in a re-run; None leaves them as they are."""
         mark, label, _ = self._next_event(index, starts=True)
         return None if mark is None else mark.rerun.inputs_again(label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
-        """Post-process an output in a re-run; None to go on with it as it is."""
+        """Post-process an output in a re-run; None leaves it as it is."""
         mark, label, task = self._next_event(index)
         return None if mark is None else mark.rerun.again(label, output, task)
 
     def _next_event(self, index: int, *, starts: bool = False) -> tuple[Any, Any, int]:
-        """Return the mark of the nearest region that is run again, and what starts or returns.
+        """Return the mark of the nearest re-run region, and the event that comes next in it.
 
-        That is the label of a call, and the backward pass that it belongs to.
+        The event is the label of a call, and the backward pass that it belongs to.
         """
         inner: list[Any] = []
         for region in regions() if self else ():

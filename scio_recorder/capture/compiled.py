@@ -1,4 +1,4 @@
-"""A pass under ``torch.compile``: plain dictionaries and nothing that dynamo can't follow."""
+"""A pass under ``torch.compile``: plain dictionaries, since dynamo must follow all of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompiledPass:
         self.is_on_graph = False
 
     def receive(self, index: int, output: Any) -> Any:
-        """Take what a module returned; return what the network goes on with, None for the same."""
+        """Take a module's output; return what the network goes on with, None for the same."""
         count = self.counts.get(index, 0)
         self.counts[index] = count + 1
         positions = self.program.positions[index]
@@ -60,7 +60,7 @@ class CompiledPass:
         return handed
 
     def records(self) -> Records:
-        """Return copies of the activations; raises as `checked` does."""
+        """Return copies of the activations; raise as `checked` does."""
         copies = {label: copied(value) for label, value in self.checked().items()}
         return Records(self.program.architecture, copies)
 

@@ -1,4 +1,4 @@
-"""Running passes: the state between them, and what is true before and after each."""
+"""Running passes: the state between them, and what holds before and after each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors import private
 
 _NO_POSTS = Assigned({})
-# Settings beyond this many are forgotten, the oldest first: learning them again costs copies only.
+# Beyond this number, the oldest settings are forgotten: learning them again costs only copies.
 _MAX_SETTINGS = 64
 
 
@@ -51,7 +51,7 @@ class _Latest(threading.local):
 
 
 class Capture:
-    """Records the layers of one selection. A new selection takes a new one.
+    """Records the layers of one selection. Each selection has its own.
 
     The network's hooks refer to a part of this object, never to the recorder, so that dropping the
     recorder drops everything.
@@ -68,11 +68,11 @@ class Capture:
         self._settings = Settings(net)
         self._shards = Shards(architecture, recording)
         self._known: dict[object, Setting] = {}
-        # The recorder owns them: they are the user's, and may lead back to it.
+        # The recorder owns them: they are the user's, and may refer to the recorder.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
         # The blocks that the recorder is in, the innermost last.
         self.watchers: Sequence[Watcher] = ()
-        # Whether a compiled pass has run in one of them, which saw nothing of it.
+        # Whether a compiled pass has run in one of them, which did not see it.
         self.has_missed = False
         self._reruns = Reruns()
         self._site = Site(self._reruns)
@@ -90,8 +90,8 @@ class Capture:
     def remove(self) -> None:
         """Take all hooks away and drop the records.
 
-        Only where a checkpointed region that was post-processed may still run again, hooks stay for
-        that, until its graph is gone: gradients would else be wrong without a word.
+        If a post-processed checkpointed region may still run again, its hooks stay until its graph
+        is gone: otherwise gradients would be silently wrong.
         """
         self._is_removed = True
         self._reruns.when_over(self._hooks.detach)
@@ -133,11 +133,11 @@ class Capture:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody wants the records of each pass."""
+        """Whether a block wants the records of each pass."""
         return any(watcher.passes is not None for watcher in self.watchers)
 
     def acting(self, given: Postprocessors | None) -> Postprocessors | None:
-        """Return what acts in a call: what it is given, or what the innermost block is."""
+        """Return the post-processors of a call: its own, or those of the innermost block."""
         if given is None and self.watchers:
             blocks = (watcher.posts for watcher in reversed(self.watchers))
             given = next((posts for posts in blocks if posts is not None), None)
@@ -156,7 +156,7 @@ class Capture:
     ) -> Any:
         """Run the network, recording what it does; with ``stop``, no further than needed.
 
-        With a sink, activations go there as they come, whether the pass leaves records or not.
+        With a sink, activations go there at once, whether the pass leaves records or not.
         """
         program = self.program
         if sink is None:
@@ -165,12 +165,12 @@ class Capture:
         if self._is_removed or not program.recording or (given is None and not is_observed):
             self._forget_latest()
             if given is not None:
-                # There is no layer to act on, which is wrong where layers are named.
+                # There is no layer to act on, which is wrong if layers are named.
                 assign(program.architecture, (), given)
             return self._run_idle(net, args, kwargs)
         refuse_transforms()
         if is_rerun():
-            # Checkpointing around the recorder: the pass that is run again is recorded already.
+            # Checkpointing around the recorder: the re-run pass is recorded already.
             records_outputs = False
         else:
             self._forget_latest()
@@ -220,7 +220,7 @@ class Capture:
             self._finish(current)
             self._active.discard(id(current))
         except BaseException:
-            # An interruption can come anywhere, also before the pass has begun to run.
+            # An interruption can come anywhere, even before the pass has begun to run.
             local.active, local.log = outer, outer_log
             self._active.discard(id(current))
             current.abandon()
@@ -337,7 +337,7 @@ class Capture:
         return output
 
     def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:
-        """Run a compiled recorder, and hand to a sink what it has left; then it leaves nothing."""
+        """Run a compiled recorder, and hand its records to a sink, so that none are left."""
         self._forget_latest()
         output = call()
         if self._compiled is None:
@@ -352,7 +352,7 @@ class Capture:
 
 
 def fusable(architecture: Architecture) -> list[Layer]:
-    """Return the layers for which torch has a fused kernel, which it leaves where hooks are."""
+    """Return the layers for which torch has a fused kernel, which it doesn't use beside hooks."""
     rows = architecture.values()
     return [row for row in rows if isinstance(row.module, nn.TransformerEncoderLayer)]
 
@@ -360,7 +360,7 @@ def fusable(architecture: Architecture) -> list[Layer]:
 def warn_of_other_kernels(
     layers: Iterable[Layer], modules: Collection[nn.Module | None], what: str
 ) -> bool:
-    """Warn where hooks on modules make torch run another kernel, and return whether they do."""
+    """Warn if hooks on modules make torch run another kernel, and return whether they do."""
     if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
         return False
     for row in layers:
@@ -378,7 +378,7 @@ def warn_of_other_kernels(
 
 
 def refuse_transforms(what: str = "recorded") -> None:
-    """Refuse what makes tensors that don't outlive the call."""
+    """Refuse transforms whose tensors don't outlive the call."""
     if private.is_inside_transform():
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "

@@ -1,4 +1,4 @@
-"""Gradients with respect to what was recorded."""
+"""Gradients with respect to recorded activations."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], obj
 
 
 class Gradients:
-    """The gradients of the latest backward pass through a forward pass, or the sum over all.
+    """The gradients of the latest backward pass through a forward pass, or the sum of all.
 
-    Hooks on tensors hold this object weakly: autograd's graph, which holds the hooks, would else
-    keep gradients alive that were made with ``create_graph=True``, and these the graph.
+    Hooks on tensors hold this object weakly. Otherwise autograd's graph, which holds the hooks,
+    would keep gradients alive that were made with ``create_graph=True``, and these would keep the
+    graph.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Gradients:
     def attach(
         self, label: DepthIdx, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
     ) -> None:
-        """Listen to the gradients of what a layer returned, before anything can change it.
+        """Listen to the gradients of a layer's output, before anything can change it.
 
-        ``task`` is the backward pass that they belong to, where that is not the one that brings
-        them: reentrant checkpointing runs backward passes inside the backward pass.
+        ``task`` is the backward pass that they belong to, if another one brings them: reentrant
+        checkpointing runs backward passes inside the backward pass.
         """
         delivery = self._delivery
         delivery.templates[label] = len(tensors), rebuild
@@ -64,11 +65,11 @@ class Gradients:
                     self._lasting.append(handle)
 
     def begin(self, arrived: _Arrived) -> None:
-        """Take up a backward pass, in which the first gradient has come."""
+        """Begin a backward pass, whose first gradient has come."""
         self._arrived = [*self._arrived, arrived] if self._accumulates else [arrived]
 
     def records(self, architecture: Architecture) -> Records:
-        """Return the gradients so far; a layer that got none is absent."""
+        """Return the gradients so far; a layer that received none is absent."""
         entries = {}
         # In the order in which the layers returned.
         for label, (count, rebuild) in self._delivery.templates.items():
@@ -84,7 +85,7 @@ class Gradients:
 
 
 class _Arrived:
-    """The gradients of one backward pass through one forward pass, as far as they have come."""
+    """The gradients of one backward pass through one forward pass that have come so far."""
 
     __slots__ = ("__weakref__", "layers")
 
@@ -96,8 +97,8 @@ class _Delivery:
     """Takes gradients, and calls the user's hooks when a backward pass is over.
 
     The graph owns it, so that passes count that are no longer the latest. It holds neither the
-    hooks, which may lead back to the graph, nor gradients: these belong to the engine, which lets
-    go of them at the end of the backward pass, also of one that fails, and to the owner.
+    hooks, which may refer to the graph, nor gradients. Those belong to the owner, and to the
+    engine, which drops them at the end of the backward pass, even if it fails.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class _Delivery:
         self.templates: dict[DepthIdx, tuple[int, Rebuild]] = {}
 
     def expect(self, task: int) -> _Arrived:
-        """Return what has come in a backward pass."""
+        """Return the gradients that have come in a backward pass."""
         arrived = self._arrived.get(task)
         if arrived is None:
             arrived = self._arrived[task] = _Arrived()

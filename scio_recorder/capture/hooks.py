@@ -1,4 +1,4 @@
-"""The only registrar of hooks."""
+"""The only place that registers hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Local(threading.local):
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
-    # Whether the network runs for the recorder without a pass, since nothing is recorded.
+    # Whether the recorder runs the network without a pass, since nothing is recorded.
     is_idle = False
 
 
@@ -48,7 +48,7 @@ class Site:
     def __init__(self, reruns: Reruns) -> None:
         self.local = _Local()
         self.reruns = reruns
-        # A text: a number could become a symbol where the network is compiled again.
+        # A string: a number could become a symbol if the network is compiled again.
         self.name = f"site {next(_SITES)}"
 
 
@@ -64,9 +64,9 @@ class ModuleHook(Uncopied):
         self.local = site.local
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Take what the module returned.
+        """Take the module's output.
 
-        This is the path that every recorded layer pays for in every pass.
+        Every recorded layer pays for this path in every pass.
         """
         log = self.local.log
         if log is not None:
@@ -74,11 +74,11 @@ class ModuleHook(Uncopied):
                 log += self.index, output, output._version
                 return None
             except (AttributeError, RuntimeError):
-                # No tensor this time, or one without a version counter.
+                # Not a tensor this time, or one without a version counter.
                 pass
         if torch.compiler.is_dynamo_compiling():
-            # Without a compiled pass of ours, this is a compiled part of the net: what is traced
-            # once must not be taken for a record. The compiler can't look at a pass before 2.12.
+            # Without a compiled pass of ours, this is a compiled part of the net: a value that is
+            # traced once must not count as a record. Before 2.12 the compiler can't look at a pass.
             return self.after_traced(module, args, output)
         active = self.local.active
         if active is not None:
@@ -97,14 +97,14 @@ class ModuleHook(Uncopied):
             return self.after_traced(module, args, output)
         if active is not None:
             return active.receive(self.index, args, output)
-        # A call that belongs to no pass, unless a backward pass runs the module again.
+        # A call outside of any pass, unless a backward pass runs the module again.
         reruns = self.site.reruns
         if reruns and private.backward_pass() != -1:
             return reruns.again(self.index, output)
         return None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Take what the module's forward is about to receive; return what it receives instead."""
+        """Take the inputs of the module's forward; return those that it receives instead."""
         site = self.site
         if self.name in TRACED or torch.compiler.is_dynamo_compiling():
             return None
@@ -115,7 +115,7 @@ class ModuleHook(Uncopied):
         return None
 
     def after_traced(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Take what a compiled module returned, while the network around it is compiled."""
+        """Take a compiled module's output, while the network around it is compiled."""
         compiled = TRACED.get(self.name)
         return None if compiled is None else compiled.receive(self.index, output)
 
@@ -126,7 +126,7 @@ class Around:
     Attributes
     ----------
     inner : callable or None
-        What stood there before.
+        The function that was there before.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,7 +134,7 @@ class Around:
 
 
 def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
-    """Leave what stands in place of a module's call without some, whichever came first."""
+    """Take some wrappers out of those around a module's call, whichever came first."""
 
     def remaining(call: Any) -> Any:
         if not isinstance(call, Around):
@@ -148,9 +148,10 @@ def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
 
 
 class AroundCompiled(Around):
-    """Stands for what a module has compiled, so that our hook acts outside of that.
+    """Stands for a module's compiled call, so that our hook acts outside of it.
 
-    ``module.compile()`` compiles the module's hooks along, and what is traced once is no record.
+    ``module.compile()`` compiles the module's hooks too, and a value that is traced once is no
+    record.
     """
 
     def __init__(self, hook: ModuleHook, sees_inputs: bool, module: nn.Module) -> None:
@@ -160,9 +161,10 @@ class AroundCompiled(Around):
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what was compiled, with what our hook makes of inputs and output."""
+        """Call the compiled function, with our hook before and after it."""
         if torch.compiler.is_dynamo_compiling():
-            # The network around it is compiled: not all versions come by here, but all by a hook.
+            # The network around it is compiled: not all versions of torch call this, but all call a
+            # hook.
             return self.inner(*args, **kwargs)
         module: Any = self._module()
         if self._sees_inputs:
@@ -183,7 +185,7 @@ def _remove(module: nn.Module, site: Site) -> None:
 
 
 def _hooks_of(module: nn.Module, site: Site) -> Iterator[tuple[dict[int, Any], int]]:
-    """Yield the hooks of a site, found where they are: handles get lost in interruptions."""
+    """Yield the hooks of a site, as found on modules: interruptions can lose handles."""
     for hooks in private.forward_hooks(module):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
@@ -199,12 +201,12 @@ class Hooks:
         self._site = site
         self._with_inputs = set(range(len(modules))) if with_inputs else set()
         self._checked_at = -1
-        # Set when all are in place, and cleared before the first goes: an interruption can come
-        # between any two.
+        # Set when all are attached, and cleared before the first is removed: an interruption can
+        # come between any two.
         self._is_attached = False
 
     def attach(self) -> None:
-        """Put the hooks in place, behind all others."""
+        """Attach the hooks, behind all others."""
         self.detach()
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
@@ -221,16 +223,16 @@ class Hooks:
         self._is_attached = True
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._is_attached = False
         for module in self._modules:
             _remove(module, self._site)
 
     def make_ready(self, indices: set[int]) -> None:
-        """Be in place, behind hooks that were added later, and see what some modules receive.
+        """Attach the hooks behind any that were added later, with those on some modules' inputs.
 
-        Every new handle takes a number, so one comparison tells that there are no new ones. A
-        module that has been compiled since needs its hook outside of that.
+        Every new handle takes a number, so one comparison shows whether there are new ones. A
+        module that has been compiled since then needs its hook outside of the compiled call.
         """
         is_complete = self._is_attached and indices <= self._with_inputs
         is_newly_compiled = private.dynamo_is_loaded() and any(
@@ -249,7 +251,7 @@ class Hooks:
 
 
 class _Observer(Uncopied):
-    """A hook that calls a method as long as its object lives."""
+    """A hook that calls a method while the method's object lives."""
 
     __slots__ = ("_method", "_name", "_unseen")
 
@@ -264,8 +266,8 @@ class _Observer(Uncopied):
         self._unseen = unseen
 
     def __call__(self, *call: Any) -> None:
-        # What is traced once must not be taken for what happens in every call; dynamo follows
-        # writing to a dictionary without a graph break.
+        # A value that is traced once must not count for every call; dynamo follows a write to a
+        # dictionary without a graph break.
         if torch.compiler.is_dynamo_compiling():
             if self._unseen is not None:
                 self._unseen[self._name] = True
@@ -310,14 +312,14 @@ def observe(
 
 
 class Bracket(Uncopied):
-    """Hooks at both ends of each call of a module; a subclass says what they do.
+    """Hooks at both ends of each call of a module; a subclass defines what they do.
 
     Parameters
     ----------
     name : str
         The name of the module.
     unseen : dict
-        The name is written here where the module runs as compiled code.
+        Receives the name if the module runs as compiled code.
     """
 
     def __init__(self, name: str, unseen: dict[str, bool]) -> None:
@@ -325,29 +327,29 @@ class Bracket(Uncopied):
         self._unseen = unseen
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take what a call is about to receive."""
+        """Take the inputs of a call that begins."""
         if not torch.compiler.is_dynamo_compiling():
             self.begin(args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Take what a call has returned."""
+        """Take the output of a call that has returned."""
         if torch.compiler.is_dynamo_compiling():
             self._unseen[self.name] = True
         else:
             self.end(args, output)
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Take what a call is about to receive, ahead of the forward and behind other hooks."""
+        """Take the inputs of a call, ahead of the forward and behind other hooks."""
         raise NotImplementedError
 
     def end(self, args: Any, output: Any) -> None:
-        """Take what a call returned, behind other hooks; None where it raised an exception."""
+        """Take the output of a call, behind other hooks; None if it raised an exception."""
         raise NotImplementedError
 
 
 @contextlib.contextmanager
 def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
-    """Keep hooks at both ends of the calls of modules, for the length of a block."""
+    """Keep hooks at both ends of the calls of modules inside a block."""
     handles = []
     try:
         for module, bracket in brackets.items():

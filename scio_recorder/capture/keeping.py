@@ -1,18 +1,18 @@
-"""How one output is kept so that nothing that runs later can change the record.
+"""Keeping one output so that nothing that runs later can change the record.
 
 NOTE [What a record holds]
 
 1. Reference: the tensor itself. Its version counter, noted here and compared whenever the record is
    read, tells whether an in-place operation touched it or a view of it. Then reading raises, and
    the layer is copied from the next pass on.
-2. Copy: of a tensor on the graph, one that has its place there, see `own_copy`.
+2. Copy: the copy of a tensor on the graph takes the tensor's place there, see `own_copy`.
 3. Exchange: an in-place operation on a view cuts the view's place out of the graph. So a view on
    the graph whose memory nobody else holds is kept itself, and whoever holds it holds a copy from
    then on, see `exchange`.
 
-While it is unknown whether a copy is needed (LEARN), one is made, and what the network goes on with
-is watched: if it was overwritten by the end of the pass, copies are made from then on; if it was
-not, references do.
+While it is unknown whether a copy is needed (LEARN), one is made, and the tensor that the network
+goes on with is watched. If it was overwritten by the end of the pass, copies are made from then on;
+otherwise references suffice.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class KeptLeaf:
     __slots__ = ("exposed_by", "tensor", "used", "used_version", "version")
 
     def __init__(self, tensor: Tensor, used: Tensor) -> None:
-        # What the record holds, and the version that it must show.
+        # The tensor that the record holds, and the version that it must have.
         self.tensor = tensor
         self.version = version_of(tensor)
-        # What the network goes on with.
+        # The tensor that the network goes on with.
         self.used = used
         self.used_version = version_of(used)
-        # The exchange but for which the network would work on this tensor's memory.
+        # The exchange without which the network would work on this tensor's memory.
         self.exposed_by: KeptLeaf | None = None
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the network overwrote what it was given.
+        """Whether the network overwrote the tensor that it was given.
 
-        What is learned of one layer must not lean on what is done for another, so what an exchange
-        has spared counts too.
+        A lesson about one layer must not depend on what is done for another, so an overwrite that
+        an exchange prevented counts too.
         """
         return version_of(self.used) != self.used_version or (
             self.exposed_by is not None and self.exposed_by.is_overwritten
@@ -67,16 +67,16 @@ class Kept:
         self.is_tensor = is_tensor
 
     def record(self, hold: Hold) -> Recorded:
-        """Return what is left of this when the pass has ended."""
+        """Return the record that is left when the pass has ended."""
         return Recorded([hold(leaf.tensor, leaf.version) for leaf in self.leaves], self.rebuild)
 
     def next_kind(self, kind: int, lasting: set[int]) -> int:
-        """Return how the same is to be kept from now on, given memory that outlives the pass."""
+        """Return the kind to keep it by from now on, given memory that outlives the pass."""
         reference = BARE if self.is_tensor else REFERENCE
         if kind != LEARN:
             return max(kind, reference)
         for leaf in self.leaves:
-            # Tensors of inference mode have no version counter: nobody sees them overwritten.
+            # Tensors of inference mode have no version counter: overwriting them can't be noticed.
             is_unknown = leaf.used.is_inference() or private.memory_of(leaf.used) in lasting
             if is_unknown or leaf.is_overwritten:
                 return COPY
@@ -87,7 +87,7 @@ NOTHING = Kept([], lambda leaves: None, is_tensor=False)
 
 
 class Keeper:
-    """Keeps what modules receive and return in one pass."""
+    """Keeps the inputs and outputs of modules in one pass."""
 
     __slots__ = ("copied",)
 
@@ -96,7 +96,7 @@ class Keeper:
         self.copied: dict[int, KeptLeaf] = {}
 
     def keep(self, value: Any, kind: int, onward: Any = None) -> tuple[Kept, list[Tensor]]:
-        """Keep a structure, and return also the tensors that have its place on the graph.
+        """Keep a structure, and return the record and the tensors that have its place on the graph.
 
         ``onward`` is what the network goes on with instead of an output, if anything. Inputs, for
         which it is left out, are never exchanged: a forward must receive what it was given.
@@ -104,7 +104,7 @@ class Keeper:
         leaves, rebuild = flatten(value)
         is_output = onward is not None
         if kind in (REFERENCE, BARE) and is_output and onward is not value:
-            # What a post-processor made out of the record itself could change it later.
+            # A tensor that a post-processor made from the record itself could change it later.
             memory = {private.memory_of(tensor) for tensor in tensors(onward)}
             kind = COPY if any(private.memory_of(leaf) in memory for leaf in leaves) else kind
         kept = [self._keep(leaf, kind, is_output) for leaf in leaves]
@@ -120,8 +120,8 @@ class Keeper:
             return KeptLeaf(leaf, leaf)
         view = inner = None
         if is_output and leaf.grad_fn is not None:
-            # Nothing here may hold what the leaf is a view of. What calls an inner module holds
-            # that until it returns, and the same view once more: so this is tried again.
+            # Nothing here may hold the base of the view. The caller of an inner module holds it
+            # until it returns, and then the same view comes once more, so this is tried again.
             inner = self.copied.get(id(private.base_of(leaf)))
             view = exchange(leaf, own_references=inner is not None)
         if known is None:
@@ -134,10 +134,10 @@ class Keeper:
 
 
 def offload(value: Any) -> Recorded:
-    """Start copying every tensor of a structure to host memory, while the network runs on.
+    """Start copying every tensor of a structure to host memory, while the network continues.
 
-    The copies are issued on the stream that computes: an in-place operation queued later can't
-    overtake them there. They go to pinned memory, so that the host is not held up.
+    The copies are issued on the computing stream, where an in-place operation queued later can't
+    overtake them. They go to pinned memory, so that the host does not wait.
     """
     leaves, rebuild = flatten(value)
     with torch.no_grad():

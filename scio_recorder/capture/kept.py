@@ -2,10 +2,10 @@
 
 NOTE [What a call puts into what it was given]
 
-Layers of language models put keys and values into a cache that they are given. Such a call does
-more than return something, but what it does is known: some objects among its inputs hold other
-things afterwards. That is done again to the inputs of a later run, in which these objects are found
-by the same way. What was put there must be new, as what is returned must.
+Layers of language models put keys and values into a cache that they receive. Such a call does more
+than return something, but its effect is known: some objects among its inputs hold other things
+afterwards. The same is done to the inputs of a later run, in which the objects are found by the
+same path. Everything put there must be new, as everything returned must.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_plain, twin
 from scio_recorder.tensors.structures import flatten, tensors
 
-# Kernels may take another way where memory is not aligned to this many bytes, as copies are.
+# Kernels may compute differently if memory is not aligned to this many bytes, as copies are.
 _ALIGNMENT = 64
-# How an object is found among inputs: names of attributes, keys and indices, one after the other.
+# The path to an object among inputs: names of attributes, keys and indices, one after the other.
 _Path: TypeAlias = tuple[Any, ...]
 
 
 class _Value:
-    """A value that is handed out anew each time."""
+    """A value that is copied each time it is handed out."""
 
     def __init__(self, value: Any) -> None:
         leaves, self._rebuild = flatten(value)
         self._leaves = [twin(leaf) for leaf in leaves]
 
     def copy(self) -> Any:
-        """Return it."""
+        """Return a copy of the value."""
         return self._rebuild([twin(leaf) for leaf in self._leaves])
 
 
@@ -44,9 +44,9 @@ class Kept:
     Parameters
     ----------
     output : Any
-        What it returned.
+        The output.
     filled : list
-        Ways to objects, each with a place in it and what was put there.
+        Paths to objects, each with a place in the object and the value that was put there.
     """
 
     def __init__(self, output: Any, filled: list[tuple[_Path, Any, Any]]) -> None:
@@ -55,16 +55,16 @@ class Kept:
 
     @classmethod
     def of(cls, output: Any, look: Look, inputs: Any) -> Kept | None:
-        """Keep a call that has returned; None where it did more than can be done again.
+        """Keep a call that has returned; None if it had effects that can't be repeated.
 
         Parameters
         ----------
         output : Any
-            What it returned.
+            The output.
         look : Look
-            What was there before it.
+            The state before the call.
         inputs : Any
-            What it was given.
+            The inputs of the call.
         """
         changed = look.changed()
         if changed is None or not _is_simple(output):
@@ -79,7 +79,7 @@ class Kept:
         return cls(output, filled) if _is_new(output, new, look) else None
 
     def again(self, inputs: Any) -> Any:
-        """Do to inputs what the call did to its own, and return what it returned."""
+        """Do to inputs what the call did to its own, and return a copy of its output."""
         for path, name, value in self._filled:
             holder = inputs
             for step in path:
@@ -93,7 +93,7 @@ class Kept:
 
 
 def _path(inputs: Any, wanted: Any) -> _Path | None:
-    """Return the shortest way from inputs to an object in them."""
+    """Return the shortest path from inputs to an object in them."""
     ways: list[tuple[Any, _Path]] = [(inputs, ())]
     seen = set()
     for value, path in ways:
@@ -106,7 +106,7 @@ def _path(inputs: Any, wanted: Any) -> _Path | None:
 
 
 def _changes(value: Any, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]] | None:
-    """Return what an object holds that it did not hold before, None where something has gone."""
+    """Return the new contents of an object; None if something was removed."""
     old, now = dict(before), dict(parts_of(value))
     if held_by(value) is None or not old.keys() <= now.keys():
         return None
@@ -114,7 +114,7 @@ def _changes(value: Any, before: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]
 
 
 def _is_new(output: Any, new: list[Any], look: Look) -> bool:
-    """Whether tensors of a call lie in memory of their own, and its objects were not there."""
+    """Whether tensors of a call lie in memory of their own, and its objects are new."""
     reach = Reach()
     reach.add(new)
     if not reach.is_clear or reach.objects.keys() & (look.own.objects | look.given.objects).keys():

@@ -1,6 +1,6 @@
-"""The setting of a pass: all that decides, besides the data, what a network does in place.
+"""The setting of a pass: everything but the data that decides what a network does in place.
 
-What a network was seen to do in a setting decides how activations are kept there.
+What a network did in a setting before decides how activations are kept there.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 
-# How something is kept. LEARN copies it and watches whether that was needed. REFERENCE refers to
-# the tensors in it, and BARE to what was seen to be a tensor itself. Of several calls, the one
+# The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
+# tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
 # that needs most decides: kinds are in that order.
 LEARN, REFERENCE, BARE, COPY = range(4)
-# Of what each event has a kind.
+# The two things of each event that have a kind.
 OUTPUT, INPUT = range(2)
 
 _training = operator.itemgetter("training")
 
 
 class Settings:
-    """Tells settings apart, cheaply: this runs in every pass, however few layers are recorded."""
+    """Distinguishes settings, cheaply: this runs in every pass, however few layers are recorded."""
 
     def __init__(self, net: nn.Module) -> None:
         # Flags are read from the instances' dictionaries: attribute access on a module is slow.
@@ -45,7 +45,7 @@ class Settings:
         posts: Assigned,
         stops: bool,
     ) -> object:
-        """Return a value that is equal for passes in the same setting."""
+        """Return a key that is equal for passes in the same setting."""
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
             inputs: object = args[0].dtype
         else:
@@ -63,7 +63,7 @@ class Settings:
 
 
 class Keeping:
-    """How each event is kept in one setting; replaced, never changed, when more is learned."""
+    """The kinds of all events in one setting; replaced, never changed, when more is learned."""
 
     __slots__ = ("fast", "is_fast", "kinds")
 
@@ -91,7 +91,7 @@ class Setting:
         self.keeping = Keeping(program, kinds)
 
     def learn(self, before: Keeping, seen: Iterable[tuple[int, int, int]]) -> None:
-        """Keep from now on as a pass has shown: what (OUTPUT or INPUT), position and kind."""
+        """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""
         kinds = list(before.kinds[OUTPUT]), list(before.kinds[INPUT])
         for what, position, kind in seen:
             kinds[what][position] = max(kinds[what][position], kind)
@@ -100,18 +100,18 @@ class Setting:
             self.keeping = Keeping(self._program, kinds)
 
     def copy(self, what: int, label: DepthIdx) -> None:
-        """Copy what a layer returns or receives, from the next pass on."""
+        """Copy a layer's output or inputs, from the next pass on."""
         self.learn(self.keeping, [(what, self._program.labels.index(label), COPY)])
 
 
 def _may_read_flag(module: nn.Module) -> bool:
     """Whether a module may behave differently in training.
 
-    Most never do, and reading the flags of all is most of what a pass costs with few layers
-    recorded. Where this is mistaken, the pass still fails verification rather than be wrong.
+    Most never do, and reading all flags is most of the cost of a pass with few recorded layers. If
+    this is mistaken, verification still fails, so no record is wrong.
     """
     if "training" not in module.__dict__:
-        # A scripted part, whose flag lies elsewhere.
+        # A scripted part, which keeps its flag elsewhere.
         return False
     hooks = private.forward_hooks(module)
     is_patched = "forward" in module.__dict__ or any(hooks)

@@ -1,4 +1,4 @@
-"""One forward pass: its log of events, and what becomes of them when it ends."""
+"""One forward pass: its log of events, and the records made of them when it ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from scio_recorder.tensors.structures import flatten
 
 
 class StopForward(BaseException):
-    """Ends a forward pass whose remaining layers nobody asked for.
+    """Ends a forward pass whose remaining layers are not requested.
 
-    No ``Exception``, which a network might catch.
+    It is not an ``Exception``, since a network might catch that.
     """
 
     def __init__(self, owner: Pass) -> None:
@@ -38,9 +38,9 @@ class StopForward(BaseException):
 class Pass:
     """The state of one forward pass, alive on one thread's stack.
 
-    ``log`` holds three entries an event: the index of the module, what it returned (or how that is
-    kept), and the version at that moment. Flat, so that the end of a pass can compare the columns
-    with what is expected without visiting each event.
+    ``log`` holds three entries for each event: the index of the module, its output (or how that is
+    kept), and the version at that moment. It is flat, so that the end of a pass can compare the
+    columns with the expected ones without visiting each event.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class Pass:
         self.posts = posts
         self.records_outputs = records_outputs
         self._sink = sink
-        # A sink takes all calls of a module at once, where it may run any number of times.
+        # If a module may run any number of times, a sink takes all its calls at once.
         self._hands_on = sink is not None and program.counts_calls
         self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)
-        # The number of selected events that remain until the pass may stop.
+        # The number of selected events before the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
         is_simple = not posts and records_outputs and sink is None and not stops
         self.fast = self.keeping.fast if is_simple else program.never_fast
         self.is_fast = is_simple and self.keeping.is_fast
-        # What hooks hand outputs to directly, by module.
+        # The receivers to which hooks hand outputs directly, by module.
         self.receivers = program.no_receivers
         is_kept = records_outputs or options.inputs or options.gradients
         if sink is not None and not (stops or posts or is_kept):
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
         self.keeper = Keeper()
-        # By position; several of one position only where calls are not counted. Which call received
-        # inputs shows only when it returns.
+        # By position; a position has several only if calls are not counted. The call that received
+        # inputs is known only when it returns.
         self._inputs: list[tuple[int, Kept | Recorded]] = []
-        # How often each module has started and returned. A Counter takes longer to make.
+        # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
         self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
-        # The state in which the calls ran whose inputs are recorded.
+        # The state in which calls with recorded inputs ran.
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
@@ -91,7 +91,7 @@ class Pass:
         self._positions: Sequence[int] = ()
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
-        """Take what a module returned; return what the network goes on with, None for the same."""
+        """Take a module's output; return what the network goes on with, None for the same."""
         self._is_bare = False
         positions, count = self.program.positions[index], self._counts.get(index, 0)
         self._counts[index] = count + 1
@@ -115,7 +115,7 @@ class Pass:
         return None if handed is output else handed
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Take what a module's forward is about to receive; return what it receives instead."""
+        """Take the inputs of a module's forward; return those that it receives instead."""
         changed = None
         if self.posts.on_inputs:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
@@ -129,7 +129,7 @@ class Pass:
         return changed
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
-        """Give the call that has returned its inputs, and drop those of calls that failed in it."""
+        """Assign inputs to a call that has returned, and drop those of calls that failed in it."""
         pending = self._pending.get(index)
         if not pending:
             return
@@ -144,7 +144,7 @@ class Pass:
                 self.moments[label] = moment
 
     def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
-        """Keep inputs until the call returns: calls fail, and modules call themselves."""
+        """Keep inputs until the call returns: calls may fail, and modules may call themselves."""
         value, module = Inputs(args, dict(kwargs)), self.program.modules[index]
         kept: Any
         if self._sink is not None:
@@ -159,7 +159,7 @@ class Pass:
         self._pending.setdefault(index, []).append((args, kept, moment))
 
     def abandon(self) -> None:
-        """Let go of everything: a traceback may keep this object alive."""
+        """Drop everything: a traceback may keep this object alive."""
         for held in (self.log, self._inputs, self._pending, self.moments, self.keeper.copied):
             held.clear()
         self.gradients = None
@@ -176,7 +176,7 @@ class Pass:
             places, rebuild = flatten(output)
         else:
             _refuse_unkeepable(output, self.program.architecture[label])
-            # What a sink is given at the end of the pass must still be what it was.
+            # A value that a sink receives at the end of the pass must not have changed by then.
             kind = COPY if self._sink is not None else self.keeping.kinds[OUTPUT][position]
             kept, places = self.keeper.keep(output, kind, handed)
             rebuild = kept.rebuild
@@ -188,7 +188,7 @@ class Pass:
     def finish(self) -> tuple[Records, Records | None]:
         """Check the calls of the pass, and return its activations and inputs.
 
-        Whether a later operation has overwritten a record is seen when that is read.
+        Reading a record shows whether a later operation has overwritten it.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Pass:
         return activations, self._records([(at, kept, 0) for at, kept in inputs], hold, "input")
 
     def learn(self) -> None:
-        """Let later passes in this setting keep things as this one has shown to be right."""
+        """Let later passes in this setting keep things as this pass has shown to be right."""
         options = self.program.options
         keeps_nothing = (self._is_bare or self._sink is not None) and not self._inputs
         if keeps_nothing or options.copy == "always" or options.offload:
@@ -221,7 +221,7 @@ class Pass:
         events += [(INPUT, *event) for event in self._inputs]
         kinds, lasting = self.keeping.kinds, set()
         if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
-            # Batch norm and fused optimisers write buffers and parameters without a new version.
+            # Batch norm and fused optimisers write to buffers and parameters without a new version.
             root = next(iter(self.program.architecture.values())).module
             own = [] if root is None else [*root.buffers(), *root.parameters()]
             lasting = {private.memory_of(tensor) for tensor in own}
@@ -235,7 +235,7 @@ class Pass:
         )
 
     def _told_apart(self, modules: list[int]) -> list[int]:
-        """Return the positions of the events of modules that returned in another order."""
+        """Return the positions of the events, in a pass whose modules returned in another order."""
         seen: Counter[int] = Counter()
         positions = []
         for module in modules:
@@ -246,7 +246,7 @@ class Pass:
 
     def _check_counts(self, modules: list[int]) -> None:
         program, seen = self.program, Counter(modules)
-        # Of a pass that was stopped, what was to come then is nobody's loss.
+        # A pass that was stopped lacks the events that would have come later.
         events = program.expected[: program.last + 1] if self._left == 0 else program.expected
         expected = Counter(events)
         wrong = []
@@ -279,7 +279,7 @@ class Pass:
     def _records(
         self, events: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
     ) -> Records:
-        """Make one entry a layer of its call, or of all its calls where they are not counted."""
+        """Make one entry for each layer: of its call, or of all calls if they are not counted."""
         program = self.program
         calls: dict[Any, list[Entry]] = {}
         for position, value, version in events:

@@ -1,4 +1,4 @@
-"""The program of what to record: the selection turned into a table of events."""
+"""The program of a selection: the table of the events to record."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ class Options:
     gradients: bool | Literal["accumulate"] = False
     copy: CopyPolicy = "auto"
     offload: bool = False
-    # "any": however often modules run, a name stands for the tuple of all their calls in a pass.
+    # "any": modules may run any number of times, and a name stands for the tuple of all calls in a
+    # pass.
     calls: Literal["labelled", "any"] = "labelled"
-    # Whether calls whose inputs are recorded can run again, for which their state is noted.
+    # Whether calls with recorded inputs can run again; then their state is noted.
     notes_moments: bool = True
 
 
 class Sink(Protocol):
-    """Receives what recorded layers return, instead of the records of the pass.
+    """Receives the outputs of recorded layers, in place of the records of the pass.
 
-    Whatever a sink needs it must copy before it returns: the network goes on with the same tensors
-    and may overwrite them. What a pass handed over counts only once the pass has ended well.
+    A sink must copy what it needs before it returns: the network goes on with the same tensors and
+    may overwrite them. The outputs of a pass count only once the pass has succeeded.
     """
 
     @property
     def receivers(self) -> Mapping[DepthIdx, Callable[[Any], None]]:
-        """For each layer, what takes what it returned, a tensor or a structure.
+        """For each layer, the function that receives its output, a tensor or a structure.
 
-        Of a module that is called once in a pass, the hook itself calls it: nothing may stand
-        between the two in what every layer of every batch pays for.
+        If a module is called once in a pass, the hook itself calls the function: every layer of
+        every batch would pay for anything in between.
         """
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
-        """Copy what a module's forward is about to receive; which call it is shows later."""
+        """Copy the inputs that a module's forward is about to receive; its call is known later."""
 
     def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
-        """Take what `keep_inputs` returned for a layer, just before what the layer returned."""
+        """Take the result of `keep_inputs` for a layer, just before the layer's output."""
 
 
 class Program:
@@ -70,7 +71,7 @@ class Program:
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
         self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
-        # What passes use of which no hook may take a shorter way.
+        # The calls for which no hook may take a shorter way.
         self.never_fast = [False] * len(self.modules)
         self.no_receivers: list[Any] = [None] * len(self.modules)
         index = {id(module): i for i, module in enumerate(self.modules)}
@@ -94,12 +95,12 @@ class Program:
             for positions in self.positions
         ]
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
-        # What stands for recorded layers without a look at the architecture, under compilation.
+        # The recorded labels under compilation, which can't look at the architecture.
         self.keys: dict[object, tuple[DepthIdx, ...]] = {}
         for label in self.order:
             for key in (label, text_of(label), architecture[label].name):
                 self.keys[key] = (*self.keys.get(key, ()), label)
-        # The last event that is selected, after which a pass may stop.
+        # The last selected event, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
 
     def _calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
@@ -125,7 +126,7 @@ class Program:
         return list(rows.values())
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
-        """Return the indices of the modules that layers are calls of."""
+        """Return the indices of the modules of layers."""
         return {self.expected[self.labels.index(label)] for label in labels}
 
 

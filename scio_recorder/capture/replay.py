@@ -1,15 +1,15 @@
-"""Runs that start in the middle: what comes before is handed out as it was in an earlier run.
+"""Runs that start in the middle: earlier calls hand out their outputs of a noted run.
 
 NOTE [Which calls are left out]
 
-A run is noted once: the calls of modules in the order in which they start, and what each returned.
-In a later run on the same inputs, everything until the replaced layer returns is the same again. So
-a call that lies ahead of that, and that does not contain the layer, need not run: a copy of what it
-returned is handed out. It must be a call that left nothing else behind (NOTE [How it is seen that a
-call left nothing behind]), and whose output is in memory of its own: others may write to it later.
-Calls that do not qualify run, and those inside them are looked at one by one, for which the noted
-run is run again: most need no look inside. What the code between the calls does is done again. The
-replaced layer is one of the calls that need not run.
+A run is noted once: the calls of modules in the order in which they start, and their outputs. A
+later run on the same inputs is the same until the replaced layer returns. So an earlier call that
+does not contain the layer need not run: a copy of its output is handed out. It must be a call that
+left nothing else behind (NOTE [How it is seen that a call left nothing behind]), with an output in
+memory of its own, since others may write to it later. Calls that do not qualify run, and the calls
+inside them are examined one by one. For that the network runs a second time, which most networks
+don't need. The code between the calls always runs. The replaced layer is one of the calls that need
+not run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Call:
 
 
 class _Noted(Around):
-    """Stands in place of a module's call, in the thread of a replay."""
+    """Stands in place of a module's call in the thread of a replay."""
 
     # No compiled code: see private.is_compiled.
     is_plain = True
@@ -62,7 +62,7 @@ class _Noted(Around):
         self._plain = private.plain_call(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call, or leave it out, or run it."""
+        """Note the call, leave it out, or run it."""
         step = self.replay.step
         call = self.inner or self._plain
         if step is None or threading.get_ident() != self.replay.thread:
@@ -80,9 +80,9 @@ class Replay:
     architecture : Architecture
         Its labels.
     layers : sequence of (int, int)
-        Those that will be replaced.
+        The layers to be replaced.
     surroundings : Surroundings, optional
-        Tells which calls left something behind. Without it no call is left out.
+        Tells which calls left something behind. Without it, no call is left out.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class Replay:
         surroundings: Surroundings | None = None,
     ) -> None:
         self.thread = threading.get_ident()
-        # What happens at a call; None: it runs.
+        # The action at a call; None runs it.
         self.step: Callable[..., Any] | None = None
         self._modules = [
             module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)
@@ -113,26 +113,26 @@ class Replay:
         self._layers = set(layers)
         self._chosen = {architecture[label].module for label in layers}
         within = {module: {*module.modules()} - {module} for module in self._modules}
-        # Those that contain no layer.
+        # The modules that contain no layer.
         self._closed = {one for one, inner in within.items() if inner and not self._chosen & inner}
-        # Nothing tells what hooks do.
+        # Hooks could do anything.
         hooked = set(filter(is_hooked_by_others, self._modules))
         self._running = {one for one, inner in within.items() if hooked & {one, *inner}}
         self._calls: list[_Call] = []
         # Layer -> the number of its call.
         self._starts: dict[DepthIdx, int] = {}
         self._returns: Counter[nn.Module] = Counter()
-        # Whether what runs is inside a call that contains no layer.
+        # Whether the running code is inside a call that contains no layer.
         self._is_inside = False
-        # Whether calls inside such calls are noted, and whether that has turned out to be needed.
+        # Whether calls inside such calls are noted, and whether that has proved necessary.
         self._is_thorough = self.is_incomplete = False
-        # In the run under way: the number of the next call and of the replaced one.
+        # In the current run: the numbers of the next call and of the replaced one.
         self._next = self._target = 0
         self._replace: Callable[[Any], Any] = lambda output: output
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """See calls of the network's modules for the length of the block."""
+        """Intercept calls of the network's modules inside the block."""
         try:
             for module in self._modules:
                 private.set_compiled_call(module, _Noted(module, self))
@@ -142,7 +142,7 @@ class Replay:
                 take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
 
     def noted(self, run: Callable[[], T]) -> T:
-        """Run the network, and note its calls; once more where it `is_incomplete` afterwards."""
+        """Run the network, and note its calls; once more if it `is_incomplete` afterwards."""
         self._is_thorough = self.is_incomplete or self._surroundings is None
         self.is_incomplete = False
         for noted in (self._calls, self._starts, self._returns):
@@ -154,21 +154,21 @@ class Replay:
         finally:
             self.step = None
         if _drawn_elsewhere() != before and self._surroundings is not None:
-            # Which call it was that drew numbers outside of torch, nothing tells.
+            # Which call drew numbers outside of torch is unknown.
             self._surroundings, self.is_incomplete = None, True
         return result
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
-        """Run the network on the inputs of the noted run, with something else from one layer.
+        """Run the network on the inputs of the noted run, with another output of one layer.
 
         Parameters
         ----------
         layer : (int, int)
             One of the layers.
         replace : callable
-            Takes what the layer returned in the noted run; what it returns goes on instead.
+            Takes the layer's output in the noted run; its result goes on instead.
         run : callable
-            Runs the network in the state of then.
+            Runs the network in the state of the noted run.
 
         Raises
         ------
@@ -206,18 +206,18 @@ class Replay:
         self._find(module, number)
         call.kept = Kept.of(output, look, (args, kwargs)) if is_needed and look else None
         if is_closed or outer:
-            # What runs inside a call that has to run is not known then.
+            # The calls inside a call that must run are not known yet.
             self.is_incomplete |= outer or (is_needed and call.kept is None)
         if call.kept is not None and not any(number < start for start in self._starts.values()):
             for inner in self._calls[number + 1 :]:
                 inner.kept = None
         if len(self._starts) == len(self._layers):
-            # What comes behind the last layer is never left out.
+            # Calls behind the last layer are never left out.
             self.step = None
         return output
 
     def _find(self, module: nn.Module, number: int) -> None:
-        """See whether the call that has returned is one of the layers."""
+        """Check whether the call that has returned is one of the layers."""
         labels = self._architecture.calls(module)
         count = self._returns[module]
         self._returns[module] += 1
@@ -251,5 +251,5 @@ class Replay:
 
 
 def _drawn_elsewhere() -> bytes:
-    """Return the states of the generators that are not torch's."""
+    """Return the states of the generators outside of torch."""
     return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))

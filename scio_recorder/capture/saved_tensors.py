@@ -1,4 +1,4 @@
-"""Moving or shrinking what autograd keeps for the backward pass inside chosen layers."""
+"""Moving or shrinking the tensors that autograd saves for the backward pass in chosen layers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter
 
 
 class SavedTensors:
-    """A block in which autograd keeps less, or elsewhere, inside chosen layers.
+    """A block in which autograd's saved tensors of chosen layers are moved or shrunk.
 
     NOTE [Hooks inside hooks]
 
-    Only the latest of the hooks on saved tensors acts. So ours, pushed when a chosen module starts
-    and popped when it ends, hand on what they make of a tensor to those that were active before.
-    Under activation checkpointing those active before count what is saved; there ours stay away.
-    With any hook, autograd does not check versions. Where no others are active, ours do that.
+    Only the latest hooks on saved tensors act. So ours, pushed when a chosen module starts and
+    popped when it ends, hand on their results to the hooks that were active before. Under
+    activation checkpointing the earlier hooks count the saved tensors, so ours stay away. With any
+    hook, autograd does not check versions. If no others are active, ours do that.
 
     Parameters
     ----------
     architecture : Architecture
-        What selectors refer to.
+        Resolves the selectors.
     selectors : sequence
         The layers.
     device : torch.device or str, optional
         Where to keep tensors.
     pin_memory : bool
-        Whether what comes from a GPU is kept in pinned memory.
+        Whether tensors from a GPU are kept in pinned memory.
     dtype : torch.dtype, optional
-        In which dtype to keep wider floating-point tensors.
+        The dtype in which to keep wider floating-point tensors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SavedTensors:
             module = architecture[label].module
             assert module is not None
             self._calls.setdefault(module, set()).add(architecture[label].call)
-        # Modules all of whose calls are chosen need no counting, and work outside of full passes.
+        # Modules with all calls chosen need no counting, and work outside of full passes.
         self._whole = {m for m in self._calls if labels.issuperset(architecture.calls(m))}
         self._local = _Local()
         self._handles: list[RemovableHandle] = []
@@ -107,7 +107,7 @@ class SavedTensors:
         self._local.open.append((module, hooks))
 
     def _stop(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # A pre-hook of somebody else's may have raised before ours was called.
+        # Another pre-hook may have raised before ours was called.
         if self._local.open and self._local.open[-1][0] is module:
             self._local.close()
 
@@ -119,7 +119,7 @@ class SavedTensors:
         return saved_tensors_hooks(packer.pack, _Packed.unpack)
 
     def shrink(self, tensor: Tensor) -> StridedCopy | None:
-        """Return a copy to be kept, or None for what stays as it is; one copy for one tensor."""
+        """Return a copy to keep, the same for one tensor; None if the tensor stays as it is."""
         is_wide = self._dtype is not None and tensor.is_floating_point()
         dtype = self._dtype if is_wide and tensor.itemsize > self._dtype.itemsize else None  # type: ignore[union-attr]
         if dtype is None and self._device in (None, tensor.device):
@@ -151,7 +151,7 @@ class _Packer:
 
     def __init__(self, owner: SavedTensors, module: nn.Module, active: Any) -> None:
         self.owner = owner
-        # Those active before, which go on working.
+        # The hooks that were active before, which go on working.
         self._outer_pack: Callable[[Tensor], Any] | None = active and active[0]
         self._outer_unpack: Callable[[Any], Tensor] | None = active and active[1]
         outer = getattr(self._outer_pack, "__self__", None)
@@ -171,7 +171,7 @@ class _Packer:
         if self._outer_pack is not None:
             value = self._outer_pack(tensor if copy is None else copy.kept)
         else:
-            # A saved output must not be held itself: it holds the node that saves it.
+            # A saved output itself must not be held: it holds the node that saves it.
             value = tensor.detach() if copy is None else None
         return _Packed(value, copy, watched, self._outer_unpack)
 
@@ -183,7 +183,7 @@ class _Packer:
 
 
 class _Packed:
-    """What is kept of one saved tensor."""
+    """The kept form of one saved tensor."""
 
     __slots__ = ("_copy", "_counter", "_outer_unpack", "_shown", "_value", "_version")
 
@@ -227,7 +227,7 @@ def _is_ours_or_checkpointing(pack: Any, owner: SavedTensors) -> bool:
 
 
 def _is_input_of_a_region() -> bool:
-    """Whether checkpointing itself is saving something: what its re-run will start from."""
+    """Whether checkpointing itself is saving the inputs of its re-run."""
     callers = inspect.currentframe()
     for _ in range(5):
         if callers is not None and callers.f_code.co_filename == checkpoint.__file__:

@@ -1,11 +1,11 @@
-"""Hooks that are part of no copy of the module that has them.
+"""Hooks that copies of their module don't have.
 
 NOTE [How a copy comes without hooks]
 
-A module holds its hooks in ordered dictionaries, by number, and whoever copies or saves the module
-takes them along. ``copy`` and ``pickle`` ask the dictionary itself how to make it again, by its
-``__reduce_ex__``. As long as there are hooks of ours, the dictionaries of their module have one
-that leaves them out. They stay the same objects, which the handles of other hooks refer to.
+A module holds its hooks in ordered dictionaries, by number, and they are copied and saved with the
+module. ``copy`` and ``pickle`` ask a dictionary's ``__reduce_ex__`` how to construct it again. As
+long as a module has hooks of ours, its dictionaries have a ``__reduce_ex__`` that leaves them out.
+They stay the same objects, since the handles of other hooks refer to them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _AROUND_FORWARD = [name for name in private.HOOK_DICTIONARIES if name.startswith
 
 
 class Uncopied:
-    """A hook, or what a hook is a method of, that is part of no copy."""
+    """A hook, or the object that a hook is a method of, that copies of the module don't have."""
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For those who copy single hooks.
+        # For code that copies single hooks.
         return _Nothing, ()
 
 
@@ -43,14 +43,14 @@ class _Nothing:
 
 
 def keep_out_of_copies(module: nn.Module) -> None:
-    """Let copies of a module be made without the hooks that are `Uncopied`."""
+    """Leave the hooks that are `Uncopied` out of copies of a module."""
     for hooks in _dictionaries(module):
         reduce: Any = partial(_without_uncopied, weakref.ref(module), weakref.ref(hooks))
         hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
 
 
 def let_copy(module: nn.Module) -> None:
-    """Leave the hooks of a module as they were, once there is none that is `Uncopied`."""
+    """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
     changed = [hooks for hooks in _dictionaries(module) if "__reduce_ex__" in vars(hooks)]
     if changed and not _uncopied(module):
         for hooks in changed:
@@ -67,7 +67,7 @@ def _without_uncopied(
 
 
 def is_hooked_by_others(module: nn.Module) -> bool:
-    """Whether somebody else has given a module hooks that run before or after its forward."""
+    """Whether a module has hooks around its forward that are not ours."""
     own = _uncopied(module)
     return any(key not in own for hooks in private.forward_hooks(module) for key in hooks)
 
@@ -82,8 +82,8 @@ def _uncopied(module: nn.Module) -> set[int]:
 
 
 def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
-    """Yield the hooks around forward, and what is noted of them by the same numbers."""
-    # Ours are all called around forward.
+    """Yield the dictionaries of hooks around forward, and those of their options."""
+    # All of ours are called around forward.
     own = vars(module)
     for name in _AROUND_FORWARD:
         hooks = own.get(name)

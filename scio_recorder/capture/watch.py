@@ -3,10 +3,9 @@
 NOTE [How a call becomes a pass]
 
 ``generate``, a pipeline or a trainer calls the network itself, not the recorder. A module that was
-compiled by its own ``compile`` calls the result of that in place of its hooks and its forward. For
-the length of the block, a function that runs a pass around hooks and forward takes that place.
-Nothing else of the network changes: not its class, its forward or its hooks, and no copy or file of
-it.
+compiled by its own ``compile`` calls the result in place of its hooks and its forward. Inside the
+block, a function that runs a pass around hooks and forward takes that place. Nothing else of the
+network changes: not its class, its forward or its hooks, and no copy or file of it.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class Passes(Sequence[Records]):
     def add(self, records: Records) -> None:
         """Keep the records of a pass that has ended, in memory of their own."""
         for label in records:
-            # A record that was lost in the pass raises when somebody reads it.
+            # A record that was lost in the pass raises when it is read.
             with contextlib.suppress(MutationError):
                 _ = records[label]
         self._records.append(records)
@@ -143,14 +142,14 @@ class Passes(Sequence[Records]):
 
 @dataclass(eq=False)
 class Watcher:
-    """A block: who gets records of its passes, and what acts in those that are given nothing."""
+    """A block: the receiver of its passes, and the post-processors of calls without any."""
 
     passes: Passes | None
     posts: Postprocessors | None
 
 
 class AroundCalls(Around):
-    """Stands for the call of a network, and makes it a pass.
+    """Stands for the call of a network, and makes the call a pass.
 
     Parameters
     ----------
@@ -169,7 +168,7 @@ class AroundCalls(Around):
         self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
     ) -> None:
         super().__init__(net)
-        # What is called within: that of another recorder's block, or the network itself.
+        # The function called inside: that of another recorder's block, or the network itself.
         self._plain = private.plain_call(net)
         self._run = run
         self._is_running = is_running
@@ -192,7 +191,7 @@ class AroundCalls(Around):
 def around_calls(
     net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
 ) -> Iterator[None]:
-    """Make each call of a network a pass, for the length of a block.
+    """Make each call of a network inside a block a pass.
 
     Parameters
     ----------

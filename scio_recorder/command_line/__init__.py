@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SystemExit: 2
     """
     with _leaving_when_interrupted():
-        # Takes seconds, most of them in torch.
+        # This import takes seconds, most of them in torch.
         from scio_recorder.command_line.commands import parsed_from, run
 
         parsed = parsed_from(arguments)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _leaving_when_interrupted() -> Iterator[None]:
-    """Let Ctrl-C end the process without a word; an import that it breaks off would say a lot."""
+    """Let Ctrl-C end the process silently; an interrupted import would print a long traceback."""
     before = signal.getsignal(signal.SIGINT)
     is_usual = before is signal.default_int_handler
     if not is_usual or threading.current_thread() is not threading.main_thread():

@@ -44,9 +44,9 @@ def load(target: str) -> Any:
 
 @contextmanager
 def current_folder_on_path() -> Iterator[None]:
-    """Import from the current folder too inside the block, as ``python -m`` does.
+    """Let the block also import from the current folder, as ``python -m`` does.
 
-    A function that was loaded may import more when it is called, and so may worker processes.
+    A loaded function may import more when it is called, and so may worker processes.
     """
     folder = os.getcwd()
     sys.path.insert(0, folder)

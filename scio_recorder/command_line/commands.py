@@ -44,7 +44,7 @@ from scio_recorder.stores.disk_format.bucket import is_url
 if TYPE_CHECKING:
     from scio_recorder.stores.disk_format.progress import Progress
 
-# Between lines about long work, where there is no terminal.
+# Seconds between progress lines if there is no terminal.
 SECONDS = 10.0
 
 
@@ -72,8 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
         text = f"error: {'. '.join(notes)}"
         status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
         is_broken_off = isinstance(error, BrokenOffError)
-    # After the exception, which holds the net: an error while looking for the recording would
-    # hold both, until the interpreter is half gone.
+    # Outside of the exception, which holds the net: an error while looking for the recording would
+    # hold both until the interpreter exits.
     text += _way_on(parsed) if is_broken_off else ""
     print(f"scio-recorder: {text}", file=sys.stderr)
     _drop_output()
@@ -91,13 +91,13 @@ def _way_on(parsed: argparse.Namespace) -> str:
             return f"; {done:,} of {parsed.parts:,} parts are complete, {others}"
         samples = open_recording(parsed.out).num_samples
     except (AttributeError, RecorderError):
-        # Another command, or nothing is there yet.
+        # Another command, or no recording yet.
         return ""
     return f"; {samples:,} samples are durable, --resume goes on after them" if samples else ""
 
 
 def _drop_output() -> None:
-    """Keep Python from trying again, at its exit, to write output that could not be written."""
+    """Keep Python from trying again at exit to write output that could not be written."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -329,7 +329,7 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
         damaged = [one.problem for one in reports if one.problem is not None]
         if damaged:
             raise FailureError("; ".join(damaged))
-        # Ids of shards are those of all processes, until they are put together.
+        # Until shards are put together, each of them has the ids of all processes.
         is_of_a_net = "architecture" in reader.header
         repeated = opened(reader, {}).sample_ids.repeated() if is_of_a_net else None
     if repeated is not None:
@@ -348,7 +348,7 @@ def report(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.recording import open_recording
 
     path = _there(parsed.path)
-    # Beside the folder, which holds nothing but the recording; for a bucket, in this folder.
+    # Beside the folder, which holds only the recording; for a bucket, in the current folder.
     beside = os.path.basename(path.rstrip("/")) if is_url(path) else os.path.normpath(path)
     page = open_recording(path).report(parsed.output or f"{beside}.html", title=parsed.title)
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The command ``compare``: its arguments, and what it does with them."""
+"""The command ``compare`` and its arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOTHING = object()
 
 def add_compare(command: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    # A caller that asks whether runs differ must not take an error for an answer.
+    # A caller that asks whether runs differ must not mistake an error for an answer.
     command.set_defaults(failed=WRONG_USE)
     add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
     add("reference", metavar="REFERENCE", help=what)
@@ -153,7 +153,7 @@ def _refuse_mixtures(parsed: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
-    """Return the nets' inputs for the first batch, and all batches again."""
+    """Return the nets' inputs for the first batch, and all batches including the first."""
     if batches is None:
         return None, None
     from scio_recorder.recording.collect.feed import Feed

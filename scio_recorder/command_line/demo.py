@@ -1,4 +1,4 @@
-"""A demonstration: telling unknown digits from known ones by what happens inside a net.
+"""A demonstration: distinguishing unknown digits from known ones by a net's activations.
 
 Every score is higher for inputs that look like the training data than for others. Scores are
 computed in float64.
@@ -54,7 +54,7 @@ class Digits(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How well one score does; ``layer`` is what it looks at."""
+    """The quality of one score, and the ``layer`` that it uses."""
 
     score: str
     layer: str
@@ -69,7 +69,7 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     Parameters
     ----------
     console : rich.console.Console
-        Printed to.
+        Where the table is printed.
     seed : int, default 0
         Decides the split, the weights and the order of training.
     epochs : int, default 15
@@ -85,7 +85,7 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     ModuleNotFoundError
         scikit-learn is not installed.
     """
-    # The caller's own random numbers go on as if nothing had been drawn.
+    # The caller's random numbers continue as if none had been drawn.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         digits, net = load_digits(), digit_net(KNOWN)
@@ -129,7 +129,7 @@ def load_digits() -> Digits:
 
 
 def digit_net(classes: int) -> nn.Sequential:
-    """Return a small convolutional net, full of in-place operations as real ones are.
+    """Return a small convolutional net that, like real ones, is full of in-place operations.
 
     Examples
     --------
@@ -174,7 +174,7 @@ def train(net: nn.Module, split: Split, epochs: int) -> None:
 
 
 def recorded(rnet: Recorder, split: Split) -> Recording:
-    """Return features ``[samples, features]`` by layer; of feature maps, means over the image."""
+    """Return features ``[samples, features]`` by layer; feature maps are averaged."""
     return rnet.collect([split], store="host", transform=_pooled, progress=False)
 
 
@@ -183,7 +183,7 @@ def _pooled(activation: Tensor, batch: Split) -> Tensor:
 
 
 def detect(rnet: Recorder, digits: Digits) -> list[Result]:
-    """Compare the test images with the unknown ones, by statistics of the training images alone."""
+    """Score test images and unknown ones, by statistics of the training images alone."""
     reference = recorded(rnet, digits.train)
     limit = torch.quantile(reference[RECTIFIED_LAYER], REACT_PERCENTILE / 100).item()
     statistics = {
@@ -192,7 +192,7 @@ def detect(rnet: Recorder, digits: Digits) -> list[Result]:
 
     def scores_of(split: Split) -> dict[tuple[str, str], Tensor]:
         seen = recorded(rnet, split)
-        # Energy with ReAct: the net is run again with one layer clipped on the way.
+        # Energy with ReAct: the net runs again with one layer clipped.
         with torch.no_grad():
             clipped = rnet(split.images, activation_postproc={RECTIFIED_LAYER: Clip(limit)})
         found = {

@@ -22,9 +22,9 @@ _FIGURES, _FAULTS = ("bytes", "mean", "std", "min", "max", "zeros"), ("nan", "in
 
 
 def layer_table(recording: Any, title: str, console: Console) -> Table:
-    """Return what a recording holds of each layer, in the order of execution.
+    """Return the table of a recording's layers, in the order of execution.
 
-    Where there is no room, figures are shorter, and names keep their ends, which tell layers apart.
+    In a narrow table figures are shorter, and names keep their ends, which distinguish layers.
     """
     rows = recording.layer_rows()
     names = [full_name(recording.architecture[row["label"]]) for row in rows]
@@ -51,7 +51,7 @@ def _whole(title: str, rows: Sequence[Row], names: Sequence[str]) -> Table:
 
 
 def _compact(title: str, rows: Sequence[Row], names: Sequence[str]) -> Table:
-    """Return a table in which what is the same, or nowhere, in all layers takes no column."""
+    """Return a table without columns that are empty, or the same for all layers."""
     dtypes = {row["dtype"] for row in rows if "dtype" in row}
     shared = f", {dtypes.pop()}" if len(dtypes) == 1 else ""
     figures = [*_FIGURES, *(fault for fault in _FAULTS if any(row.get(fault) for row in rows))]
@@ -82,7 +82,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text, perhaps of somebody else's recording, that does nothing to the terminal."""
+    """Return a text, perhaps from an untrusted recording, without control characters."""
     return escape(visible(text))
 
 

@@ -5,7 +5,7 @@ FAILED = 1
 DIFFERENT = 1
 # The status with which argparse itself exits.
 WRONG_USE = 2
-# The status that shells report of a process that Ctrl-C ended.
+# The status that shells report for a process that Ctrl-C ended.
 INTERRUPTED = 130
-# The status that they report of one that SIGTERM ended.
+# The status that shells report for a process that SIGTERM ended.
 TERMINATED = 143

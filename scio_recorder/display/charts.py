@@ -1,4 +1,4 @@
-"""Numbers of layers as figures: of pairs of layers, over the depth of a net, what each causes."""
+"""Figures of layers: similarities of pairs, profiles over the depth of a net, effects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _MOST_TICKS = 60
-# Inches of a cell, and how large and how small a map gets.
+# Inches of a cell, and the largest and smallest size of a map.
 _CELL, _SMALLEST, _LARGEST = 0.24, 3.2, 12.0
 _LONGEST_NAME = 28
-# How far, as a factor, the lines of what has no place on a scale lie from the rest.
+# The factor by which the lines for values off the scale lie beyond the others.
 _APART = 8.0
-# Where a map has no number.
+# The colour of cells without a number.
 _GREY = "#b0b0b0"
 
 
@@ -39,14 +39,14 @@ def _short(name: str) -> str:
 
 
 def _extent_of(count: int) -> float:
-    """Return how many inches so many rows or columns take."""
+    """Return the inches that a number of rows or columns takes."""
     return min(_LARGEST, max(_SMALLEST, _CELL * count))
 
 
 def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> None:
-    """Write names at the places of an axis, as large and as many as there is room for."""
+    """Write names along an axis, as large and as many as there is room for."""
     places = range(0, len(names), max(1, math.ceil(len(names) / _MOST_TICKS)))
-    # As large as two neighbours leave room for.
+    # As large as the distance of two neighbours allows.
     size = min(8.0, 0.8 * 72 * extent / max(1, len(names)) * places.step)
     shown = [_short(names[place]) for place in places]
     if side == "x":
@@ -62,15 +62,15 @@ class Matrix:
     Parameters
     ----------
     title : str
-        What the numbers are.
+        The meaning of the numbers.
     values : array of float
         [rows, columns].
     rows, columns : sequence of str
         Names of layers.
     axes : (str, str)
-        What the rows and the columns belong to.
+        Titles of the axes of rows and columns.
     notes : sequence of str
-        What has to be said of some layers.
+        Remarks about some layers.
     is_of_one : bool, default False
         Whether rows and columns are the same layers.
     """
@@ -85,9 +85,9 @@ class Matrix:
 
     @property
     def peaks(self) -> list[int | None]:
-        """The column of the largest number of each row, None where there is none.
+        """The column of the largest number of each row; None if it has no number.
 
-        That of a layer with itself does not count.
+        The number of a layer with itself does not count.
         """
         values = self.values.copy()
         if self.is_of_one:
@@ -122,7 +122,7 @@ def draw_matrix(matrix: Matrix) -> Figure:
 
 
 def matrix_html(matrix: Matrix) -> str:
-    """Return a heat map as a table, whose cells say their number when they are pointed at."""
+    """Return a heat map as a table, whose cells show their number to the pointer."""
     head = "".join(f'<th scope="col">{text(_short(name))}</th>' for name in matrix.columns)
     body = "".join(_row(matrix, row, peak) for row, peak in enumerate(matrix.peaks))
     notes = "".join(f"<div>{text(note)}</div>" for note in matrix.notes)
@@ -152,15 +152,15 @@ class Profile:
     title : str
         A sentence about the whole.
     measure : str
-        What the numbers are.
+        The meaning of the numbers.
     names : sequence of str
         The layers.
     values : array of float
         NaN where there is no number.
     differs : array of bool
-        Whether that counts as a difference.
+        Whether the number counts as a difference.
     noise : array of float, optional
-        How much of it is noise.
+        The noise in each number.
     marked : int, optional
         The layer that stands out.
     """
@@ -206,7 +206,7 @@ def draw_profile(profile: Profile) -> Figure:
 
 
 def _lines(axis: Axes, profile: Profile) -> tuple[float, float]:
-    """Draw the lines of what has no place on the scale, and return where they are."""
+    """Draw the lines for values off the scale, and return their heights."""
     values = np.concatenate([profile.values, [] if profile.noise is None else profile.noise])
     known = values[np.isfinite(values) & (values > 0)]
     low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
@@ -222,7 +222,7 @@ def _lines(axis: Axes, profile: Profile) -> tuple[float, float]:
 
 
 def _heights(values: Floats, low: float, high: float) -> Floats:
-    """Return where numbers are drawn."""
+    """Return the heights of numbers."""
     return np.where(np.isfinite(values), np.clip(values, low, high), high)
 
 
@@ -250,11 +250,11 @@ class EffectMap:
     Parameters
     ----------
     title : str
-        What the numbers are.
+        The meaning of the numbers.
     values : array of float
         [layers], or [layers, positions].
     layers, positions : sequence of str
-        Names; no positions where there are none.
+        Names; no positions if layers were patched as a whole.
     clean, corrupted : float
         The metric of both runs.
     """
@@ -268,13 +268,13 @@ class EffectMap:
 
     @property
     def reach(self) -> float:
-        """How far from the corrupted metric the farthest finite number lies."""
+        """The largest finite distance from the corrupted metric."""
         away = np.abs(np.append(self.values, self.clean) - self.corrupted)
         return float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
 
 
 def draw_effects(shown: EffectMap) -> Figure:
-    """Draw bars from the corrupted metric on, or a map whose white is the corrupted metric."""
+    """Draw bars that begin at the corrupted metric, or a map in which it is white."""
     width = _extent_of(len(shown.positions) or len(shown.layers))
     height = _extent_of(len(shown.layers)) if shown.positions else 2.2
     # Names of layers stand below bars, and beside maps.
@@ -293,7 +293,7 @@ def _map(figure: Figure, axis: Axes, shown: EffectMap, size: tuple[float, float]
     axis.set_facecolor(_GREY)
     image = axis.imshow(
         shown.values,
-        # Blue leads to the clean run.
+        # Blue points to the clean run.
         cmap="RdBu" if shown.clean >= shown.corrupted else "RdBu_r",
         vmin=shown.corrupted - shown.reach,
         vmax=shown.corrupted + shown.reach,

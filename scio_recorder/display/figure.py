@@ -1,4 +1,4 @@
-"""The numbers that a page or a plot shows of a layer without its samples, and figures of them."""
+"""The numbers by which a page or a plot shows a layer, and figures of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# A value is saturated within this share of the range from a bound, a unit from this share of its
-# values on.
+# A value is saturated if it lies within this share of the range from a bound, and a unit if this
+# share of its values is.
 SATURATION_WIDTH = 0.01
 SATURATION_SHARE = 0.95
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
-# are sparsity, and the bounds of Hardtanh are arguments, which the type does not tell.
+# are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Hardsigmoid": (0.0, 1.0),
     "ReLU6": (None, 6.0),
@@ -35,7 +35,7 @@ SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Tanh": (-1.0, 1.0),
 }
 _COLUMNS = 5
-# Blue and vermilion of Okabe and Ito, told apart by colour-blind readers and in grey.
+# Blue and vermilion of Okabe and Ito, which differ for colour-blind readers and in grey.
 BLUE, VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
 _MOST_DECADES = 8
@@ -45,9 +45,9 @@ _MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram: counts in bins of equal width from ``low`` to ``high``, and what lies outside.
+    """A histogram: counts in bins of equal width from ``low`` to ``high``, and outside of these.
 
-    Infinite values are among those ``below`` and ``above``; NaNs are nowhere.
+    ``below`` and ``above`` include infinite values; NaNs are not counted.
     """
 
     counts: tuple[int, ...]
@@ -59,7 +59,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Values:
-    """Statistics over all values of a layer. None: not known."""
+    """Statistics over all values of a layer; None if not known."""
 
     mean: float | None = None
     std: float | None = None
@@ -73,11 +73,11 @@ class Values:
 
 @dataclass(frozen=True)
 class Units:
-    """How many units of a layer do nothing, or nothing any more.
+    """The numbers of units of a layer that are zero, constant or saturated.
 
-    A unit is a position along ``dimension`` of [samples, ...]. ``zero`` of them were zero for all
-    samples, ``constant`` had one other value for all; ``saturated`` is None where the type of layer
-    has no bounds.
+    A unit is a position along ``dimension`` of [samples, ...]. ``zero`` units were zero for all
+    samples, and ``constant`` ones had one other value for all. ``saturated`` is None if the type of
+    layer has no bounds.
     """
 
     count: int
@@ -94,7 +94,7 @@ class Units:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """A recorded layer: what is kept of it, and what it looks like."""
+    """A recorded layer: its specification, statistics, histogram and units."""
 
     layer: Layer
     kept: str
@@ -128,7 +128,7 @@ def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
     """
     has = {one.layer.label for one in layers if _can_draw(kind, one)}
     drawn = [one for one in layers if one.layer.label in has]
-    # To measure hundreds of axes takes longer than to draw them: the grid is laid out by sizes.
+    # Measuring hundreds of axes takes longer than drawing them, so the grid is laid out by sizes.
     figure = blank(_size(kind, len(drawn)))
     if kind == "depth":
         figure.set_layout_engine("constrained")
@@ -154,7 +154,7 @@ def blank(size: tuple[float, float]) -> Figure:
     with needing("plot", "a figure"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=size)
-    # A notebook shows figures that pyplot knows; this one says itself how it looks.
+    # A notebook shows figures that pyplot knows; this one renders itself.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     return figure
 
@@ -166,7 +166,7 @@ def _can_draw(kind: str, summary: LayerSummary) -> bool:
 
 
 def _finite(summary: LayerSummary) -> NDArray[np.float64]:
-    """Return mean, std, low and high of the finite values; NaN where there is none."""
+    """Return mean, std, low and high of the finite values; NaN if there are none."""
     one = summary.finite or summary.values
     found = np.array([one.mean, one.std, one.low, one.high], dtype=np.float64)
     return np.where(np.isfinite(found), found, np.nan)
@@ -193,7 +193,7 @@ def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
         right=1 - right / width,
         bottom=bottom / height,
         top=1 - top / height,
-        # Shares of the width and height that are left for each of the axes.
+        # The shares of the width and height for each of the axes.
         wspace=across * columns / (width - left - right - across * (columns - 1)),
         hspace=down * rows / (height - bottom - top - down * (rows - 1)),
     )
@@ -228,7 +228,7 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
     mean, std, low, high = np.array([_finite(one) for one in layers]).T
     spread = mean - std, mean + std
     axis.fill_between(places, *spread, color=BLUE, alpha=0.25, label="mean ± std")
-    # The band is invisible where there is one layer only.
+    # The band is invisible if there is only one layer.
     axis.vlines(places, *spread, color=BLUE, alpha=0.5, linewidth=1)
     axis.plot(places, mean, color=BLUE, marker="o", markersize=3, label="mean")
     for values, marker in ((low, "v"), (high, "^")):
@@ -244,7 +244,7 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
 
 
 def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
-    """Let far extremes not flatten everything else."""
+    """Keep far extremes from flattening everything else."""
     spreads = np.sort(std[np.isfinite(std)])
     typical = float(spreads[len(spreads) // 2]) if len(spreads) else 0.0
     bottom, top = axis.dataLim.intervaly
@@ -252,7 +252,7 @@ def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
         # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
         axis.set_ylim(2 * min(0.0, bottom), 2 * max(0.0, top))
         linear = 10.0 ** math.floor(math.log10(typical))
-        # As wide as the distance between two marks, so that those around 0 keep apart as well.
+        # As wide as the distance between two marks, so that marks around 0 don't overlap either.
         width = max(1.0, math.log10(max(-bottom, top) / linear) / _MOST_DECADES)
         axis.set_yscale("symlog", linthresh=linear, linscale=2 * width)
         locator: Any = axis.yaxis.get_major_locator()

@@ -1,4 +1,4 @@
-"""A table with a sentence above it, for a terminal: how an object of results prints itself."""
+"""A table under a sentence, for a terminal: the printed form of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from scio_recorder.display.outline import visible
 
-# A column of text that is longer would push figures out of sight.
+# A longer column of text would push figures out of sight.
 _WIDEST, _SHORT = 36, 8
 
 
@@ -25,13 +25,13 @@ class Listing:
     title : str
         A sentence or two.
     texts, numbers : sequence of str
-        Names of columns, those of text first. Long texts are cut off where there is no room.
+        Names of columns, those of text first. Long texts are cut off if there is no room.
     rows : sequence of sequence of str
         A cell for each column.
     marked : collection of int
-        Which rows stand out.
+        The rows that stand out.
     notes : sequence of str
-        What has to be said below.
+        Remarks below the table.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Listing:
     notes: Sequence[str] = ()
 
     def __rich__(self) -> Group:
-        """Return it as something that rich draws."""
+        """Return the table for rich."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for place, name in enumerate(self.texts):
             width = max(len(name), *(len(row[place]) for row in self.rows), 0)
@@ -66,7 +66,7 @@ class Listed:
     """An object that prints itself as a table."""
 
     def _listing(self) -> Listing:
-        """Return what to print."""
+        """Return the listing to print."""
         raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -74,7 +74,7 @@ class Listed:
         yield self._listing()
 
     def __str__(self) -> str:
-        """Return the table, as wide as it is."""
+        """Return the table at its full width."""
         console = Console(file=io.StringIO(), width=10_000, color_system=None)
         with console.capture() as capture:
             console.print(self._listing())

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from scio_recorder.layer import DepthIdx, Layer
 
-# A structure of outputs, mostly that of the net itself, must not push everything else apart.
+# A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
 _ASCII = str.maketrans("●│├└…", "*||`~")
-# A larger net starts folded in HTML, open along what is recorded.
+# A larger net starts folded in HTML, open along its recorded layers.
 _SMALL = 60
 
 Link = Callable[[Layer], str]
@@ -36,7 +36,7 @@ class Remark:
     is_alarm : bool, default False
         Whether they stand out.
     table : sequence of sequence of str
-        A small table to stand below the row, its headings first.
+        A small table below the row, its headings first.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class Outline:
-    """The rows of a net to be drawn, which are marked, and a line to stand above them.
+    """The rows of a net to draw, those that are marked, and a line above them.
 
     Parameters
     ----------
@@ -55,13 +55,13 @@ class Outline:
     rows : sequence of Layer
         The rows.
     recorded : collection of (int, int)
-        Those that are marked.
+        The marked rows.
     mark : str, default "recorded"
-        What a mark says.
+        The meaning of a mark.
     remarks : mapping
-        What is said of some rows; if of any, shapes and parameters are left out.
+        Remarks on some rows; if there are any, shapes and parameters are left out.
     opened : collection of (int, int), optional
-        To which rows a large net starts open; by default to those that are marked.
+        The rows to which a large net starts open; by default the marked ones.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Node:
-    """A row in its place: for each level above it and its own, whether more rows follow there."""
+    """A row, and for each level above it and its own, whether more rows follow there."""
 
     layer: Layer
     followed: tuple[bool, ...]
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def level(self) -> int:
-        """How many rows lie around this one."""
+        """The number of rows around this one."""
         return len(self.followed) - 1
 
 
@@ -107,7 +107,8 @@ def nodes(shown: Outline) -> list[Node]:
     """Return the rows with their nesting, which follows from their order and their depths."""
     recorded, found = set(shown.recorded), list[Node]()
     rows = nested(shown.rows)
-    # Seen from the last row on: the depths at which another row follows under the same parent.
+    # Seen from the last row backwards: the depths at which another row follows under the same
+    # parent.
     followed, depth_below = set[int](), -1
     for row in reversed(rows):
         flags = tuple(depth in followed for depth in range(row.depth + 1))
@@ -119,10 +120,10 @@ def nodes(shown: Outline) -> list[Node]:
 
 
 def nested(rows: Iterable[Layer]) -> list[Layer]:
-    """Return rows so that each stands below the container that holds it.
+    """Return rows in an order in which each is below the container that holds it.
 
-    A container that is never called, as a ModuleList, stands there once. Where its modules run in
-    turn with others, it is named again before those that follow.
+    A container that is never called, such as a ModuleList, appears once. If its modules run in turn
+    with others, it is repeated before those that follow.
     """
     found, path = list[Layer](), list[Layer]()
     idle = dict[str, Layer]()
@@ -131,7 +132,7 @@ def nested(rows: Iterable[Layer]) -> list[Layer]:
         if depth is not None:
             around = [one for name, one in idle.items() if row.name.startswith(f"{name}.")]
             again = [one for one in around if depth <= one.depth < row.depth]
-            # Under a name of its own: a shared module may run inside others.
+            # By one of its own names: a shared module may run inside others.
             if len(again) == row.depth - depth:
                 found += again
                 path[depth:] = again
@@ -149,7 +150,7 @@ def _holds(container: Layer, row: Layer) -> bool:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with all that can't be seen spelled out, so that names can't disturb a page.
+    r"""Return a text with invisible characters spelled out, so that names can't disturb a page.
 
     Control characters would reach the terminal, and marks of direction would reorder what follows.
 
@@ -164,30 +165,30 @@ def visible(text: str) -> str:
 
 
 def short_name(name: str, longest: int) -> str:
-    """Return a qualified name, or the end of it, which tells layers apart."""
+    """Return a qualified name, or its end, which distinguishes layers."""
     name = visible(name)
     return name if len(name) <= longest else f"…{name[1 - longest :]}"
 
 
 def _texts(layer: Layer) -> tuple[str, str, str]:
-    """Return a layer's own name, the shapes of what it returned in one line, its parameters."""
+    """Return a layer's own name, the shapes of its output in one line, and its parameters."""
     shape = "-" if layer.output_shape is None else visible(str(layer.output_shape))
     params = f"{layer.num_params:,}" if layer.num_params else "-"
     return layer.name.rpartition(".")[2], shape if layer.executed else "did not run", params
 
 
 def call_text(layer: Layer) -> str:
-    """Say which call of its module a layer is, unless it is the first."""
+    """Return the number of a layer's call in words, such as ``(call 2)``; empty for the first."""
     return f"(call {layer.call + 1})" if layer.call else ""
 
 
 def full_name(layer: Layer) -> str:
-    """Return the qualified name of a layer, and which call of its module it is."""
+    """Return the qualified name of a layer with the number of its call."""
     return f"{layer.name or '(root)'} {call_text(layer)}".rstrip()
 
 
 def short_title(layer: Layer, longest: int) -> str:
-    """Return the label and the name of a layer for a small place, and which call it is."""
+    """Return the label, a short name and the number of the call of a layer."""
     name = f"{short_name(layer.name or layer.type_name, longest)} {call_text(layer)}"
     return f"{layer.label} {name}".rstrip()
 
@@ -200,7 +201,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
     shown : Outline
         The rows to show. A recorded row has a ● in front and is bold, one that did not run is dim.
     console : rich.console.Console
-        Where they go.
+        The console that prints them.
     options : rich.console.ConsoleOptions
         Width, and whether only ASCII can be shown.
 
@@ -224,7 +225,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
     title = Text(visible(shown.title), "bold", no_wrap=True, overflow="ellipsis")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("  Label", no_wrap=True)
-    # Text that does not wrap, in columns that may: these are the ones to be narrowed.
+    # Text that does not wrap, in columns that may: rich narrows these.
     table.add_column(_line("Module"))
     table.add_column(_line("Output shape"), max_width=_WIDEST_SHAPE)
     table.add_column("Params", justify="right", no_wrap=True)
@@ -233,7 +234,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
         style = "bold" if node.is_recorded else "" if layer.executed else "dim"
         name, shape, params = _texts(layer)
         label = f"{'●' if node.is_recorded else '':<2}{layer.label}"
-        # However deep, most of the column is left for the name.
+        # At any depth, most of the column is left for the name.
         module = _branch(node, name, options.max_width // 3)
         table.add_row(label, module, _line(shape), params, style=style)
     for renderable in (title, table):
@@ -262,7 +263,7 @@ def _line(*parts: str | tuple[str, str]) -> Text:
 
 @cache
 def asset(name: str) -> str:
-    """Return a style sheet or script that lies beside this file."""
+    """Return the text of a style sheet or script beside this file."""
     return (files("scio_recorder.display") / name).read_text(encoding="utf-8")
 
 
@@ -272,12 +273,12 @@ def text(value: str) -> str:
 
 
 def searched(layer: Layer) -> str:
-    """Return what a search looks through, as an attribute."""
+    """Return the text that a search looks through, as an attribute."""
     return text(f"{layer.label} {layer.name} {layer.type_name}")
 
 
 def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
-    """Yield the pieces of a tree; ``tree.css`` and ``tree.js`` make it look and be searched well.
+    """Yield the pieces of a tree, which ``tree.css`` styles and ``tree.js`` makes searchable.
 
     Parameters
     ----------
@@ -324,7 +325,7 @@ def _table(remark: Remark | None) -> str:
 
 
 def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> list[bool]:
-    """Whether each branch starts open: all of a small net, else what leads to some rows."""
+    """Whether each branch starts open: all in a small net, else those that lead to some rows."""
     found = [len(placed) <= _SMALL or node.level == 0 for node in placed]
     wanted = -1
     for place in reversed(range(len(placed))):
@@ -356,7 +357,7 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
         about = f'<span class="sn-remark{alarm}">{text(node.remark.text)}</span>'
     elif shown.remarks:
         about = ""
-    # Spaces between the parts, for where a notebook strips styles.
+    # Spaces between the parts, for notebooks that strip styles.
     return (
         f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
         f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
@@ -376,7 +377,7 @@ class Outlined:
     """An object that is shown as the rows of a net."""
 
     def _outline(self) -> Outline:
-        """Return what to show."""
+        """Return the outline to show."""
         raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -384,7 +385,7 @@ class Outlined:
         yield from table_lines(self._outline(), console, options)
 
     def _repr_html_(self) -> str:
-        """Return a tree that can be folded and searched, to be put into a page any number of times.
+        """Return a tree that can be folded and searched; a page may contain any number of them.
 
         There are no ids that could clash, each rule of the style begins with the tree's own class,
         and colours are those of the page around it. It folds without scripts too.

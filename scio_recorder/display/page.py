@@ -1,4 +1,4 @@
-"""A page of HTML that needs nothing but itself: its frame, the table of layers, the file."""
+"""A self-contained page of HTML: its frame, the table of layers, the file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scio_recorder.display.outline import asset, call_text, searched, text
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import Layer
 
-# Nothing may be fetched from anywhere, whatever a name in the page says.
+# The page may fetch nothing, whatever names in it contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-# What a column sorts by. Where it sorts as numbers, its cells bring theirs along; those that are
-# not figures stand at the left.
+# The sort keys of columns. Cells of numeric columns carry their numbers; text columns are aligned
+# left.
 NOTHING, TEXT, NUMBER, PLACE = "", "text", "number", "place"
 _AT_ONCE = 200
 
@@ -55,7 +55,7 @@ def page_html(
     facts : sequence of (str, str)
         Names and values that describe the whole.
     warnings : sequence of str
-        What has to be seen first, as HTML.
+        Warnings to show first, as HTML.
     sections : sequence of Section
         The rest.
 
@@ -105,13 +105,13 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def words_html(words: Mapping[str, str]) -> str:
-    """Return words and what they mean."""
+    """Return words with their meanings."""
     listed = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in words.items())
     return f'<dl class="words">{listed}</dl>'
 
 
 def search_box(what: str) -> str:
-    """Return a box that searches the layers of a page, ``what`` of which it names."""
+    """Return a box that searches the layers of a page; ``what`` names the searched part."""
     return (
         '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers" '
         f'aria-label="Search {what} by label, name or type">'
@@ -127,9 +127,10 @@ def table_html(
     Parameters
     ----------
     what : str
-        What it shows, for readers who hear it.
+        A description of the table for screen readers.
     columns : mapping of str to str
-        What each column sorts by: one of the words above. The first column is the order at first.
+        The sort key of each column: one of the words above. At first, rows are in the order of the
+        first.
     rows : sequence of iterable of str
         The cells of each row, the first of them from `layer_cells`.
 
@@ -143,7 +144,7 @@ def table_html(
     yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'
     for place, (name, sorts_by) in enumerate(columns.items()):
         yield _heading(name, sorts_by, "none" if place else "ascending")
-    # Rows beyond what the style sheet names are shown once the page has been.
+    # Further rows are shown after the page itself.
     yield f"</tr></thead><tbody{' class=short' * (len(rows) > _AT_ONCE)}>\n"
     for row in rows:
         yield "".join(row) + "</tr>\n"
@@ -168,20 +169,20 @@ def layer_cells(place: int, layer: Layer) -> Iterator[str]:
 
 
 def call_html(layer: Layer) -> str:
-    """Return what stands behind a name: which call of its module it is, unless it is the first."""
+    """Return the number of a layer's call, to follow a name; empty for the first."""
     return f" {call_text(layer)}" if layer.call else ""
 
 
 def name_html(name: str, layer: Layer) -> str:
-    """Return a name and which call of its module a layer is, for a place of class ``tail``.
+    """Return a layer's name with the number of its call, for an element of class ``tail``.
 
-    That shows the end of what doesn't fit, since names of a deep net begin alike.
+    Such an element shows the end of a long name, since names of a deep net begin alike.
     """
     return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_html(layer)}</span>'
 
 
 def address_of(layer: Layer) -> str:
-    """Return where the row of a layer is."""
+    """Return the address of a layer's row."""
     return f"#layer-{layer.label}"
 
 
@@ -207,12 +208,12 @@ def number_cell(
 
 
 def count_cell(count: int | None) -> str:
-    """Return a cell with a number of what had better not be there."""
+    """Return a cell with a count that should be zero, such as NaNs."""
     return number_cell(count, "" if count is None else f"{count:,}", is_alarm=bool(count))
 
 
 def number_text(value: float | None) -> str:
-    """Return a number in four digits, as short as it goes; nothing for one that is not known.
+    """Return a number in at most four digits; an empty text if it is not known.
 
     Examples
     --------
@@ -223,7 +224,7 @@ def number_text(value: float | None) -> str:
 
 
 def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
-    """Write a text in UTF-8, in place of what the file held.
+    """Write a text in UTF-8, in place of the file's content.
 
     Parameters
     ----------
@@ -240,15 +241,15 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     Raises
     ------
     RecordingError
-        It can't be written; what was there before is still there.
+        It can't be written; an earlier file stays as it was.
     """
     target = Path(path)
     name = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # Whether there can be a file is known before the work, and nothing lies there during it:
-        # a process that is killed leaves no half page.
+        # Whether the file can be written is known before the work, and it has no name during the
+        # work: a process that is killed leaves no partial page.
         with _unnamed_file(target.parent) or contextlib.nullcontext() as unnamed:
             if unnamed is None:
                 name.touch(exist_ok=False)
@@ -259,7 +260,7 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
                 file.flush()
                 os.fsync(file.fileno())
                 if unnamed is not None:
-                    # Without a descriptor beside it, the link in /proc would be linked itself.
+                    # Without a directory descriptor, the link in /proc itself would be linked.
                     number = file.fileno()
                     os.link(f"/proc/self/fd/{number}", name, src_dir_fd=number)
         os.replace(name, target)
@@ -274,7 +275,7 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
 
 
 def _unnamed_file(folder: Path) -> IO[str] | None:
-    """Open a new file that is gone with its process; None where the system has no such files."""
+    """Open a new file that vanishes with its process; None if the system has no such files."""
     try:
         number = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""How far long work has come: a bar on a terminal; elsewhere nothing, or lines where wanted."""
+"""The progress of long work: a bar on a terminal; elsewhere nothing, or lines on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Told of samples and bytes that were done, and of steps, which is 1 if it is not given.
+# Called with the samples, bytes and steps that were done; steps are 1 by default.
 Advance = Callable[..., None]
 
 _SECONDS: ContextVar[float | None] = ContextVar("_SECONDS", default=None)
@@ -27,7 +27,7 @@ _SECONDS: ContextVar[float | None] = ContextVar("_SECONDS", default=None)
 
 @contextlib.contextmanager
 def lines_every(seconds: float) -> Iterator[None]:
-    """Print a line now and then inside the block, where work is long and there is no terminal."""
+    """Print a line now and then inside the block, if there is no terminal."""
     token = _SECONDS.set(seconds)
     try:
         yield
@@ -44,13 +44,13 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     what : str
         The work, such as "collecting".
     total : int or None
-        How many steps there are, None where that is not known.
+        The number of steps; None if it is not known.
     is_wanted : bool, default True
         Show anything at all.
     """
     console, seconds = Console(stderr=True), _SECONDS.get()
     is_drawn = is_wanted and console.is_terminal
-    # Where nobody looks, steps cost nothing.
+    # If nobody looks, steps cost nothing.
     is_seen = is_drawn or (is_wanted and seconds is not None)
     columns = (
         TextColumn(what),
@@ -82,7 +82,7 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
             if is_wanted and not is_drawn and seconds is not None and now - printed >= seconds:
                 printed = now
                 said = f"{what} {task.completed:,}/{'?' if total is None else f'{total:,}'}"
-                # The work goes on, though nobody reads on.
+                # The work goes on, although nobody reads the lines any more.
                 with contextlib.suppress(OSError):
                     print(f"{said}, {rate}, {decimal(done_bytes)}", file=sys.stderr, flush=True)
 

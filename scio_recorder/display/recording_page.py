@@ -43,7 +43,7 @@ _OTHERS = {
     **dict.fromkeys(("Units", "Dead", "Saturated"), NUMBER),
     "Kept": PLACE,
 }
-# Where a unit that is zero throughout learns nothing more.
+# Types of layers in which a unit that is always zero has no gradient and learns nothing more.
 _RECTIFIERS = ("ReLU", "ReLU6")
 _HEIGHT = 100
 
@@ -99,7 +99,7 @@ def _troubles(summary: LayerSummary) -> list[str]:
 
 
 def _faults(summary: LayerSummary) -> list[str]:
-    """Say how many values are not finite."""
+    """Return a sentence on the values that are not finite."""
     values = summary.values
     kinds = (("NaN", values.nans), ("infinite", values.infinities))
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
@@ -113,7 +113,7 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
         return
     yield search_box("statistics and histograms")
     cells = [_cells(summary) for summary in layers]
-    # On a narrow screen the first columns are those that are seen.
+    # A narrow screen shows only the first columns.
     alarming = {
         "NaN": any(one.values.nans for one in layers),
         "Inf": any(one.values.infinities for one in layers),
@@ -191,7 +191,7 @@ def _cells(summary: LayerSummary) -> dict[str, str]:
     values, units = summary.values, summary.units
     spark = bars_svg(summary.bars, 'class="spark" aria-hidden="true"') if summary.bars else ""
     found = {"Values": f"<td>{spark}</td>"}
-    # The spread of a single value is nan, and rightly so.
+    # The spread of a single value is rightly nan.
     std_may_alarm = not _is_finite(values.mean)
     figures = {"Mean": values.mean, "Std": values.std, "Min": values.low, "Max": values.high}
     for name, value in figures.items():
@@ -231,7 +231,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def bars_svg(bars: Bars, attributes: str) -> str:
-    """Return a histogram as a picture, which its box may stretch.
+    """Return a histogram as a picture that its box may stretch.
 
     A bin is 1 wide, the tallest is 100 high. Heights are square roots of counts, so that a peak at
     zero leaves the rest to be seen.

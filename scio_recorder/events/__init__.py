@@ -1,4 +1,4 @@
-"""A log of what modules return and of the gradients that come back, in time order."""
+"""A log of the outputs of modules and of their gradients, in time order."""
 
 from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.log import Tracker, track

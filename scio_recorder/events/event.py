@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Holds what is kept of one event, or nothing yet.
+# Holds the stash of one event, or nothing yet.
 Place: TypeAlias = list[Any]
 
 
@@ -99,7 +99,7 @@ class Journal:
         self._stash = stash
         self._places: list[Place] = []
         self._warned: set[str] = set()
-        # Names of modules of which gradients are missing.
+        # Names of modules with missing gradients.
         self.lost: set[str] = set()
 
     @property
@@ -119,7 +119,7 @@ class Journal:
         return place
 
     def clear(self) -> None:
-        """Forget all events; events that are under way enter the new log."""
+        """Forget all events; pending events enter the new log."""
         self._places = [place for place in self._places if not place]
 
     def warn_of_lost(self) -> None:
@@ -197,7 +197,7 @@ def _row(stash: Any, statistics: Mapping[str, Statistic]) -> dict[str, Any]:
 
 def _number(function: Statistic, tensor: Tensor) -> Any:
     with warnings.catch_warnings():
-        # A deviation of one number, such as a loss, is just missing.
+        # The deviation of a single number, such as a loss, is simply missing.
         warnings.filterwarnings("ignore", message=".*degrees of freedom")
         number = function(tensor)
     return number.item() if isinstance(number, Tensor) else number

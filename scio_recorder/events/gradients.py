@@ -1,15 +1,15 @@
-"""Listening to the gradients of what modules return, by hooks on the tensors.
+"""Listening to the gradients of modules' outputs, by hooks on the tensors.
 
 NOTE [In what order gradients are logged]
 
 Modules often return the tensor that their last child returned. Hooks on a tensor run in the order
-in which they were set, the child's first, while the gradient of the outer module comes first in
-the sense of backpropagation. So each output of a node of the graph gets one listener, which serves
-the calls that returned it in reverse.
+in which they were registered, the child's first, but in backpropagation the gradient of the outer
+module comes first. So each output of a node of the graph has one listener, which serves the calls
+that returned it in reverse.
 
-A call that returned several tensors makes one event, as soon as the gradients of all have come; of
-some, none comes, and they are waited for until the end of the backward pass. Modules inside it are
-differentiated in the meantime, and come after it all the same: its place in the log is kept.
+A call that returned several tensors makes one event, once all their gradients have come. If some
+never come, the event waits for the end of the backward pass. Modules inside the call are
+differentiated in the meantime, but come after it in the log, since its place is reserved.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class GradientListeners:
-    """The listeners of one log, which the graph that holds them holds weakly."""
+    """The listeners of one log, to which the graph has weak references only."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = weakref.ref(journal)
-        # Hooks on leaves stay as long as these do, which may be parameters.
+        # Hooks on leaves, such as parameters, would stay as long as these.
         self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
         weakref.finalize(self, _remove_hooks, self._on_leaves).atexit = False
 
@@ -98,7 +98,7 @@ class _Listener:
 
 
 class _Pending:
-    """The gradients of one call in one backward pass, as far as they have come."""
+    """The gradients of one call in one backward pass that have come so far."""
 
     def __init__(self, call: _Call, place: Place | None) -> None:
         self.gradients: dict[int, Tensor | None] = {}
@@ -106,7 +106,7 @@ class _Pending:
         self._place = place
 
     def close(self) -> None:
-        """Log what has come, once."""
+        """Log the gradients that have come, once."""
         gradients, self.gradients = self.gradients, {}
         if gradients:
             self._call.emit(gradients, self._place)
@@ -127,7 +127,7 @@ class _Call:
         self._kind = kind
         self._places = places
         self._num_awaited = sum(leaf.requires_grad for leaf in leaves)
-        # By backward pass, whose engine holds them: of one that fails, nothing is left.
+        # By backward pass, whose engine holds them: a pass that fails leaves nothing.
         self._pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
         self._journal = journal
         self._is_logged = False
@@ -168,7 +168,7 @@ class _Call:
             journal.lost.add(self.name)
 
     def __del__(self) -> None:
-        # Autograd drops the node of a view, and with it the listener, when the view is changed.
+        # When a view is changed, autograd drops its node, and the listener with it.
         if not self._is_logged:
             self._check_views()
 
@@ -179,9 +179,9 @@ def _remove_hooks(listeners: Mapping[Tensor, _Listener]) -> None:
 
 
 def _leaves_and_places(output: Any) -> tuple[list[Tensor], list[int | None]]:
-    """Return the distinct tensors of an output, and for each entry of the event's value its tensor.
+    """Return an output's distinct tensors, and the tensor of each entry of the event's value.
 
-    As in torch's backward hooks, an item of a tuple that is no tensor has an entry of None.
+    As in torch's backward hooks, the entry of an item that is not a tensor is None.
     """
     items = output if isinstance(output, tuple | list) else [output]
     found: list[Tensor | None] = []

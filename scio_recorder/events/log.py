@@ -2,11 +2,11 @@
 
 NOTE [Gradients of calls in a region]
 
-The first run of such a region makes no graph, so there is nothing to listen to. The backward pass
-runs the region's modules again, and gradients flow through the outputs of that run. That may be
-after the block of a log. So a log marks the regions that run inside its block, on the object that
-torch keeps in the graph for each of them; in a re-run that object is found on the stack. The marks
-go with the graph, and the hooks that are left for re-runs go with the last mark.
+The first run of a checkpointed region makes no graph, so there is nothing to listen to. The
+backward pass runs the region's modules again, and gradients flow through the outputs of that run,
+perhaps after the block of a log. So a log marks the regions that run inside its block, on the
+object that torch keeps in the graph for each of them. In a re-run that object is found on the
+stack. The marks go with the graph, and the hooks that are left for re-runs go with the last mark.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class _Mark:
 
 
 class Regions(Marks):
-    """The regions that one log saw, as long as they can run again."""
+    """The regions that one log saw and that can still run again."""
 
     def are_run_again(self) -> bool:
         """Whether the caller is part of a re-run of a region that the log saw, or of one inside."""
         return any(region.is_rerun and self.on(region.kept) for region in regions())
 
     def mark(self) -> bool:
-        """Mark the regions that are running around the caller; whether there are any."""
+        """Mark the regions that run around the caller; return whether there are any."""
         found = [at.kept for at in regions() if at.is_reentrant and not at.is_rerun]
         for region in found:
             if self.on(region) is None:
@@ -140,7 +140,7 @@ class Tracker:
             Log gradients as well.
         include, exclude : str or re.Pattern, optional
             Regular expressions, searched in the qualified name: modules whose name matches the
-            first (all, where there is none) and not the second are logged.
+            first (by default all) and not the second are logged.
 
         Raises
         ------
@@ -253,7 +253,7 @@ class Tracker:
     def _take_rerun(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        # Regions inside regions run twice in a backward pass, without a graph at first.
+        # Regions inside regions run twice in a backward pass, the first time without a graph.
         if torch.is_grad_enabled() and is_rerun() and self._regions.are_run_again():
             self._listeners.listen(name, type(module), output)
 
@@ -285,7 +285,7 @@ def track(
         Log gradients as well.
     include, exclude : str or re.Pattern, optional
         Regular expressions, searched in the qualified name: modules whose name matches the first
-        (all, where there is none) and not the second are logged.
+        (by default all) and not the second are logged.
     stash_value : callable, optional
         ``Tensor -> Any``, applied to every tensor of a value; by default a copy in host memory.
     stash : callable, optional
@@ -333,7 +333,7 @@ def track(
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    # A tensor without numbers can't be moved.
+    # A tensor without data can't be moved.
     return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
 
 

@@ -1,1 +1,1 @@
-"""The recorder beside other tools; what imports one of them needs the extra of its name."""
+"""The recorder with other tools; a file that imports a tool needs the extra of its name."""

@@ -383,6 +383,6 @@ class GuardCallback(Callback):
 
 
 def _step(trainer: Trainer) -> int:
-    # The axis on which Lightning itself puts what is logged on steps; `global_step` counts the
-    # steps of all optimizers.
+    # The axis that Lightning itself uses for values logged on steps; `global_step` counts the steps
+    # of all optimizers.
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -36,7 +36,7 @@ with needing("ray", "a collection by actors"):
 __all__ = ["collect_parts"]
 
 _SECONDS_BETWEEN_LOOKS = 5.0
-# What Ray's actors are given by names of their own; all others are resources of the user's.
+# Resources with keywords of their own in Ray; all others are the user's.
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
@@ -73,7 +73,7 @@ def collect_parts(
     make_batches : callable
         ``part -> batches``, as for :meth:`scio_recorder.Recorder.collect_parts`.
     num_parts : int
-        How many parts there are.
+        The number of parts.
     store : str or Store
         A place to which all machines of the cluster can write: "disk:PATH" on a shared file
         system, or a URL such as "s3://bucket/run".
@@ -100,7 +100,7 @@ def collect_parts(
     ------
     CollectError
         As ``collect_parts`` raises it; what an actor raises is raised here, and ends the others. Or
-        ``make_recorder`` makes no recorder, which is also a TypeError.
+        ``make_recorder`` doesn't return a recorder, which is also a TypeError.
     RecordingError
         As ``collect_parts`` raises it; or all actors have died more often than ``max_restarts``.
         Durable data stays, and the same call continues.
@@ -193,14 +193,14 @@ def _check_functions(make_recorder: Any, make_batches: Any) -> None:
 
 def _advise_resources(needs: Mapping[str, float]) -> None:
     """Warn if no machine of the cluster can run an actor, since Ray would wait silently."""
-    # Which has no types.
+    # Ray's functions have no types here.
     cluster: Any = ray
     machines = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
     if any(all(has.get(name, 0) >= needs[name] for name in needs) for has in machines):
         return
     most = {name: max((has.get(name, 0) for has in machines), default=0) for name in needs}
     lacking = {name: needs[name] for name in needs if most[name] < needs[name]} or dict(needs)
-    # Each machine has its address, and a share of the store of objects, besides.
+    # Each machine also has resources for its address and its share of the object store.
     hidden = re.compile(r"node:.*|object_store_memory")
     found = cluster.cluster_resources()
     there = {name: found[name] for name in sorted(found) if not hidden.fullmatch(name)}
@@ -225,7 +225,7 @@ def _seen_by_all(store: Store) -> Disk:
 
 
 def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> None:
-    """Return when one of the actors has: then all parts are complete."""
+    """Wait until an actor returns: then all parts are complete."""
     shown, lost = 0, None
     with progress_bar("collecting parts", num_parts, is_wanted=progress) as advance:
         while tasks:
@@ -239,7 +239,7 @@ def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> Non
                     raise error.cause from error
                 else:
                     return
-            # As long as no actor has begun, there is nothing to look at.
+            # Before an actor has begun, there is no recording.
             with contextlib.suppress(OSError), contextlib.closing(medium_at(path)) as medium:
                 number = len(complete_parts(medium))
                 advance(0, 0, number - shown)

@@ -1,4 +1,4 @@
-"""Statistics of what layers return, taken portion by portion."""
+"""Statistics of layers' outputs, computed portion by portion."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scio_recorder.tensors.structures import tensors
 __all__ = ["OF_UNITS", "STATISTICS", "Portion", "UnitStatistics", "check_names", "values_of"]
 
 STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
-# Those that take a layer apart into its units.
+# The statistics of single units.
 OF_UNITS = ("max_abs", "dead", "saturated")
 
 
 def check_names(statistics: Collection[str], more: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the names of statistics, or raise where there is none of such a name."""
+    """Return the names of statistics; raise if one is unknown."""
     known = (*STATISTICS, *more)
     one = isinstance(statistics, str) or not isinstance(statistics, Collection)
     names: tuple[Any, ...] = (statistics,) if one else tuple(statistics)
@@ -35,7 +35,7 @@ def check_names(statistics: Collection[str], more: Collection[str] = ()) -> tupl
 
 
 def values_of(value: Any) -> Tensor | None:
-    """Return the real values of all tensors in a structure in one dimension, None without any.
+    """Return the real values of all tensors in a structure as one vector; None without any.
 
     Complex values count by their modulus, booleans and integers as float32.
     """
@@ -55,7 +55,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class Portion(NamedTuple):
-    """Sums over some values, on their device, which two portions can be joined from.
+    """Sums over some values, on their device, that can be joined with those of other portions.
 
     Examples
     --------
@@ -122,7 +122,7 @@ class UnitStatistics:
         self._alive: Alive | None = None
 
     def take(self, value: object) -> None:
-        """Take in what the module returned, or the gradient of it, if it is a tensor of numbers."""
+        """Add the module's output, or the gradient of it, if it is a tensor of numbers."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return
         if value.layout == torch.strided and value.ndim:

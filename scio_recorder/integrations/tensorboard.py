@@ -160,7 +160,8 @@ class _Histogram:
         """Write the bins from the first to the last that is not empty."""
         used = np.flatnonzero(self._counts)
         first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
-        # TensorBoard knows bins by their upper edges: an empty one gives the first its lower edge.
+        # TensorBoard stores upper edges only: an empty bin before the first provides its lower
+        # edge.
         writer.add_histogram_raw(
             tag,
             min=self._low,

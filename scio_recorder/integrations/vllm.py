@@ -35,10 +35,10 @@ __all__ = ["open_hidden_states"]
 _SUFFIX = ".safetensors"
 _STATES, _TOKENS = "hidden_states", "token_ids"
 _POSITION, _TOKEN = row_column("position"), row_column(_TOKENS)
-# Those in which vLLM keeps hidden states, and token ids.
+# The dtypes in which vLLM keeps hidden states, and token ids.
 _STATE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _TOKEN_DTYPES = {"I32": torch.int32, "I64": torch.int64}
-# From so many rows a folder is recognised.
+# The number of rows that identify a folder.
 _FINGERPRINT_ROWS = 16
 
 
@@ -151,7 +151,7 @@ class _HiddenStates(RowReader):
         }
 
     def _look(self, request: str) -> tuple[int, _Kind]:
-        """Return how many tokens a file has, and what it holds of each."""
+        """Return a file's number of tokens, and its kind of data for each."""
         path = self._path_of(request)
         with _opened(path) as file:
             found = sorted(file.keys())
@@ -184,7 +184,7 @@ class _HiddenStates(RowReader):
             if name == _TOKEN:
                 found = file.get_slice(_TOKENS)[start:stop]
             else:
-                # Of what is mapped into memory, no more than this layer's is touched.
+                # Only this layer's part of the mapped memory is read.
                 found = file.get_slice(_STATES)[start:stop, int(name)]
             if (found.shape, found.dtype) != (to.shape, to.dtype):
                 raise RecordingError(
@@ -193,10 +193,10 @@ class _HiddenStates(RowReader):
             to.copy_(found)
 
     def distrust(self) -> None:
-        """There are no checksums to compare with."""
+        """Do nothing: there are no checksums to compare with."""
 
     def fingerprint(self) -> str:
-        """Return what tells these rows from others: names, lengths, and some of them."""
+        """Return a digest that identifies these rows: names, lengths, and some values."""
         return self._fingerprint
 
     @cached_property
@@ -223,7 +223,7 @@ def _opened(path: str) -> Iterator[Any]:
 
 
 def _requests(path: str) -> list[str]:
-    """Return the names of requests, numbers in them as numbers; none may be under way."""
+    """Return the names of requests, ordered by the numbers in them; all must be complete."""
     with accessing(path):
         files = sorted(os.listdir(path), key=_naturally)
     requests = [name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX)]
@@ -247,7 +247,7 @@ def _naturally(name: str) -> list[str | int]:
 
 
 def _is_locked(path: str) -> bool:
-    # vLLM locks the file beside that of a request until it is whole.
+    # vLLM locks the file beside that of a request until the request's is complete.
     with accessing(path), open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -257,7 +257,7 @@ def _is_locked(path: str) -> bool:
 
 
 def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
-    """Return layers of these names or labels, side by side."""
+    """Return an architecture of layers with these names or labels, side by side."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(f"layers={given!r}: give a list of names, labels or numbers")
     numbers = [key for key in given if isinstance(key, int)]

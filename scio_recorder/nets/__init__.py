@@ -1,1 +1,1 @@
-"""The labelled architecture of a network, and what is chosen and kept by its labels."""
+"""The labelled architecture of a network, its selectors, and records by label."""

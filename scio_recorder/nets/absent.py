@@ -1,4 +1,4 @@
-"""The message about a label or a name that no layer has: which ones there are."""
+"""Messages about a label or a name that no layer has, with those that exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 6
 
 
 def no_such_label(label: DepthIdx, labels: Iterable[DepthIdx]) -> str:
-    """Say that there is no such label, and which ones there are.
+    """Return a sentence: the label does not exist, and which labels do.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def no_such_label(label: DepthIdx, labels: Iterable[DepthIdx]) -> str:
 
 
 def no_such_name(name: str, names: Iterable[str]) -> str:
-    """Say that no module has such a name, and which ones come close.
+    """Return a sentence: no module has the name, and which names are close to it.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def offer(wanted: str, names: Iterable[str]) -> str:
     close = fnmatch.filter(known, f"*.{wanted}")[:4]
     close = close or difflib.get_close_matches(plain, known, n=4, cutoff=0.5)
     if not close:
-        # A name may be known by its end alone.
+        # A user may know only the end of a name.
         ends = {name.rpartition(".")[2]: name for name in known}
         close = [ends[end] for end in difflib.get_close_matches(plain, ends, n=4)]
     if close:

@@ -53,7 +53,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             {layer.label: layer for layer in layers}
         )
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
-        self.num_sharing = 1  # Processes that see the same samples, as far as is known.
+        # The number of processes that see the same samples, as far as it is known.
+        self.num_sharing = 1
 
     def __getitem__(self, key: DepthIdx | str) -> Layer:
         return self._rows[self.resolve(key)]
@@ -88,14 +89,14 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return "\n".join(lines)
 
     def mark(self, shards: Mapping[DepthIdx, Shard | None], num_sharing: int = 1) -> None:
-        """Note which shard of their output layers have in this process.
+        """Note the shards that layers return in this process.
 
         Parameters
         ----------
         shards : mapping
-            By label; None for layers that return all of it. Others stay as they are.
+            By label; None for layers that return their whole output. Other layers stay as they are.
         num_sharing : int
-            How many processes see the same samples.
+            The number of processes that see the same samples.
         """
         self.num_sharing = num_sharing
         rows = {

@@ -1,4 +1,4 @@
-"""An architecture as plain values that JSON can hold, and back, trusting nothing that is read."""
+"""Conversion of an architecture to plain JSON values, and of untrusted JSON back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT = 1
 _LARGEST = 2**63 - 1
 _DEEPEST = 64
 
-# Fields of a layer that are written as they are.
+# Fields of a layer that are written unchanged.
 _PLAIN = {"name": str, "type_name": str, "call": int, "executed": bool, "num_params": int}
 
 _Kind = TypeVar("_Kind")
@@ -41,7 +41,7 @@ def encode(layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> 
 
 
 def decode(data: Any) -> tuple[list[Layer], _Names]:
-    """Read what :func:`encode` wrote; :class:`RecordingError` for anything that it can't be."""
+    """Read the result of :func:`encode`; raise :class:`RecordingError` for anything else."""
     layers: list[Layer] = []
     where = ""
     try:
@@ -59,7 +59,7 @@ def decode(data: Any) -> tuple[list[Layer], _Names]:
         }
         where = ""
         _check(layers, names)
-    # Anything may stand in any place, so that looking there can fail in any of these ways.
+    # Any value may be anywhere, so reading it can fail in any of these ways.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"entry {error} is missing" if isinstance(error, KeyError) else str(error)
         raise RecordingError(f"architecture: {where}{problem}") from error
@@ -118,7 +118,7 @@ def _decode_tree(value: Any, depth: int = 0) -> Any:
         raise ValueError(f"nested more than {_DEEPEST} deep")
     if "shape" in _checked(value, dict):
         shape = tuple(_checked(length, int, -1) for length in _checked(value["shape"], list))
-        # Shapes of inputs carry no type; the specification only lives until it is read off.
+        # Shapes of inputs carry no dtype, and only the shape of this specification is used.
         name = "float32" if value["dtype"] is None else value["dtype"]
         if name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}")
@@ -146,7 +146,7 @@ def _decode_shard(value: Any) -> Shard | None:
 
 
 def _checked(value: Any, kind: type[_Kind], least: int = 0) -> _Kind:
-    # True is an int to isinstance, and no number here.
+    # True is an int to isinstance, but not a number here.
     if type(value) is not kind:
         raise TypeError(f"a value must be of type {kind.__name__}, not {type(value).__name__}")
     if isinstance(value, int) and not least <= value <= _LARGEST:

@@ -1,4 +1,4 @@
-"""The records of a pass: read-only mappings that notice when a record no longer holds."""
+"""The records of a pass: read-only mappings that notice overwritten records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.ownership import Held, holder
 
-# Threads may look at the same records for the first time.
+# Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
 T = TypeVar("T", covariant=True)
 _SHOWN = 12
-# What comes before there is something to read.
+# The advice if there is nothing to read yet.
 _RUN = "Choose layers with rnet.record(), then run the net with rnet(x)"
 _HOW = {
     "input": "Choose layers with rnet.record(..., inputs=True), then run the net with rnet(x)",
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> Self | None:
-        """Return what a tensor, a tuple, a mapping of keywords, or a pair of both says is received.
+        """Return the inputs that a tensor, a tuple, a mapping of keywords, or a pair of both means.
 
         Parameters
         ----------
@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
             signature = inspect.signature(module.forward)
             found = signature.bind(*self.args, **self.kwargs).arguments
         except (TypeError, ValueError):
-            # There are no names, or the call itself is about to say what is wrong with them.
+            # There are no names, or the call itself will explain the error.
             return {**{str(place): value for place, value in enumerate(self.args)}, **self.kwargs}
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -104,7 +104,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     values : mapping of (int, int) to T
         The values by label.
     what : str
-        What the values are, for messages.
+        The word for the values in messages.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
     @property
     def architecture(self) -> Architecture:
-        """The labelled net that the keys are of."""
+        """The labelled net to which the keys belong."""
         return self._architecture
 
     def __getitem__(self, key: DepthIdx | str) -> T:
@@ -155,7 +155,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         return self._values[label]
 
     def _label(self, key: object) -> DepthIdx:
-        """Resolve a key; of a module that ran several times, the one call that is here will do."""
+        """Resolve a key; the name of a module with several calls will do if only one is here."""
         if isinstance(key, str):
             own = [label for label in self._architecture.rows_of(key) if label in self._values]
             if len(own) == 1:
@@ -173,7 +173,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
 
 class Recorded:
-    """The parts that a pass has kept of one structure, and how to build it from them."""
+    """The parts of a structure that a pass has kept, and how to build it from them."""
 
     __slots__ = ("_parts", "_rebuild", "_value")
 
@@ -186,7 +186,7 @@ class Recorded:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has changed a part in place."""
+        """Whether no part was changed in place."""
         return all(part is None or part.is_intact for part in self._parts)
 
     def peek(self) -> Any:
@@ -202,7 +202,7 @@ class Recorded:
 
 
 def copied(value: Any, events: Sequence[Any] = ()) -> Recorded:
-    """Return copies that nothing else holds, and that are complete after some events."""
+    """Return copies that nothing else holds, complete once some events have happened."""
 
     def completed(parts: Sequence[Any]) -> Any:
         for event in events:
@@ -212,8 +212,8 @@ def copied(value: Any, events: Sequence[Any] = ()) -> Recorded:
     return Recorded((), completed)
 
 
-# What a pass keeps of a layer. Each tells whether it `is_intact`, and can be looked at by `peek`
-# and handed out by `read`.
+# A pass's record of a layer. Each knows whether it `is_intact`; `peek` looks at it, and `read`
+# hands it out.
 Entry: TypeAlias = Held | Recorded
 
 
@@ -234,7 +234,7 @@ class Records(LayerMapping[Any]):
     ) -> None:
         self._architecture = architecture
         self._what = what
-        # Called with the layer where only a reference was kept, which turned out to be too little.
+        # Called with a layer whose record was only a reference and turned out to be overwritten.
         self.copy_from_now_on: Callable[[DepthIdx], None] | None = None
         self._entries: Mapping[DepthIdx, Entry] | None = {} if entries is None else entries
         self._columns: tuple[Any, Any, Any] = ((), (), ())
@@ -249,7 +249,8 @@ class Records(LayerMapping[Any]):
     ) -> Records:
         """Return the records of layers that each returned a tensor, with its version at the call.
 
-        Most passes are never read, or only few layers: columns become entries at the first look.
+        Most passes are never read, or only few layers are: columns become entries at the first
+        look.
         """
         records = cls(architecture)
         records._entries, records._columns = None, (labels, tensors, versions)
@@ -266,7 +267,7 @@ class Records(LayerMapping[Any]):
         return self._entries
 
     def peek(self, label: DepthIdx) -> Any:
-        """Return a record for a look only: it may refer to memory that other code writes to."""
+        """Return a record that may refer to memory to which other code writes."""
         return self._intact(label).peek()
 
     def _get(self, label: DepthIdx) -> Any:

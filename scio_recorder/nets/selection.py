@@ -1,4 +1,4 @@
-"""Selectors -> layers."""
+"""Choosing layers by selectors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     architecture : Architecture
         The layers to choose from.
     selectors : sequence
-        What :func:`select` takes.
+        As for :func:`select`.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn
     root : torch.nn.Module
         The net.
     selectors : sequence
-        What :func:`select` takes, except labels; none for all modules without submodules.
+        As for :func:`select`, except labels; without any, all modules without submodules.
 
     Returns
     -------
@@ -166,7 +166,7 @@ def _matches(architecture: Architecture, selector: object) -> list[DepthIdx]:
 
 
 def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]:
-    """Return what a selector matches, whether it ran or not."""
+    """Return the layers that a selector matches, whether they ran or not."""
     label = label_of(selector)
     if label is not None and label in architecture:
         return [label]
@@ -213,7 +213,7 @@ def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
             f"the predicate {_shown(predicate)} failed for layer {layer} with "
             f"{type(error).__name__}: {error}"
         ) from error
-    # NumPy's booleans are no bools.
+    # NumPy's booleans are not instances of bool.
     if type(answer).__name__ not in ("bool", "bool_"):
         raise SelectorTypeError(
             f"the predicate {_shown(predicate)} returned {answer!r} for layer {layer}: it must "

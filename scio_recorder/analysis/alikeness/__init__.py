@@ -1,1 +1,1 @@
-"""How alike the layers of two recordings are."""
+"""The similarity of the layers of two recordings."""

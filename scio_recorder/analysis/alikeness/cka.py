@@ -7,14 +7,15 @@ linear CKA is |XᵀY|² / (|XᵀX| |YᵀY|), in Frobenius norms (Kornblith et al
 network representations revisited", ICML 2019). The same norms are inner products of the matrices of
 inner products of rows: |XᵀY|² = <XXᵀ, YYᵀ>. The first form costs rows · p · q for each pair of
 layers, the second rows² · p for each layer and rows² for each pair. Both are sums over blocks, of
-features in the first form and of rows in the second: no such matrix is ever there as a whole.
+features in the first form and of rows in the second, so no such matrix is ever built as a whole.
 
-The form is chosen once for all layers, by what it costs. A choice by pair could not save much: a
+The cheaper form is chosen once for all layers. A choice for each pair could not save much: a
 layer that has more features than there are rows needs the second form for its own norm, and once
 that is paid for, pairs with other layers are cheaper in it too.
 
-Columns are centred before anything is multiplied, which takes a reading of its own: to subtract
-products of means afterwards would cost as many digits as the mean is larger than the spread.
+Columns are centred before anything is multiplied, although that takes a separate reading.
+Subtracting products of means afterwards would lose as many digits as the mean exceeds the spread
+by.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from torch import Tensor
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 
-# How many sums of products there are at a time, and how many factors, in float64.
+# The number of sums of products at a time, and of factors, in float64.
 _SUMS = 1 << 25
 _FACTORS = 1 << 22
-# Bytes that are read at once where values have to be copied to be together.
+# Bytes that are read at once if values must be copied to be contiguous.
 _READ_BYTES = 1 << 26
 
 
@@ -45,16 +46,16 @@ class Features:
     samples : Tensor
         The values of all rows, which may lie on disk.
     order : Tensor or None
-        Which of them is which row; None where they are in order.
+        The index in ``samples`` of each row; None if they are in order.
     device : torch.device
         Where to compute.
 
     Attributes
     ----------
     width : int
-        How many features there are; a complex number is two.
+        The number of features; a complex number counts as two.
     trouble : str
-        Why there is no similarity; empty where there is one.
+        Why no similarity can be computed; empty if one can.
     """
 
     def __init__(self, samples: Tensor, order: Tensor | None, device: torch.device) -> None:
@@ -65,7 +66,7 @@ class Features:
         self.width = samples.shape[1:].numel() * (1 + samples.dtype.is_complex)
         is_view = order is None and not isinstance(samples, DiskTensor)
         most = _READ_BYTES // max(1, bytes_of_row(samples))
-        # How many rows may be opened at once.
+        # The number of rows that may be opened at once.
         self.at_once = self.num_rows if is_view else max(1, most)
         low, high, self._mean = self._survey()
         spread = float((high - low).amax()) if self.width else 0.0
@@ -76,7 +77,7 @@ class Features:
         self._scale = 1.0 if self.trouble else 1 / spread
 
     def open(self, rows: range) -> Tensor:
-        """Return the values of some rows as they are, [rows, features]."""
+        """Return the unscaled values of some rows, [rows, features]."""
         chosen: slice | Tensor = slice(rows.start, rows.stop)
         if self._order is not None:
             chosen = self._order[chosen].to(self._samples.device)
@@ -99,7 +100,7 @@ class Features:
             values = self.open(rows).to(self.device, torch.float64)
             low, high = low.minimum(values.amin(0)), high.maximum(values.amax(0))
             total += values.sum(0)
-        # Rounding must not make something of what is constant.
+        # Rounding must not give a constant feature a spread.
         return low, high, torch.where(low == high, low, total / self.num_rows)
 
 
@@ -111,11 +112,11 @@ def linear_cka(first: Sequence[Features], second: Sequence[Features] | None = No
     first : sequence of Features
         Layers without trouble.
     second : sequence of Features, optional
-        Others, of the same rows; the first ones again if there are none.
+        Other layers, with the same rows; by default, the first ones again.
     """
     norms_of = _by_rows if _is_cheaper_by_rows(first, second or first) else _by_features
     cross, own, other = norms_of(first, second)
-    # Rounding may lead a little beyond.
+    # Rounding may exceed the range a little.
     found = (cross / (own.sqrt()[:, None] * other.sqrt())).clamp_(max=1.0)
     return found.triu() + found.triu(1).T if second is None else found
 
@@ -127,7 +128,7 @@ def _is_cheaper_by_rows(first: Sequence[Features], second: Sequence[Features]) -
 
 
 class _Norms(NamedTuple):
-    """Squared norms of products: of layers with those of the other side, and with themselves."""
+    """Squared norms of the products of layers with those of the other side, and with themselves."""
 
     cross: Tensor
     own: Tensor
@@ -235,7 +236,7 @@ def _factors(tile: Sequence[_Piece], rows: range) -> Tensor:
 
 
 def _tiles(layers: Sequence[Features]) -> Iterator[_Tile]:
-    """Divide the features of all layers, so that products of two tiles have room."""
+    """Divide the features of all layers into tiles, any two of which have a product that fits."""
     most = math.isqrt(_SUMS)
     tile: _Tile = []
     room = most

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMES = ("recording_a", "recording_b")
-# So many ids are named in a message.
+# The number of ids that a message names.
 _FEW = 5
 
 
@@ -47,7 +47,7 @@ def similarity(
         ``collect(rows=...)`` are paired by the id of the sample and the position in it. One
         recording given twice is read once.
     layers : selector, or sequence of selectors, optional
-        The layers of both, as in ``record``. By default all that were not reduced.
+        The layers of both, as in ``record``. By default, all that were not reduced.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def similarity(
                 f"{name} is of type {type(one).__name__}, but similarity takes recordings: write "
                 "rnet.collect(batches) or open_recording(path)"
             )
-    # A recording that is given twice is looked at once.
+    # A recording that is given twice is examined once.
     recordings = [recording_a] if recording_a is recording_b else [recording_a, recording_b]
     samples = [
         _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
@@ -278,12 +278,13 @@ def paired_rows(first: Readable, second: Readable, names: tuple[str, str]) -> Te
     Returns
     -------
     Tensor or None
-        Numbers of rows of the second, [rows]; None if both have the same rows in the same order.
+        The indices of rows of the second, [rows]; None if both have the same rows in the same
+        order.
 
     Raises
     ------
     ComparisonError
-        A sample or a row of one is missing in the other, or only one of them has rows.
+        A sample or a row of one is missing from the other, or only one of them has rows.
     """
     if first.has_rows != second.has_rows:
         kinds = ["parts of samples" if one.has_rows else "samples" for one in (first, second)]
@@ -313,12 +314,12 @@ def paired_rows(first: Readable, second: Readable, names: tuple[str, str]) -> Te
 def paired_ids(
     ids: Sequence[int | str], others: Sequence[int | str], names: tuple[str, str]
 ) -> Tensor | None:
-    """Return the place of each id among the others; None where both are in one order.
+    """Return the place of each id among the others; None if both are in the same order.
 
     Raises
     ------
     ComparisonError
-        One is missing on a side.
+        An id is missing on one side.
     """
     ids, others = list(ids), list(others)
     if ids == others:
@@ -338,7 +339,7 @@ def _expect_rows(own: Readable, keys: Tensor, others: Tensor, names: tuple[str, 
 
 
 def _expect(kind: str, lost: Sequence[object], total: int, names: tuple[str, str]) -> None:
-    """Raise an error that counts and shows what of the first is not in the second."""
+    """Raise an error that counts and shows the ids of the first that the second lacks."""
     if not lost:
         return
     shown = ", ".join(map(repr, lost[:_FEW])) + ", ..." * (len(lost) > _FEW)

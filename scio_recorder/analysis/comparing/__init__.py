@@ -1,1 +1,1 @@
-"""Two runs side by side: where they differ, and what makes the difference."""
+"""Two runs side by side: where they differ, and which layer makes the difference."""

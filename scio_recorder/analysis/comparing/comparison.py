@@ -2,20 +2,21 @@
 
 NOTE [Who makes a difference]
 
-A layer makes a difference in a block of samples where what it returned differs and nothing that it
-received does. Layers are looked at in the order in which the reference's calls return, so the
-first of those is the innermost and earliest. What passes a difference on has received one.
+A layer makes a difference in a block of samples if its output differs and none of its inputs do.
+Layers are examined in the order in which the reference's calls return, so the first that qualifies
+is the innermost and earliest. A layer that passes a difference on has received one.
 
 NOTE [Noise]
 
-With a floor, a third side differs from the reference by what counts as noise. What the candidate
-differs by is more than noise where it exceeds what the floor has differed by in the same tensor, in
-this block or one before, by the factors below. Two draws of rounding noise (sums in other orders)
-stayed within 1.5 in norm and 3.4 in the largest element over networks of usual widths; the factors
-leave room for that. They are larger for few numbers, which vary more: the norm of four is ten times
-that of four others once in some thousand draws. Where there is noise, one rounding of a number says
-nothing either. A layer whose floor by luck has none, since in a small tensor all roundings may
-agree, is granted what it has received, or what was made before it returned if it has layers inside.
+With a floor, the difference between a third side and the reference counts as noise. The candidate
+differs by more than noise if it exceeds, by the factors below, the floor's difference in the same
+tensor in this block or an earlier one. Two draws of rounding noise (sums in other orders) stayed
+within 1.5 in norm and 3.4 in the largest element over networks of usual widths, and the factors
+leave room for that. They are larger for small tensors, which vary more: the norm of four numbers is
+ten times that of four others once in some thousand draws. In the presence of noise, a single
+rounding of a number says nothing either. In a small tensor all roundings may agree by luck. A layer
+whose floor has no noise for that reason is granted the noise of its inputs, or, if it has layers
+inside, the noise made before it returned.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ _NORM_FACTOR, _LARGEST_FACTOR, _FEW = 4.0, 8.0, 8
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise in one tensor: a relative error, and a largest difference."""
+    """The noise in one tensor: its relative error and its largest difference."""
 
     relative_error: float = 0.0
     max_abs: float = 0.0
 
     def and_also(self, figures: Figures, rounding: float) -> Noise:
-        """Return the larger of these and those of a further block, given what one rounding takes.
+        """Return the larger of this noise and a further block's, given the size of one rounding.
 
-        Where there is noise, single roundings more or less say nothing.
+        In the presence of noise, single roundings more or less say nothing.
         """
         if not figures.num_different:
             return self
@@ -82,7 +83,7 @@ class Noise:
 
 
 def exceeds(figures: Figures, noise: Noise | None) -> bool:
-    """Whether what differs is more than noise; without any, all that differs is."""
+    """Whether a difference is more than noise; without noise, every difference is."""
     if not figures.num_different:
         return False
     if noise is None or not noise.relative_error:
@@ -116,13 +117,13 @@ class Comparison:
     Parameters
     ----------
     architecture : Architecture
-        That of the reference.
+        The architecture of the reference.
     pairs : iterable of Pair
         Layers of the reference and of the candidate, in the order in which the first return.
     floors : mapping or None
-        Labels of the reference -> those of the floor. None without a floor.
+        Labels of the reference -> labels of the floor. None without a floor.
     digested : set of label
-        Layers of the reference of which digests are compared.
+        Layers of the reference whose digests are compared.
     tolerance : Tolerance
         What counts as equal.
     """
@@ -164,7 +165,7 @@ class Comparison:
         self._known.clear()
 
     def result(self, unmatched: Unmatched) -> Difference:
-        """Return what was found."""
+        """Return the findings."""
         layers: dict[DepthIdx, LayerDifference] = {
             tally.pair.reference.label: tally.result() for tally in self._tallies
         }
@@ -213,10 +214,7 @@ class Comparison:
     def _received(
         self, pair: Pair, own: Values, other: Values, beside: Any
     ) -> tuple[bool | None, float]:
-        """Whether nothing that a layer received differs by more than noise; None if unknown.
-
-        And how much noise there is in what it received.
-        """
+        """Whether all inputs of a layer agree up to noise; None if unknown. And their noise."""
         layer, partner = pair.reference, pair.partner
         mine, theirs = own.inputs(layer.label), other.inputs(partner.label)
         if mine is None or theirs is None:
@@ -255,7 +253,7 @@ class Comparison:
     def _noise(
         self, label: DepthIdx, what: str, pairs: Any, count: int, total: Figures | None = None
     ) -> list[Noise | None]:
-        """Return the noise of each part so far, None where the floor has other parts."""
+        """Return the noise of each part so far; None if the floor has other parts."""
         if not isinstance(pairs, list) or len(pairs) != count:
             return [None] * count
         for part, pair in enumerate(pairs):
@@ -269,7 +267,7 @@ class Comparison:
         return [self._levels.get((label, what, part)) for part in range(count)]
 
     def _figures(self, reference: Leaf, candidate: Leaf) -> Figures:
-        """Measure two parts, once: layers receive what others return, and return what inner do."""
+        """Measure two parts, once: one layer's output is often another one's input or output."""
         if not isinstance(reference, Tensor):
             equal = are_equal_values(reference, candidate, self._tolerance)
             return Figures(1) if equal else _apart(reference, candidate)
@@ -282,7 +280,7 @@ class Comparison:
         return figures
 
     def _count(self, tally: Tally, block: Block, compared: _Compared) -> None:
-        """Add the figures of a block to those of the blocks before."""
+        """Add the figures of a block to those of earlier blocks."""
         if compared.error is not None:
             tally.error = tally.error or compared.error
             tally.figures = unknown(tally.figures.num_elements, tally.figures.num_different)
@@ -311,7 +309,7 @@ class Comparison:
         parts: Sequence[int],
         same: bool | None,
     ) -> FirstDifference:
-        """Say where a layer differs in a block: the first place, or the worst beside noise."""
+        """Return where a layer differs in a block: the first place, or with noise the worst."""
         layer = tally.pair.reference
         if compared.error is not None:
             return FirstDifference(
@@ -343,7 +341,7 @@ def _both(before: bool | None, now: bool | None) -> bool | None:
 
 
 def _mismatch(own: Leaf, other: Leaf) -> str | None:
-    """Say why two parts can't be compared number by number."""
+    """Explain why two parts can't be compared number by number; None if they can."""
     if isinstance(own, Tensor) and own.shape != other.shape:
         return (
             f"shape {tuple(own.shape)} in the reference and {tuple(other.shape)} in the candidate"
@@ -352,7 +350,7 @@ def _mismatch(own: Leaf, other: Leaf) -> str | None:
 
 
 def _apart(reference: Leaf, candidate: Leaf) -> Figures:
-    """Return the figures of two values that differ, of which one may be no number."""
+    """Return the figures of two values that differ, even if one of them is not a number."""
     if isinstance(reference, str) or isinstance(candidate, str):
         return Figures(1, 1, float("inf"), float("inf"), float("inf"), farthest=0)
     pair = torch.tensor([reference]), torch.tensor([candidate])

@@ -85,7 +85,7 @@ class Difference(Listed, Outlined, Findings):
             import pandas as pd
 
         frame = pd.DataFrame(frame_rows(self), columns=FRAME_COLUMNS, dtype=object)
-        # What may be absent stays None or what it is.
+        # Optional values stay None or as they are.
         others = ("first_sample_id", "inputs_equal", "error")
         kinds = frame.drop(columns=[*others]).infer_objects().dtypes
         return frame.astype(kinds.to_dict()).set_index("label")

@@ -90,7 +90,7 @@ def _remark(found: Findings, one: LayerDifference) -> Remark:
 
 
 def _values(found: Findings, one: LayerDifference) -> list[list[str]]:
-    """Return a table of the first and of the worst element of the first layer."""
+    """Return a table of the first and the worst different element of the first layer."""
     places = [("First", found.first), ("Worst", one.worst)]
     rows = []
     for name, place in places:

@@ -24,10 +24,10 @@ Path: TypeAlias = tuple[Any, ...]
 
 
 def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | str:
-    """Pair the parts of what two layers returned, or say why that can't be done.
+    """Pair the parts of two layers' outputs, or explain why that can't be done.
 
-    Parts belong together by where they are: under one key, at one place. Where the structures are
-    others, as a tensor and a tuple of one, tensors belong together in order.
+    Parts at the same place belong together, such as under one key. If the structures differ, as a
+    tensor and a tuple of one, tensors are paired in order.
 
     Parameters
     ----------
@@ -53,14 +53,14 @@ def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | 
 def paired_inputs(
     reference: Inputs, candidate: Inputs, module: nn.Module | None, other: nn.Module | None
 ) -> list[tuple[Leaf, Leaf]] | None:
-    """Pair the parts of what two layers received; None where these can't be paired.
+    """Pair the parts of two layers' inputs; None if they can't be paired.
 
     Parameters
     ----------
     reference, candidate : Inputs
-        What their forwards received.
+        The inputs that their forwards received.
     module, other : torch.nn.Module or None
-        The modules, where these are known: they name arguments, and fill in defaults.
+        The modules, if known: their signatures name arguments and give defaults.
     """
     pairs = _by_path(dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate))))
     if pairs is not None:
@@ -75,8 +75,8 @@ def paired_inputs(
         return _in_order(own, others)
     if type(module) is type(other):
         return None
-    # Code of another author may well be given other numbers and words, and may make for itself
-    # what the other is handed, such as a mask; unless that is an argument that both have.
+    # Another author's code may well receive other numbers and words, and may itself make what the
+    # other one receives, such as a mask, unless both have that argument.
     shared = _parameters(module).keys() & _parameters(other).keys()
     if any(path[1] in shared for path in own.keys() ^ others.keys()):
         return None
@@ -86,16 +86,17 @@ def paired_inputs(
 def samples_of_inputs(
     inputs: Sequence[Inputs], lengths: Sequence[int], wanted: Sequence[tuple[int, int]]
 ) -> Inputs | None:
-    """Return what a layer would have received for samples of several batches; None if unclear.
+    """Return a layer's inputs for samples of several batches; None if unclear.
 
     Parameters
     ----------
     inputs : sequence of Inputs
-        What it received, by batch.
+        Its inputs, by batch.
     lengths : sequence of int
-        How many samples the batches have: what is as long in dimension 0 is taken to count them.
+        The number of samples of each batch. A tensor as long in dimension 0 is taken to have a row
+        for each.
     wanted : sequence of (int, int)
-        Batch, and place in it, of each sample.
+        The batch of each sample, and its place there.
     """
     each = {number: inputs[number] for number, _ in wanted}
     flat = {number: flatten(one) for number, one in each.items()}
@@ -117,7 +118,7 @@ def samples_of_inputs(
 
 
 def _are_alike(one: Inputs, other: Inputs) -> bool:
-    """Whether two inputs hold tensors in the same places, and else the same."""
+    """Whether two inputs have tensors in the same places and agree in everything else."""
     pairs = _by_path(dict(_leaves(tuple(one))), dict(_leaves(tuple(other))))
     exact = Tolerance()
     return pairs is not None and all(
@@ -126,7 +127,7 @@ def _are_alike(one: Inputs, other: Inputs) -> bool:
 
 
 def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> bool:
-    """Whether two parts that are no tensors are equal."""
+    """Whether two parts that are not tensors are equal."""
     if reference == candidate:
         return True
     if isinstance(reference, str) or isinstance(candidate, str):
@@ -154,7 +155,7 @@ def _tensors_of(leaves: dict[Path, Leaf]) -> list[Tensor]:
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
-    """Yield the parts of a structure and where they are; None is nothing."""
+    """Yield the parts of a structure and their places; None is no part."""
     if value is None:
         return
     if isinstance(value, Tensor | _PLAIN):
@@ -171,13 +172,13 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
         for name in (field.name for field in dataclasses.fields(value)):
             yield from _leaves(getattr(value, name, None), (*path, name))
     else:
-        # Such as a key-value cache. Whatever else an object says of itself can't be compared.
+        # Such as a key-value cache. Nothing else that an object reveals can be compared.
         for place, item in enumerate(tensors(value)):
             yield (*path, place), item
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
-    """Return inputs by the names that forward has for them, with what it takes by default."""
+    """Return inputs by the names of forward's parameters, with its defaults filled in."""
     given = inputs.named(module)
     defaults = {
         name: parameter.default
@@ -189,7 +190,7 @@ def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return what a module's forward takes, nothing where that can't be known."""
+    """Return the parameters of a module's forward; none if its signature can't be read."""
     try:
         return inspect.signature(module.forward).parameters
     except (TypeError, ValueError):

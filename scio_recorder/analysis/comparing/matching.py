@@ -1,4 +1,4 @@
-"""Which layers of two sides belong together: by qualified name, or as a mapping of names says."""
+"""Matching the layers of two sides, by qualified name or by a given mapping of names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pair:
     Parameters
     ----------
     reference, partner : Layer
-        The two.
+        The two layers.
     error : str or None
         Why their values can't be compared.
     """
@@ -39,8 +39,8 @@ class Match:
     Parameters
     ----------
     given : mapping or None
-        Names or globs -> the same of the other side; ``*`` and ``?`` stand for the same text on
-        both. Where several match a name, the one that says most of it is tried first.
+        Names or globs -> those of the other side; ``*`` and ``?`` stand for the same text on both.
+        If several match a name, the most specific is tried first.
 
     Examples
     --------
@@ -59,14 +59,15 @@ class Match:
         self.given = dict(given or {})
         self._rules = [
             (re.compile(_pattern(name), re.DOTALL), other)
-            # What has most letters of its own says most; sorting keeps the order of equals.
+            # The glob with the most literal letters is the most specific; sorting keeps the order
+            # of equals.
             for name, other in sorted(
                 self.given.items(), key=lambda item: -len(re.sub(r"[*?]", "", item[0]))
             )
         ]
 
     def partners(self, name: str) -> Iterable[str]:
-        """Yield names that may be the partner's, the likeliest first, and the name itself last."""
+        """Yield possible names of the partner, the likeliest first, and the name itself last."""
         for pattern, other in self._rules:
             found = pattern.fullmatch(name)
             if found is not None:
@@ -74,7 +75,7 @@ class Match:
         yield name
 
     def check_used(self, reference: Architecture) -> None:
-        """Refuse an entry that matches no name of the reference: it is a slip of the pen."""
+        """Refuse an entry that matches no name of the reference: it is probably a typing error."""
         for name in self.given:
             if not self._partners(name, reference):
                 _refuse_name(name, "reference", reference)
@@ -112,7 +113,7 @@ def match_layers(
     reference : Architecture
         The reference.
     labels : iterable of (int, int)
-        Its layers that are to be compared.
+        Its layers to be compared.
     other : Architecture
         The other side.
     others : iterable of (int, int)
@@ -147,7 +148,7 @@ def refuse_strangers(
     unmatched: Unmatched,
     match: Match,
 ) -> None:
-    """Refuse two sides that have nothing in common but, perhaps, that each is a whole network."""
+    """Refuse two sides that have no layer in common, except perhaps the root."""
     named = [pair for pair in pairs if pair.reference.name]
     if named or (not unmatched.reference and any(True for _ in pairs)):
         return

@@ -1,17 +1,17 @@
-"""How far two tensors lie apart: figures in float64, and whether they are equal.
+"""The distance of two tensors: figures in float64, and whether they are equal.
 
 NOTE [What is equal]
 
-Two tensors of one dtype are equal bit for bit where there is no tolerance, so that -0.0 is not 0.0;
-NaNs are equal whatever their bits, which differ from machine to machine. Tensors of two dtypes
-are compared as numbers. With tolerances, two numbers are equal as for `numpy.isclose` with
-``equal_nan=True``, the reference giving the scale.
+Without a tolerance, two tensors of one dtype are compared bit for bit, so that -0.0 is not 0.0.
+NaNs are equal whatever their bits, since these differ from machine to machine. Tensors of two
+dtypes are compared as numbers. With tolerances, numbers are equal as for `numpy.isclose` with
+``equal_nan=True``, and the reference gives the scale.
 
 NOTE [In pieces]
 
-Tensors are measured in pieces that stay in the cache while they are widened and subtracted. What is
-finite, as nearly everything is, takes one multiplication for each sum and no mask: sums of squares
-that are finite prove that all numbers are.
+Tensors are measured in pieces that stay in the cache while they are widened and subtracted. A
+finite piece, as nearly all are, takes one multiplication for each sum and no mask: a finite sum of
+squares proves that all numbers are finite.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from scio_recorder.tensors.copies import gathered, is_dense
 # Elements measured together: in the cache of a core, or many at a time on a device.
 _PIECE = {"cpu": 1 << 17}
 _OTHER_PIECE = 1 << 22
-# Elements searched together for the first that differ, which mostly come soon.
+# Elements searched together for the first that differ, which usually come soon.
 _SEARCHED = {"cpu": 1 << 12}
-# Stands for a zero in a quotient, and changes no other number. No quotient of numbers of up to 32
+# Replaces a zero in a quotient, and changes no other number. No quotient of numbers of up to 32
 # bits comes near the limit.
 _TINY, _LIMIT = 1e-300, 1e200
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,7 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is tolerated."""
+        """Whether both tolerances are zero."""
         return not (self.rtol or self.atol)
 
 
@@ -63,15 +63,15 @@ class Figures:
     Parameters
     ----------
     num_elements, num_different : int
-        How many there are, and how many differ by more than the tolerance.
+        The number of elements, and of those that differ by more than the tolerance.
     max_abs, max_rel : float
         Largest difference, absolute and over the absolute value of the reference.
     squares, own, others, product : float
-        Sums of squares of the differences, of the reference and of the candidate, and of their
-        products, over what is finite on both sides. The first is infinite where a number and none
-        stand against each other.
+        Sums of squares of the differences, of the reference and of the candidate, and the sum of
+        their products, over elements finite on both sides. The first is infinite if an element is a
+        number on one side only.
     farthest : int or None
-        Where the largest difference is, counted through the first pair.
+        Where the largest difference is, as a flat index into the first pair.
     """
 
     num_elements: int = 0
@@ -100,12 +100,12 @@ class Figures:
         return max(-1.0, min(1.0, self.product / norms)) if norms else 0.0
 
     def add(self, other: Figures, offset: int = 0) -> None:
-        """Take in the figures of further elements, which begin at an offset."""
+        """Add the figures of further elements, which begin at an offset."""
         self.num_elements += other.num_elements
         self.num_different += other.num_different
         if other.max_abs > self.max_abs and other.farthest is not None:
             self.farthest = offset + other.farthest
-        # A NaN says that a figure is not known, and stays.
+        # A NaN means that a figure is not known, and stays.
         self.max_abs = _larger(self.max_abs, other.max_abs)
         self.max_rel = _larger(self.max_rel, other.max_rel)
         self.squares += other.squares
@@ -115,7 +115,7 @@ class Figures:
 
 
 def unknown(num_elements: int, num_different: int) -> Figures:
-    """Return figures of which only counts are known."""
+    """Return figures whose counts alone are known."""
     nan = math.nan
     return Figures(num_elements, num_different, nan, nan, nan, nan, nan, nan)
 
@@ -126,7 +126,7 @@ def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figur
     Parameters
     ----------
     reference, candidate : torch.Tensor
-        Of any dtypes and devices; measured where the reference is.
+        Of any dtypes and devices; measured on the reference's device.
     tolerance : Tolerance
         What counts as equal.
 
@@ -141,7 +141,7 @@ def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figur
         if own.is_complex() or other.is_complex():
             piece = _measure_carefully(own, other, tolerance)
         else:
-            # Fresh memory for each piece would cost as much as what is done in it.
+            # Fresh memory for each piece would cost as much as the work on it.
             room = own.new_empty(3, len(own), dtype=torch.float64) if room is None else room
             piece = _measure_piece(own, other, tolerance, total, room[:, : len(own)])
         total.add(piece, offset)
@@ -149,7 +149,7 @@ def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figur
 
 
 def first_different(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> int | None:
-    """Return the place of the first elements that differ, counted through the tensors."""
+    """Return the flat index of the first element that differs."""
     for offset, own, other in _pieces(reference, candidate, _SEARCHED):
         if not _same_bits(own, other):
             mask = _different(own, other, tolerance)
@@ -159,7 +159,7 @@ def first_different(reference: Tensor, candidate: Tensor, tolerance: Tolerance) 
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor as an ordinary one with a number at every place, off the graph."""
+    """Return a detached dense tensor of the same numbers."""
     whole = gathered(tensor.detach())
     if not is_dense(whole):
         if whole.is_nested:
@@ -181,7 +181,7 @@ def _pieces(
 def _measure_piece(
     own: Tensor, other: Tensor, tolerance: Tolerance, before: Figures, room: Tensor
 ) -> Figures:
-    """Measure a piece; of the largest differences, only what is above those before."""
+    """Measure a piece; a largest difference counts only if it exceeds the earlier ones."""
     count, differing = len(own), _count_different(own, other)
     wide, others, apart = room
     own_sum = float(wide.copy_(own).dot(wide))
@@ -214,7 +214,7 @@ def _measure_piece(
 
 
 def _count_different(own: Tensor, other: Tensor) -> int | None:
-    """Return how many elements have other bits; None for two dtypes."""
+    """Return how many elements differ in their bits; None for two dtypes."""
     if own.dtype is not other.dtype:
         return None
     if own.is_cpu:
@@ -229,9 +229,9 @@ def _place_of_largest(values: Tensor) -> int:
 
 
 def _largest_quotient(apart: Tensor, size: Tensor, before: float, room: Tensor) -> float:
-    """Return the largest of quotients; 0 where none is above what was found before.
+    """Return the largest quotient; 0 if none exceeds what was found before.
 
-    Subtracting takes less time than dividing, and mostly tells. A margin keeps its rounding out.
+    Subtracting takes less time than dividing, and usually suffices. A margin covers its rounding.
     """
     known = before * (1 - 1e-12)
     if math.isinf(known):
@@ -243,7 +243,7 @@ def _largest_quotient(apart: Tensor, size: Tensor, before: float, room: Tensor) 
 
 
 def _measure_carefully(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
-    """Measure what may be complex, infinite or no number."""
+    """Measure numbers that may be complex, infinite or NaN."""
     one, two = _widened(own), _widened(other)
     same = _same_numbers(one, two)
     apart = torch.where(same, 0.0, (two - one).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
@@ -251,7 +251,7 @@ def _measure_carefully(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figu
     finite = one.isfinite() & two.isfinite()
     zero = torch.zeros((), dtype=one.dtype, device=one.device)
     one, two = torch.where(finite, one, zero), torch.where(finite, two, zero)
-    # Where sums of squares are too large for a number, so is the error, and that is the truth.
+    # If the sums of squares overflow, the error is infinite, which is the truth.
     squares = float(apart.square().sum())
     number = int(_different(own, other, tolerance).count_nonzero())
     max_abs, at = apart.max(dim=0)
@@ -304,7 +304,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _at_least_one(apart: float, own: Tensor, other: Tensor, number: int) -> float:
-    """Return the largest difference; integers too long for float64 that differ do so by 1."""
+    """Return the largest difference, at least 1 for integers that differ only beyond float64."""
     are_whole = not (own.is_floating_point() or own.is_complex() or other.is_floating_point())
     return max(apart, 1.0) if number and are_whole else apart
 

@@ -27,13 +27,13 @@ class NetworkSide:
     Parameters
     ----------
     capture : Capture
-        That of its recorder.
+        The capture of its recorder.
     net : torch.nn.Module
         The network.
     compiled : callable or None
-        The recorder, where that is compiled and runs in place of the net.
+        The recorder, if it is compiled and runs in place of the net.
     feed : Feed
-        Says what the network is given for a batch.
+        Makes the network's inputs from a batch.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class NetworkSide:
         self.digests: frozenset[DepthIdx] = frozenset()
         self._own = self._capture = capture
         self._compiled = compiled
-        # Whether others run on the same batches.
+        # Whether other networks run on the same batches.
         self.shares_batches = False
         self._keeps_digests = False
 
     @property
     def labels(self) -> tuple[DepthIdx, ...]:
-        """All layers that ran; of a compiled recorder, those that it records."""
+        """All layers that ran; for a compiled recorder, those that it records."""
         if self._compiled is not None:
             return self.recorded
         return tuple(row.label for row in self.architecture.values() if row.executed)
@@ -72,23 +72,24 @@ class NetworkSide:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """No layers: what a network returns can be compared."""
+        """No layers: all outputs of a network can be compared."""
         return ()
 
     def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether it is known what a layer received: not where compiled code runs."""
+        """Whether the inputs of layers are known: not those of compiled code."""
         return self._compiled is None
 
     @contextlib.contextmanager
     def opened(
         self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
     ) -> Iterator[None]:
-        """Listen to some layers for the length of a block of code; ``digests`` alone are kept."""
+        """Record some layers inside a block; of those in ``digests``, only digests are kept."""
         self._keeps_digests = digests
         if self._compiled is not None:
             yield
             return
-        # What one pass overwrites is not known before it, and a comparison must not fail for it.
+        # What a pass overwrites is not known before it runs, and a comparison must not fail for
+        # that.
         options = Options(inputs=inputs, copy="always", calls=calls, notes_moments=False)
         chosen = tuple(sorted(set(labels)))
         self._capture = Capture(self.net, self.architecture, chosen, options)
@@ -145,7 +146,7 @@ class _PassValues:
 
 
 class _Sink:
-    """Takes what layers return: as digests at the hook, or the copies of a compiled pass."""
+    """Takes the outputs of layers: as digests at the hook, or as the copies of a compiled pass."""
 
     def __init__(self, labels: Sequence[DepthIdx], block: Block, *, keeps_digests: bool) -> None:
         self._values: dict[DepthIdx, Any] = {}
@@ -158,7 +159,7 @@ class _Sink:
         self._values[label] = digests_of(chosen) if self._keeps_digests else chosen
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
-        """Keep nothing: inputs are not asked for."""
+        """Keep nothing: inputs are not requested."""
 
     def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
         """Take nothing."""
@@ -174,7 +175,7 @@ class _Sink:
 
 
 def _chosen(value: Any, rows: BatchRows | None) -> Any:
-    """Return the rows of each tensor that has some: padding is not compared."""
+    """Return the chosen rows of each tensor that has rows: padding is not compared."""
     if rows is None:
         return value
     number = len(rows.shape)

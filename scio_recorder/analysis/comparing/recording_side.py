@@ -1,4 +1,4 @@
-"""A side of a comparison: a recording that is read by samples."""
+"""A side of a comparison: a recording that is read sample by sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scio_recorder.reductions import Digest, Reduction
 
 
 class RecordingSide:
-    """A recording that is read, by samples.
+    """A recording that is read sample by sample.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class RecordingSide:
         reduced = recording.reductions
         found = {label: _place_of_digest(reduced[label]) for label in reduced}
         self._digests = {label: place for label, place in found.items() if place is not None}
-        # What a layer returns need not count samples, as embeddings of positions do not.
+        # A layer's output need not have a row for each sample: embeddings of positions don't.
         for label in list(self._digests):
             if len(self._digests_of(label)) != recording.num_rows:
                 del self._digests[label]
@@ -57,29 +57,29 @@ class RecordingSide:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of layers of which there is nothing by sample: summaries, and digests of others."""
+        """Names of layers without values by sample: reduced layers, and digests of others."""
         reduced = (label for label in self.recording if label not in self.labels)
         return tuple(self.architecture[label].name for label in reduced)
 
     def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether it is known what a layer received: after ``record(..., inputs=True)``."""
+        """Whether the inputs of layers are known: after ``record(..., inputs=True)``."""
         return label in self.recording.calls.labels
 
     @contextlib.contextmanager
     def opened(
         self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
     ) -> Iterator[None]:
-        """There is nothing to get ready."""
+        """Do nothing: a recording needs no preparation."""
         yield
 
     def at(self, block: Block) -> Values:
-        """Return what the recording has of some samples, which is read when it is asked for."""
+        """Return the values of some samples, which are read when they are used."""
         where = self.positions(block.ids)
         self._seen[where] = True
         return _Rows(self, where, block.lengths)
 
     def check_rows(self, is_given: bool) -> None:
-        """Refuse a recording whose lines are other than those of networks that run."""
+        """Refuse a recording whose rows differ in kind from those of the running networks."""
         if self.recording.has_rows and not is_given:
             raise ComparisonError(
                 f"the {self.what} has a row for each token or node: write the same rows= as for "
@@ -89,18 +89,18 @@ class RecordingSide:
             raise ComparisonError(f"the {self.what} has a row for each sample: leave rows= out")
 
     def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
-        """Return those of some ids that the recording does not have."""
+        """Return the ids that the recording lacks."""
         if self._follow(ids):
             return []
         return [one for one in ids if one not in self._places]
 
     def unseen(self) -> list[SampleId]:
-        """Return the ids that nobody has asked for."""
+        """Return the ids that were not asked for."""
         places = (~self._seen).nonzero().squeeze(1).tolist()
         return [self.recording.sample_ids[place] for place in places]
 
     def positions(self, ids: Sequence[SampleId]) -> slice | list[int]:
-        """Return where samples are that are there."""
+        """Return the places of those samples that the recording has."""
         if self._follow(ids):
             start, self._next = self._next, self._next + len(ids)
             return slice(start, self._next)
@@ -109,7 +109,7 @@ class RecordingSide:
         return _run_of(places)
 
     def lengths(self, ids: Sequence[SampleId]) -> list[int] | None:
-        """Return how many rows samples have; None where each is one."""
+        """Return the numbers of rows of samples; None if each sample is one row."""
         if not self.recording.has_rows:
             return None
         before = self._next
@@ -121,7 +121,7 @@ class RecordingSide:
         return found
 
     def rows_at(self, where: slice | list[int], lengths: list[int]) -> slice | list[int]:
-        """Return where the rows of samples are, which have to be as many as on the other side."""
+        """Return the places of the rows of samples, which must be as many as on the other side."""
         found = self._lengths_at(where)
         if found != lengths:
             at = next(
@@ -138,7 +138,7 @@ class RecordingSide:
         return _run_of(torch.cat([numbers[:0], *(numbers[one] for one in rows)]).tolist())
 
     def output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
-        """Return what a layer returned for some rows."""
+        """Return a layer's output for some rows."""
         values = self._digests_of(label) if label in self._digests else self.recording[label]
         return values[rows]
 
@@ -148,7 +148,7 @@ class RecordingSide:
         return found
 
     def _follow(self, ids: Sequence[SampleId]) -> bool:
-        """Whether samples come right after those that were read last, as they mostly do."""
+        """Whether samples directly follow those that were read last, as they usually do."""
         after = self.recording.sample_ids[self._next : self._next + len(ids)]
         return list(after) == list(ids)
 
@@ -169,7 +169,7 @@ class RecordingSide:
         return list(accumulate(self.recording.calls.rows, initial=0))
 
     def inputs_at(self, where: slice | list[int], label: DepthIdx) -> Inputs | None:
-        """Return what a layer received for some samples; None where that can't be told."""
+        """Return a layer's inputs for some samples; None if they can't be known."""
         if not self.knows_inputs(label):
             return None
         starts, inputs = self._batch_starts, self.recording.inputs[label]
@@ -205,7 +205,7 @@ class _Rows:
 
 
 def _run_of(places: list[int]) -> slice | list[int]:
-    """Return places that follow each other as a slice, which is read at once."""
+    """Return consecutive places as a slice, which is read at once."""
     start = places[0] if places else 0
     is_run = places == list(range(start, start + len(places)))
     return slice(start, start + len(places)) if is_run else places
@@ -213,7 +213,7 @@ def _run_of(places: list[int]) -> slice | list[int]:
 
 def _place_of_digest(given: Reduction | list[Reduction]) -> int | None:
     several = given if isinstance(given, list) else [given]
-    # Class by class, digests have lost the order of the samples.
+    # Digests by class have lost the order of the samples.
     found = (
         at for at, one in enumerate(several) if isinstance(one, Digest) and not one.reads_batch
     )

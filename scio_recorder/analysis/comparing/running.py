@@ -1,4 +1,4 @@
-"""Bringing the sides of a comparison through the same samples, a block at a time."""
+"""Taking the sides of a comparison through the same samples, a block at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
 
-# Bytes of a layer that are read at once from each recording.
+# The bytes of a layer that are read at once from each recording.
 _BLOCK_BYTES = 1 << 26
 _SHOWN = 5
 
@@ -39,7 +39,7 @@ class Sides:
     reference, candidate : Side
         What is compared.
     floor : Side or None
-        What differs from the reference by noise alone.
+        A side that differs from the reference by noise alone.
     """
 
     reference: Side
@@ -52,24 +52,24 @@ class Sides:
 
     @property
     def all(self) -> list[Side]:
-        """The sides that there are, the reference first."""
+        """The sides that are given, the reference first."""
         sides = [self.reference, self.candidate]
         return sides if self.floor is None else [*sides, self.floor]
 
     @property
     def networks(self) -> list[NetworkSide]:
-        """Those that run."""
+        """The sides that run."""
         return [side for side in self.all if isinstance(side, NetworkSide)]
 
     @property
     def recordings(self) -> list[RecordingSide]:
-        """Those that are read."""
+        """The sides that are read."""
         return [side for side in self.all if isinstance(side, RecordingSide)]
 
     def at(self, block: Block) -> list[Values]:
-        """Return what each has of a block; networks run in the same state of random numbers.
+        """Return the values of each side for a block; networks run with the same random numbers.
 
-        What is random afterwards is what the first network has left, as if it alone had run.
+        Afterwards generators are in the state that the first network left, as if it alone had run.
         """
         if len(self.networks) < 2:
             return [side.at(block) for side in self.all]
@@ -88,7 +88,7 @@ class Sides:
         return found
 
     def _put_back(self, side: NetworkSide, number: int) -> contextlib.AbstractContextManager[None]:
-        """Let a network that another one is a part of leave no state to that one."""
+        """Undo a network's changes of state, since another side may share its modules."""
         later = [other for other in self.all[number + 1 :] if isinstance(other, NetworkSide)]
         own = set(map(id, side.net.modules()))
         if any(id(module) in own for other in later for module in other.net.modules()):
@@ -106,20 +106,20 @@ def compare_sides(
     *,
     progress: bool,
 ) -> Difference:
-    """Compare all layers that two sides have in common, over all samples.
+    """Compare all layers that two sides share, over all samples.
 
     Parameters
     ----------
     sides : Sides
         What is compared.
     match : Match
-        Which names belong together.
+        How names correspond.
     tolerance : Tolerance
         What counts as equal.
     feed : Feed or None
         The batches, where networks run.
     rows : Rows or None
-        What a line of what layers return is, where it is no sample and networks run.
+        The kind of row in layers' outputs, if it is not a sample and networks run.
     progress : bool
         Whether to show a progress bar.
     """
@@ -158,14 +158,14 @@ def compare_sides(
 
 
 def _chosen(side: Side) -> tuple[DepthIdx, ...]:
-    """Return what is compared: what a recorder or a recording has recorded, or every layer."""
+    """Return the layers to compare: those that a side has recorded, or all."""
     return (side.recorded if isinstance(side, NetworkSide) else ()) or side.labels
 
 
 def _floors(
     reference: Side, floor: Side, pairs: Sequence[Pair], match: Match
 ) -> dict[DepthIdx, DepthIdx]:
-    """Return the floor's partner of each layer: it is mostly the reference in another precision."""
+    """Return the floor's partner of each layer; the floor is usually the reference itself."""
     if floor.architecture == reference.architecture:
         match = Match(None)
     labels = [pair.reference.label for pair in pairs]
@@ -180,7 +180,7 @@ def _open(
     floors: dict[DepthIdx, DepthIdx] | None,
     digested: frozenset[DepthIdx],
 ) -> None:
-    """Get all sides ready; afterwards networks are as they were before."""
+    """Prepare all sides; afterwards networks are as they were before."""
     both = [pair for pair in pairs if pair.error is None]
     inputs = any(
         sides.reference.knows_inputs(pair.reference.label)
@@ -202,7 +202,7 @@ def _open(
 
 
 def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
-    """Yield the batches, and see that recordings have their samples, and no others."""
+    """Yield the batches, and check that recordings have just their samples."""
     net, seen = sides.networks[0], 0
     has_rows: dict[str, bool] = {}
     is_empty, is_advised = True, feed.to_inputs is not None
@@ -257,7 +257,7 @@ def _read(sides: Sides) -> Iterator[Block]:
 def _block_lengths(sides: Sides) -> Iterator[int]:
     recording = sides.recordings[0].recording
     if all(side.recording.calls.labels for side in sides.recordings):
-        # Inputs are kept by whole batches.
+        # Inputs are kept batch by batch.
         yield from recording.calls.rows
         return
     layers = (side.recording[at] for side in sides.recordings for at in side.recording.stored)

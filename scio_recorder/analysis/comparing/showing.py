@@ -26,13 +26,13 @@ FRAME_COLUMNS = (
     *("max_abs", "max_rel", "relative_error", "cosine", "num_different", "num_elements"),
     *("first_sample_id", "inputs_equal", "noise", "error"),
 )
-# Digits with which two numbers are tried to be told apart; the last ones always do.
+# Numbers of digits that may distinguish two numbers; the last always does.
 _DIGITS = (4, 6, 9, 17)
 _FEW = 5
 
 
 def sentence(found: Findings) -> str:
-    """Return where two runs begin to differ."""
+    """Return the sentence that says where two runs begin to differ."""
     first = found.first
     if first is None:
         compared = f"{_counted(len(found), 'layer')}, {_counted(found.num_samples, 'sample')}"
@@ -49,13 +49,13 @@ def sentence(found: Findings) -> str:
 
 
 def layer_text(layer: Layer) -> str:
-    """Return how a sentence names a layer."""
+    """Return the words by which a sentence names a layer."""
     call = f", call {layer.call + 1}" if layer.call else ""
     return visible(f"{layer.label} ({layer.name or layer.type_name}{call})")
 
 
 def arrow(reference: Number | None, candidate: Number | None) -> str:
-    """Return two numbers, in as many digits as tell them apart.
+    """Return two numbers with enough digits to distinguish them.
 
     Examples
     --------
@@ -78,21 +78,21 @@ def _counted(number: int, word: str) -> str:
 
 
 def count(found: Findings) -> str:
-    """Return how many layers differ."""
+    """Return the sentence that says how many layers differ."""
     differing = sum(one.differs for one in found.values())
     verb = f"differ{'s' * (differing == 1)}"
     return f"{differing:,} of {_counted(len(found), 'layer')} {verb}{_beyond(found)}"
 
 
 def _beyond(found: Findings) -> str:
-    """Return what is no difference, if anything."""
+    """Return the words for the difference that is tolerated, if any."""
     limits = [f"{name}={value:g}" for name in ("rtol", "atol") if (value := getattr(found, name))]
     limits += ["the noise of the floor"] * has_noise(found)
     return f" beyond {' and '.join(limits)}" if limits else ""
 
 
 def has_noise(found: Findings) -> bool:
-    """Whether a third run says what is noise."""
+    """Whether a third run shows the noise."""
     return any(one.noise is not None for one in found.values())
 
 
@@ -103,7 +103,7 @@ def _inputs_said(first: FirstDifference) -> str:
 
 
 def notes(found: Findings) -> list[str]:
-    """Return what a reader should know besides, and what to do about it."""
+    """Return the notes for the reader: reservations, and what to do about them."""
     first, said = found.first, []
     if first is not None:
         said.append(f"{count(found)}, in {_counted(found.num_samples, 'sample')}.")
@@ -134,17 +134,17 @@ def is_first(found: Findings, one: LayerDifference) -> bool:
 
 
 def differs_text(found: Findings, one: LayerDifference) -> str:
-    """Return whether a layer differs, in a word."""
+    """Return one word on whether a layer differs."""
     return "first" if is_first(found, one) else "yes" if one.differs else "no"
 
 
 def inputs_text(one: LayerDifference | FirstDifference) -> str:
-    """Return whether the inputs of a layer are equal, in a word."""
+    """Return one word on whether the inputs of a layer are equal."""
     return {True: "equal", False: "differ", None: "?"}[one.inputs_equal]
 
 
 def has_other_names(found: Findings) -> bool:
-    """Whether layers of the candidate go by other names."""
+    """Whether layers of the candidate have other names."""
     return any(one.name != one.candidate_name for one in found.values())
 
 
@@ -190,7 +190,7 @@ def frame_rows(found: Findings) -> list[dict[str, Any]]:
 
 
 def profile(found: Findings, measure: str) -> Profile:
-    """Return what is drawn.
+    """Return the plot's data.
 
     Raises
     ------
@@ -202,7 +202,7 @@ def profile(found: Findings, measure: str) -> Profile:
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
     layers = list(found.values())
     values = _numbers([getattr(one, measure, None) for one in layers])
-    # Of digests it is only known how many differ.
+    # Digests only tell how many samples differ.
     if np.isnan(values).all():
         measure = "share_different"
         values = _numbers([one.num_different / max(1, one.num_elements) for one in layers])

@@ -29,15 +29,15 @@ class Block:
     Parameters
     ----------
     ids : sequence of int or str
-        Those of the samples.
+        The samples' ids.
     batch : any
-        What the loader gave for them, where networks run.
+        The loader's batch of these samples, if networks run.
     rows : BatchRows or None
-        Which lines of what layers return count, where a row is no sample and networks run.
+        Which rows of layers' outputs count, if a row is not a sample and networks run.
     lengths : list of int or None
-        How many rows each sample has, where a row is no sample.
+        The number of rows of each sample, if a row is not a sample.
     number : int
-        Which batch it is, where networks run.
+        The number of the batch, if networks run.
     """
 
     ids: Sequence[SampleId]
@@ -47,15 +47,15 @@ class Block:
     number: int = 0
 
     def place(self, shape: Sequence[int], flat: int) -> tuple[int, tuple[int, ...]]:
-        """Return which sample an element of a layer belongs to, and where it is there.
+        """Return the sample to which an element of a layer belongs, and its index there.
 
         Parameters
         ----------
         shape : sequence of int
-            That of the layer's tensor.
+            The shape of the layer's tensor.
         flat : int
-            The element, counted through the tensor. Where dimension 0 does not count samples it is
-            taken for one of the first sample.
+            The element's flat index. If dimension 0 does not count samples, it counts as one of the
+            first sample.
         """
         # Torch takes twenty times as long.
         index = [int(part) for part in np.unravel_index(flat, tuple(shape))]
@@ -73,13 +73,13 @@ class Values(Protocol):
     """The data of one side for a block."""
 
     def output(self, label: DepthIdx) -> Any:
-        """Return what a layer returned, or digests of that."""
+        """Return a layer's output, or digests of it."""
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
-        """Return what a layer received; None where that is not known."""
+        """Return a layer's inputs; None if they are not known."""
 
     def is_digest(self, label: DepthIdx) -> bool:
-        """Whether there are digests only of what a layer returned."""
+        """Whether only digests of a layer's output are known."""
 
 
 class Side(Protocol):
@@ -93,26 +93,26 @@ class Side(Protocol):
 
     @property
     def digests(self) -> frozenset[DepthIdx]:
-        """Those of which there are digests only."""
+        """The layers of which only digests are known."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Names of layers that are there and can't be compared."""
+        """Names of the layers that can't be compared."""
 
     def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether it is known what a layer received."""
+        """Whether the inputs of layers are known."""
 
     def opened(
         self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Get ready to give values of some layers for the length of a block of code."""
+        """Provide values of some layers inside a block."""
 
     def at(self, block: Block) -> Values:
-        """Return what it has of some samples."""
+        """Return the values of some samples."""
 
 
 def digests_of(value: Any) -> Any:
-    """Return a digest for each sample; what has no samples is left for others to refuse."""
+    """Return a digest for each sample; others refuse outputs without samples."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     return sample_digests(value if is_plain(value) else dense(value))

@@ -18,22 +18,22 @@ class Tally:
     figures: Figures = field(default_factory=Figures)
     noise: Figures | None = None
     differs: bool = False
-    # Where it first differs, and where it first does so having received nothing that does.
+    # Where it first differs, and where it first does so although its inputs don't.
     first: FirstDifference | None = None
     maker: FirstDifference | None = None
     worst: Worst | None = None
-    # Whether it received the same in all blocks so far.
+    # Whether its inputs were equal in all blocks so far.
     received_same: bool | None = True
 
     @property
     def inputs_equal(self) -> bool | None:
-        """Whether what it received is equal, as `LayerDifference` has it."""
+        """Whether its inputs are equal, in the sense of `LayerDifference`."""
         if self.maker is not None or not self.differs:
             return self.received_same if self.maker is None else True
         return None if self.first is None else self.first.inputs_equal
 
     def result(self) -> LayerDifference:
-        """Return what was found of the layer."""
+        """Return the findings about the layer."""
         pair, figures = self.pair, self.figures
         return LayerDifference(
             label=pair.reference.label,

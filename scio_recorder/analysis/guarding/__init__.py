@@ -1,1 +1,1 @@
-"""Which call of a network makes the first NaN or infinity."""
+"""The guard that finds the call of a network that makes the first NaN or infinity."""

@@ -1,4 +1,4 @@
-"""Looking at what every call of a network is given and gives, while it runs."""
+"""Looking at the inputs and outputs of every call of a network, while it runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WITHOUT_TENSORS = (str, int, float)
 def guarded(
     architecture: Architecture, guard: Guard, *, gradients: bool, keep_inputs: bool
 ) -> Iterator[Guard]:
-    """Let a guard judge every call of the modules of a network inside a block.
+    """Let a guard judge every call of a network's modules inside a block.
 
     Backward passes of passes made in the block are judged after it too, as long as somebody holds
     the guard. Inputs are kept until a call returns, and those of the one that fails from then on.
@@ -59,7 +59,7 @@ def guarded(
     brackets = {
         module: _GuardedCall(module, name, compiled, shared, keeps) for module, name in names
     }
-    # What is kept of calls is kept as they return.
+    # Calls are kept as they return.
     for module, parent in {} if keep_inputs else followed(module for module, _ in names).items():
         if module in brackets and parent in brackets:
             brackets[module].chained_in = brackets[parent].name
@@ -81,9 +81,9 @@ def guarded(
         )
 
 
-# A call that has not returned yet: its name, its arguments, what of them is not finite, what it is
-# in the backward pass, what is kept of it, and what it vouches for. A bare tuple, as one is made in
-# each call.
+# A call that has not returned yet: its name, its arguments, those that are not finite, its
+# counterpart in the backward pass, its copy, and the output that it vouches for. A bare tuple,
+# since every call makes one.
 _Frame: TypeAlias = tuple[str, Any, list[Found], Passing | None, CallBefore | None, list[Link]]
 _NOTHING: list[Found] = []
 _NO_LINKS: list[Link] = []
@@ -98,7 +98,7 @@ class _State:
         self.counts: dict[str, int] = {}
         self.pass_number = 0
         self.cases = Cases()
-        # What has been returned and nobody has looked at, the first first.
+        # Outputs that nobody has examined yet, in order.
         self.links = _NO_LINKS
 
 
@@ -108,13 +108,13 @@ class _Local(threading.local):
 
 
 class _Shared:
-    """What the modules of one block share."""
+    """The state that the modules of one block share."""
 
     def __init__(
         self, architecture: Architecture, guard: Guard, gradients: GuardedGradients | None
     ) -> None:
         self._architecture = architecture
-        # Found once: passes are many, and most networks have none.
+        # Found once: there are many passes, and most networks have none.
         self._fusable = fusable(architecture)
         self._has_warned = False
         self.guard = guard
@@ -122,11 +122,11 @@ class _Shared:
         self.local = _Local()
 
     def begin_pass(self, state: _State) -> None:
-        """Take up a call that is part of no other."""
+        """Begin a pass: a call that is part of no other."""
         refuse_transforms("guarded")
         state.known.forget()
         state.cases.reset()
-        # A pass that was broken off by what is no Exception has left its frames.
+        # A pass that ended by something other than an Exception has left its frames.
         state.frames.clear()
         state.links = _NO_LINKS
         if self._fusable and not self._has_warned:
@@ -134,13 +134,13 @@ class _Shared:
                 self._fusable, {row.module for row in self._architecture.values()}, "guarded"
             )
         if private.backward_pass() != -1:
-            # Checkpointing runs again what belongs to a pass that was counted.
+            # Checkpointing re-runs calls of a pass that was counted.
             return
         state.counts.clear()
         state.pass_number = self.guard.begin_pass()
 
     def judge(self, state: _State, case: Case) -> None:
-        """Judge a call; at the end of a pass, all that still wait for a device."""
+        """Judge a call; at the end of a pass, also all that still wait for a device."""
         if case.made:
             state.cases.add(self.guard, case)
         if case.call.is_outermost and case.made:
@@ -149,7 +149,7 @@ class _Shared:
             state.cases.read(self.guard)
 
     def settle(self, state: _State, links: list[Link]) -> list[Found]:
-        """Judge calls that were not looked at when they returned; return what the last one made."""
+        """Judge calls that were not examined when they returned; return what the last one made."""
         state.links = _NO_LINKS
         found = links[0].given
         for link in links:
@@ -174,7 +174,7 @@ class _Keeper:
 
 
 class _GuardedCall(Bracket):
-    """Looks at inputs before each call of a module, and at what it returned after it."""
+    """Examines the inputs before each call of a module, and its output afterwards."""
 
     def __init__(
         self,
@@ -189,11 +189,11 @@ class _GuardedCall(Bracket):
         self._keeper = keeper
         self._is_harmless = is_harmless(module)
         self._tells = tells(module)
-        # The Sequential in which the next module tells of this one's output, if there is one.
+        # The Sequential in which the next module vouches for this one's output, if any.
         self.chained_in: str | None = None
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """Look at what the module is about to receive, since it may work in place."""
+        """Examine the module's inputs before the call, since it may work in place."""
         shared = self._shared
         state = shared.local.state
         frames = state.frames
@@ -218,7 +218,7 @@ class _GuardedCall(Bracket):
         frames.append((self.name, args, given, passing, kept, links))
 
     def end(self, args: Any, output: Any) -> None:
-        """Judge what the module has returned."""
+        """Judge the module's output."""
         shared, name = self._shared, self.name
         state = shared.local.state
         frame = _popped(state.frames, name, args)
@@ -260,10 +260,10 @@ class _GuardedCall(Bracket):
 
 
 def _look(known: Known, values: Iterable[Any]) -> list[Found]:
-    """Return what is not finite, or may not be, among the tensors of some arguments."""
+    """Return findings about those tensors of some arguments that are not finite, or may not be."""
     found = _NOTHING
     for value in values:
-        # Taking structures apart takes longer than looking at most tensors.
+        # Taking structures apart takes longer than examining most tensors.
         if isinstance(value, Tensor):
             one = known.look(value)
             if one is not None:

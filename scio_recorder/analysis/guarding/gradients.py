@@ -1,16 +1,15 @@
-"""Looking at the gradients that every call of a network is given and gives.
+"""Looking at the gradients that enter and leave every call of a network.
 
 NOTE [Gradients of a call]
 
 A hook on a tensor sees the sum of the gradients that all its users send, and would blame one of
-them for another. So a call is told by its operations: the nodes of the graph that its outputs lead
-to, and that autograd has numbered since the call began. Gradients come in at the nodes that made
-its outputs. They go out where a node of the call leads to an older one, which has made an input, or
-to a leaf, which is a parameter as a rule. What leaves a node is what this node alone has made.
-
-Each such exit is noted once, for the innermost call that it belongs to; those around it are asked
-only where a gradient there is not finite. So the walk over the nodes of a call leaps over the calls
-inside it. Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
+them for another. So a call is identified by its operations: the nodes of the graph that its outputs
+lead to, and that autograd has numbered since the call began. Gradients enter at the nodes that made
+its outputs. They leave where a node of the call leads to an older one, which made an input, or to a
+leaf, usually a parameter. The gradient that leaves a node was made by this node alone. Each such
+exit is noted once, for the innermost call that it belongs to. The calls around it are asked only if
+a gradient there is not finite. So the walk over the nodes of a call skips the calls inside it.
+Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Passing:
     Parameters
     ----------
     start : int
-        How many operations autograd had noted when the call began.
+        The number of operations that autograd had noted when the call began.
     around : Passing or None
-        The call that it is part of.
+        The call that contains it.
     """
 
     __slots__ = ("_given", "_task", "around", "call", "start", "targets")
@@ -49,13 +48,13 @@ class Passing:
         self.start = start
         self.around = around
         self.call: Call | None = None
-        # The nodes that gradients go to from here, without leaves.
+        # The nodes to which gradients go from here, without leaves.
         self.targets: list[Any] = []
         self._task = -1
         self._given: list[Found] = []
 
     def given(self, task: int) -> list[Found]:
-        """Return what has come in a backward pass that is not finite, or may not be."""
+        """Return findings about gradients that have come in and may not be finite."""
         if task != self._task:
             self._task, self._given = task, []
         return self._given
@@ -76,20 +75,20 @@ class GuardedGradients:
     def __init__(self, guard: Guard) -> None:
         # The guard holds this.
         self._guard = weakref.ref(guard)
-        # What nodes of a graph keep of this guard is under this key: it must not lead to it.
+        # The key under which nodes of a graph refer to this guard. It must not lead to the guard.
         self._key = object()
         self._own = weakref.ref(self)
         self._local = _Thread()
 
     def listen(self, passing: Passing, call: Call, output: Any) -> None:
-        """Look at the gradients of a call that has just returned.
+        """Attach hooks for the gradients of a call that has just returned.
 
         Parameters
         ----------
         passing : Passing
             The call, as it began.
         call : Call
-            The same, as it ended.
+            The call, as it ended.
         output : Any
             What it returned.
         """
@@ -114,7 +113,7 @@ class GuardedGradients:
                 at.attach(node)
 
     def _ends(self, node: Any, passing: Passing) -> list[Any]:
-        """Return where a node of a call leads, or the call inside it that it ends."""
+        """Return the nodes that a node of a call leads to, or the inner call that it ends."""
         at: _AtNode | None = node.metadata.get(self._key)
         inner = None if at is None else at.call_inside(passing)
         if inner is not None:
@@ -139,7 +138,7 @@ class GuardedGradients:
     # -- in the backward pass ----------------------------------------------------------------------
 
     def begin(self) -> _Thread | None:
-        """Return what is known in the backward pass under way, None where nobody asks."""
+        """Return what is known in the current backward pass; None if nobody asks."""
         guard = self._guard()
         if guard is None or guard.is_settled:
             return None
@@ -151,7 +150,7 @@ class GuardedGradients:
         return thread
 
     def take(self, found: Found, passing: Passing) -> None:
-        """Note what a call is given."""
+        """Note the gradients that a call receives."""
         passing.given(self._local.task).append(found)
         if passing.around is None and passing.call is not None:
             self._add(Case(passing.call, "gradient", (), [found], is_handed_on=True))
@@ -159,7 +158,7 @@ class GuardedGradients:
     def judge(
         self, found: Found, passing: Passing, place: int, leaf: weakref.ref[Any] | None
     ) -> None:
-        """Judge a call by what it gives, and the calls around it that give it too."""
+        """Judge a call, and those around it that send the same gradient, by that gradient."""
         around: Passing | None = passing
         while around is not None and around.call is not None and not place >= around.start:
             given = list(around.given(self._local.task))
@@ -174,23 +173,23 @@ class GuardedGradients:
 
 
 class _AtNode:
-    """What one guard does at a node of the graph, for all calls that begin or end there."""
+    """The hooks of one guard at a node of the graph, for all calls that begin or end there."""
 
     __slots__ = ("_judges", "_owner", "_sees", "entries", "exits")
 
     def __init__(self, owner: weakref.ref[GuardedGradients]) -> None:
         self._owner = owner
-        # Which of the two hooks hang on the node.
+        # Which of the two hooks are attached to the node.
         self._judges = self._sees = False
         # The calls that returned an output of the node.
         self.entries: list[tuple[int, Passing]] = []
-        # Edges, the call that they leave, the place of what they lead to, or the leaf.
+        # Edges with the call that they leave, and the place of the node or leaf that they lead to.
         self.exits: list[tuple[int, Passing, int, weakref.ref[Any] | None]] = []
 
     def attach(self, node: Any) -> None:
-        """Hang hooks on the node, once it is known what for."""
+        """Attach the hooks that the node needs, once these are known."""
         if self.exits and not self._judges:
-            # A hook behind the node sees what comes in, too.
+            # A hook behind the node also sees its incoming gradients.
             self._judges = True
             node.register_hook(self._after)
         elif not self._judges and not self._sees:
@@ -229,7 +228,7 @@ class _AtNode:
         for index, passing, place, leaf in self.exits:
             gradient = made[index]
             if gradient is not None:
-                # Nobody is given the gradient of a leaf again.
+                # No other call receives the gradient of a leaf.
                 found = look(gradient) if leaf is not None else thread.known.look(gradient)
                 if found is not None:
                     owner.judge(found, passing, place if leaf is None else -1, leaf)

@@ -35,10 +35,10 @@ _WORDS = {"nan": "NaN", "inf": "infinite"}
 
 
 class Call(NamedTuple):
-    """One call of a module, without what would keep the network alive."""
+    """One call of a module, without a reference that would keep the network alive."""
 
     name: str
-    number: int  # how many calls of the module returned before it in its pass
+    number: int  # the number of the module's calls that returned before it in its pass
     pass_number: int
     is_outermost: bool
 
@@ -158,14 +158,14 @@ class Case(NamedTuple):
     made: Sequence[Found]
     # The leaf whose gradient was made, if it is one.
     parameter: weakref.ref[Any] | None = None
-    # The call as it was before, where that is kept.
+    # The state before the call, if that is kept.
     kept: CallBefore | None = None
-    # Whether it is no call that is judged, but the network that hands on what it was given.
+    # Whether the network handed on its own inputs, so that no call is judged.
     is_handed_on: bool = False
 
 
 class Cases:
-    """Cases in their order, judged at once where all is known, and else when they are read.
+    """Cases in their order, judged at once if all is known, otherwise when they are read.
 
     Attributes
     ----------
@@ -177,17 +177,17 @@ class Cases:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all cases."""
         self._waiting: list[Case] = []
         self.has_origin = False
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are cases to be read."""
+        """Whether cases are still to be read."""
         return bool(self._waiting)
 
     def add(self, guard: Guard, case: Case) -> bool:
-        """Take up a case, and return whether it has to be read once the device is waited for."""
+        """Add a case, and return whether it must be read after waiting for the device."""
         self._waiting.append(case)
         is_known = len(self._waiting) == 1 and not any(
             isinstance(one, Unread) for one in (*case.given, *case.made)
@@ -197,7 +197,7 @@ class Cases:
         return not is_known
 
     def read(self, guard: Guard) -> None:
-        """Judge all that wait; every device is waited for once."""
+        """Judge all waiting cases; each device is waited for once."""
         waiting, self._waiting = self._waiting, []
         found = iter(read([one for case in waiting for one in (*case.given, *case.made)]))
         for case in waiting:
@@ -252,15 +252,15 @@ class Guard:
         self._scaling = LossScaling()
         self._has_warned = False
         self._numbers = itertools.count()
-        # What looks at gradients lives as long as this, and graphs hold it weakly.
+        # The part that examines gradients lives as long as this guard, and graphs hold it weakly.
         self.gradients: object = None
-        # Whether there is nothing more to be found out: so it is after an exception in the block,
-        # whatever graphs are left.
+        # Whether the guard is done, as it is after an exception in the block, whatever graphs are
+        # left.
         self.is_settled = False
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that a ``GradScaler`` has skipped, since gradients of a scaled loss overflowed."""
+        """The steps that a ``GradScaler`` skipped because gradients of a scaled loss overflowed."""
         return self._scaling.num_skipped_steps
 
     def __str__(self) -> str:
@@ -277,7 +277,7 @@ class Guard:
     def __repr__(self) -> str:
         return f"Guard({self})"
 
-    # -- what those who look at tensors say --------------------------------------------------------
+    # -- reports of those who examine tensors ------------------------------------------------------
 
     def begin_pass(self) -> int:
         """Count a pass, and return its number."""
@@ -287,7 +287,7 @@ class Guard:
         return number
 
     def judge(self, case: Case, given: Sequence[NonFinite], made: Sequence[NonFinite]) -> bool:
-        """Judge a case whose numbers are known, and return whether the call is the maker.
+        """Judge a case with known numbers, and return whether the call is the maker.
 
         Raises
         ------
@@ -306,7 +306,7 @@ class Guard:
         return True
 
     def hand_on(self, direction: Direction, found: Sequence[NonFinite]) -> None:
-        """Note that the network has handed on what it was given, and has made none of it."""
+        """Note that the network handed on NaNs or infinities that it received, and made none."""
         held = {kind for one in found for kind in one.kinds} & self._kinds
         if not held or self.is_settled:
             return
@@ -351,7 +351,7 @@ class Guard:
         )
 
     def _layer_of(self, call: Call) -> Layer:
-        """Return the row of a call in the architecture."""
+        """Return the layer of a call."""
         architecture = self._architecture
         labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
         rows = sorted(
@@ -369,7 +369,7 @@ class Guard:
 
 
 def _made(had: Sequence[NonFinite], gives: Sequence[NonFinite]) -> frozenset[str]:
-    """Return the kinds that are given back and were not given, see NOTE [Who made it]."""
+    """Return the kinds that were returned but not received, see NOTE [Who made it]."""
     given = frozenset[str]().union(*(one.kinds for one in had))
     kinds = frozenset[str]().union(*(one.kinds for one in gives))
     return (kinds - given) if not given else (kinds & {"nan"}) - given

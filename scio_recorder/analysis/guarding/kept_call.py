@@ -1,4 +1,4 @@
-"""A call that is kept before it runs, so that it can be run again where it fails."""
+"""A call that is kept before it runs, so that it can run again if it fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scio_recorder.tensors.structures import map_tensors, tensors
 
 
 class CallBefore:
-    """Copies of what a module is about to receive, and of the state in which it will run.
+    """Copies of a module's inputs before a call, and of the state in which it will run.
 
     Parameters
     ----------
@@ -29,9 +29,9 @@ class CallBefore:
     module : torch.nn.Module
         The module.
     inputs : Inputs
-        What its forward is about to receive.
+        The inputs that its forward is about to receive.
     weights : Weights
-        What takes digests of modules' parameters.
+        Takes digests of modules' parameters.
     """
 
     def __init__(self, layer: Layer, module: nn.Module, inputs: Inputs, weights: Weights) -> None:
@@ -41,13 +41,13 @@ class CallBefore:
         self._output: Any = None
 
     def end(self, output: Any) -> None:
-        """Note what the module has returned."""
+        """Note the module's output."""
         self._kept["output"] = digest_of(output)
         self._output = map_tensors(lambda tensor: tensor.detach().clone(), output)
 
     def save(self, path: str | os.PathLike[str], architecture: Architecture, layer: Layer) -> None:
-        """Write a recording that has this call of a layer, and what it returned, if a tensor."""
-        # A guard does not wait for what reads recordings.
+        """Write a recording of this call of a layer, with its output if that is a tensor."""
+        # A guard does not wait for the import of what reads recordings.
         from scio_recorder.recording.recording import Recording
 
         output, calls, ids = self._output, self._calls, SampleIds()

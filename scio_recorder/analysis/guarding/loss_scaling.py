@@ -2,13 +2,13 @@
 
 NOTE [Whose overflow it is]
 
-A scaler multiplies the loss by so much that gradients in half precision just about fit. Where they
-don't, it skips the step and goes on with a smaller scale. So while the scale is above one, what
-overflows in the backward pass of a scaled loss is expected. Where a network makes a NaN of itself,
-the scale falls to one in a few skipped steps, and then the scale is no excuse any more.
+A scaler multiplies the loss by a scale at which gradients in half precision just fit. If they
+don't, it skips the step and continues with a smaller scale. So while the scale is above one,
+overflows in the backward pass of a scaled loss are expected. If the network itself makes a NaN, the
+scale falls to one within a few skipped steps, and then no longer explains it.
 
-A scaler leaves no trace in the graph but a product, the last operation of the loss. Scalers are
-looked for among all objects, which takes long and happens only where gradients are not finite.
+The only trace of a scaler in the graph is a product, the last operation of the loss. Scalers are
+looked for among all objects, which takes long and happens only if gradients are not finite.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class LossScaling:
         # The scale in the first backward pass that overflowed since the scaler's last step.
         self._overflows: dict[int, tuple[weakref.ref[GradScaler], float]] = {}
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-        # The backward pass that was asked about last, and the answer.
+        # The backward pass of the last question, and the answer.
         self._answer = -1, False
 
     @property
     def num_skipped_steps(self) -> int:
-        """Steps that scalers have skipped."""
+        """The number of steps that scalers have skipped."""
         self.settle()
         return self._num_skipped_steps
 
     def settle(self) -> None:
-        """Count the steps that were skipped since the last time: the scale is smaller then."""
+        """Count the steps that were skipped since the last time: each made the scale smaller."""
         for key, (reference, scale) in list(self._overflows.items()):
             scaler = reference()
             if scaler is None or scaler.get_scale() < scale:
@@ -58,7 +58,7 @@ class LossScaling:
                 del self._overflows[key]
 
     def explains_overflow(self) -> bool:
-        """Whether gradients of the backward pass under way may overflow, and note that they do."""
+        """Whether gradients of the current backward pass may overflow, and note that they do."""
         task = private.backward_pass()
         if task != self._answer[0]:
             self._answer = task, self._explains()
@@ -77,17 +77,17 @@ class LossScaling:
 
 
 def _scalers() -> Iterator[GradScaler]:
-    # Proxies of other libraries answer isinstance with what is behind them.
+    # Proxies of other libraries answer isinstance for the object behind them.
     return (one for one in gc.get_objects() if issubclass(type(one), GradScaler))
 
 
 def _is_loss_a_product() -> bool:
-    """Whether what is differentiated may be a scaled loss."""
+    """Whether the differentiated tensor may be a scaled loss."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code not in _ROOTS:
         frame = frame.f_back
     if frame is None:
-        # On a thread of another device, nobody knows.
+        # On a thread of another device, this is not known.
         return True
     roots: Any = frame.f_locals.get(_ROOTS[frame.f_code])
     nodes = [root.grad_fn for root in tensors(roots) if isinstance(root, Tensor)]

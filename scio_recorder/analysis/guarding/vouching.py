@@ -1,11 +1,11 @@
-"""Tensors that need not be looked at, since what a module makes of them tells.
+"""Tensors that need not be examined, since a module's output tells whether they are finite.
 
 NOTE [What need not be looked at]
 
-Some modules make nothing that is not finite of finite inputs, whatever these are. Others hand on
-whatever is not finite: if what they return is finite, what they received was. Inside a Sequential,
-and only there, it is sure that what a module returns is what the next one receives. So a chain of
-such modules is looked at once, at its end, and link by link only if something is found there.
+Some modules return finite values for any finite inputs. Others hand on everything that is not
+finite: if their output is finite, their input was. Inside a Sequential, and only there, each module
+certainly receives the output of the one before. So a chain of such modules is examined once, at its
+end, and link by link only if something is found there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TELLING = {
     *(nn.Linear, nn.GELU, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
 }
-# Chains keep their links in memory.
+# A chain keeps its links in memory, so its length is limited.
 _MOST_LINKS = 4
 
 
 class Link(NamedTuple):
-    """What a module has returned and nobody has looked at."""
+    """An output that nobody has examined yet."""
 
     tensor: Tensor
     version: int
@@ -40,20 +40,20 @@ class Link(NamedTuple):
     given: list[Found]
 
     def look(self, known: Known) -> list[Found]:
-        """Return what of it is not finite; of what somebody has written to, nobody knows."""
+        """Return findings about it; nothing is known about a tensor that was written to since."""
         found = known.look(self.tensor) if self.tensor._version == self.version else None
         return [] if found is None else [found]
 
 
 def is_harmless(module: nn.Module) -> bool:
-    """Whether a module returns finite values wherever it is given such."""
+    """Whether a module returns finite values for all finite inputs."""
     return type(module) in _HARMLESS and "forward" not in vars(module)
 
 
 def tells(module: nn.Module) -> bool:
-    """Whether what a module returns is not finite wherever what it receives is not.
+    """Whether a module's output shows that its input is not finite.
 
-    A convolution with strides may leave out some of its input, and a module without outputs all.
+    A convolution with strides may skip some of its input, and a module with an empty output all.
     """
     if type(module) not in _TELLING or "forward" in vars(module):
         return False
@@ -63,9 +63,9 @@ def tells(module: nn.Module) -> bool:
 
 
 def followed(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return the Sequential of each module that is followed there by one that tells.
+    """Return the Sequential of each module that is followed there by a module that `tells`.
 
-    Modules that lie in several places, and those that others have hooks on, are left out.
+    Modules with several places, and those that others have hooked, are left out.
     """
     found: dict[nn.Module, nn.Module] = {}
     parents = list(modules)
@@ -81,7 +81,7 @@ def followed(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
 
 
 def can_wait(output: object, links: list[Link]) -> bool:
-    """Whether a module's output may be looked at later."""
+    """Whether a module's output may be examined later."""
     return (
         type(output) is Tensor
         and output.is_cpu

@@ -1,1 +1,1 @@
-"""The effect of each layer: runs in which its output is that of another run."""
+"""The effect of each layer: runs in which its output is replaced by that of another run."""

@@ -1,4 +1,4 @@
-"""Runs of a network that all start from one state, and leave none behind."""
+"""Runs of a network that all start from one state, and leave no state behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Have the state of now for runs in the block, whose operations leave no graph."""
+        """Note the current state for runs in the block, whose operations leave no graph."""
         self._restore, self._look = snapshot(self._net), self.surroundings.look(self._net)
         try:
             aside = gradients_aside(self._net.parameters())
@@ -64,7 +64,7 @@ class Bench:
             self._put_back()
 
     def run(self, inputs: Inputs, call: Callable[..., Any], measure: Callable[[Any], T]) -> T:
-        """Call something on copies of inputs, and return what is measured of its output."""
+        """Call a function on copies of inputs, and return the measure of its output."""
         given = map_tensors(twin, inputs)
         restore_random(self._random)
         try:
@@ -77,5 +77,5 @@ class Bench:
         if not self._look.is_unchanged(random=False):
             self._restore()
             self._look.restore_generators()
-            # Version counters go on.
+            # Version counters are not put back.
             self._look = self.surroundings.look(self._net)

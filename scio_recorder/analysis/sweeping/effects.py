@@ -161,7 +161,7 @@ class Effects:
         return f"<{self._headline()}>"
 
     def _in_order(self) -> Effects:
-        """Return the same with the layers in the order of execution."""
+        """Return the same effects with the layers in the order of execution."""
         labels = self.architecture.in_order(self.labels)
         values = self.values[[self.labels.index(label) for label in labels]]
         return replace(self, labels=tuple(labels), values=values)

@@ -1,8 +1,8 @@
-"""Attribution patching: what a patch would change, to first order, from one backward pass.
+"""Attribution patching: first-order estimates of the effects of patches, from one backward pass.
 
-The estimate is the gradient of the metric with respect to what a layer returned, times the
-difference of what it returned in both runs (Nanda, "Attribution Patching: Activation Patching At
-Industrial Scale", 2023).
+The estimate is the gradient of the metric with respect to a layer's output, times the difference
+between its outputs in both runs (Nanda, "Attribution Patching: Activation Patching At Industrial
+Scale", 2023).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.structures import map_tensors, tensors
 
-# For each tensor that a layer handed on, by label: its place in the graph, None for none.
+# For each tensor that a layer handed on, by label: its place in the graph, None if it has none.
 Marks: TypeAlias = dict[DepthIdx, list[GradientEdge | None]]
-# What `gradients` returns.
+# The result of `gradients`.
 Slopes: TypeAlias = dict[DepthIdx, list[tuple[bool, Tensor | None]]]
 
 
 @contextlib.contextmanager
 def differentiable(net: nn.Module) -> Iterator[None]:
-    """Let all parameters require gradients for the length of a block, frozen ones too.
+    """Let all parameters require gradients inside a block, frozen ones too.
 
     Parameters
     ----------
@@ -52,22 +52,22 @@ def differentiable(net: nn.Module) -> Iterator[None]:
 
 
 def mark(marks: Marks, label: DepthIdx, output: Any) -> Any:
-    """Hand a copy of what a layer returned on, and note its place in the graph.
+    """Hand on a copy of a layer's output, and note its place in the graph.
 
     Parameters
     ----------
     marks : dict
-        Where the places are noted, by label.
+        The places, by label; the new ones are added.
     label : (int, int)
         The layer.
     output : any
-        What it returned.
+        Its output.
 
     Returns
     -------
     any
-        The same of copies. What a layer returned may have been in use before, as the input that an
-        ``Identity`` returns, and a patch changes only what goes on from the layer.
+        The same structure of copies. A layer's output may also be used elsewhere, such as the input
+        that an ``Identity`` returns, but a patch changes only what goes on from the layer.
     """
     marks[label] = []
 
@@ -76,7 +76,7 @@ def mark(marks: Marks, label: DepthIdx, output: Any) -> Any:
             marks[label].append(None)
             return tensor
         copy = tensor.clone()
-        # Of now: the network may work on the copy in place.
+        # Its place now: the network may work on the copy in place.
         marks[label].append(get_gradient_edge(copy))
         return copy
 
@@ -84,20 +84,20 @@ def mark(marks: Marks, label: DepthIdx, output: Any) -> Any:
 
 
 def gradients(metric: Any, marks: Marks) -> Slopes:
-    """Differentiate the metric with respect to what layers handed on.
+    """Differentiate the metric with respect to the outputs that layers handed on.
 
     Parameters
     ----------
     metric : torch.Tensor
-        What the metric returned.
+        The result of the metric.
     marks : dict
-        What `mark` noted.
+        The places that `mark` noted.
 
     Returns
     -------
     dict
         For each tensor that a layer returned, by label: whether it was on the graph, and the
-        gradient, None where the metric does not depend on it.
+        gradient, None if the metric does not depend on it.
 
     Raises
     ------
@@ -125,16 +125,16 @@ def estimates(
     slopes: Slopes,
     positions: Sequence[int] | None,
 ) -> Tensor:
-    """Return by how much each patch changes the metric, to first order.
+    """Return the change of the metric by each patch, to first order.
 
     Parameters
     ----------
     architecture : Architecture
-        For names.
+        Names the layers in errors.
     clean, corrupted : mapping
-        What each layer returned in the two runs; the result is in the order of the second.
+        The output of each layer in the two runs; the result is in the order of the second.
     slopes : mapping
-        What `gradients` returns for the corrupted run.
+        The result of `gradients` for the corrupted run.
     positions : sequence of int or None
         Which positions are patched.
 
@@ -146,7 +146,7 @@ def estimates(
     Raises
     ------
     ComparisonError
-        What a layer returned is not on the graph.
+        A layer's output is not on the graph.
     """
     size = () if positions is None else (len(positions),)
     rows = []
@@ -170,7 +170,7 @@ def estimates(
 def _change(
     own: Tensor, other: Tensor, is_on_graph: bool, slope: Tensor | None, layer: Layer
 ) -> Tensor | None:
-    """Return gradient times difference, where they differ; None for nothing."""
+    """Return the gradient times the difference where there is one; None if the metric stays."""
     differs = own != other
     if not differs.any():
         return None

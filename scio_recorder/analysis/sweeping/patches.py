@@ -20,14 +20,14 @@ _WRITE = 'write positions=None, "all" or a list such as [0, -1]'
 
 
 def patched(corrupted: Any, clean: Any, position: int | None) -> Any:
-    """Return what goes on in place of what a layer returned.
+    """Return the structure that goes on in place of a layer's output.
 
     Parameters
     ----------
     corrupted : Any
-        What the layer returned. It is left as it is.
+        The layer's output, which does not change.
     clean : Any
-        The same structure of another run.
+        Its output in another run, of the same structure.
     position : int or None
         The position of dimension 1 that is taken from there; None for all.
 
@@ -69,7 +69,7 @@ def _mixed(own: Tensor, other: Tensor, position: int) -> Tensor:
 def check_alike(
     architecture: Architecture, clean: Mapping[DepthIdx, Any], corrupted: Mapping[DepthIdx, Any]
 ) -> None:
-    """Refuse layers that return other structures, shapes or dtypes in the two runs."""
+    """Refuse layers whose structures, shapes or dtypes differ between the two runs."""
     for label, one in clean.items():
         specs = describe(one), describe(corrupted[label])
         if not tensors(one):
@@ -90,16 +90,16 @@ def check_alike(
 def resolved(
     architecture: Architecture, found: Mapping[DepthIdx, Any], positions: Positions
 ) -> list[int] | None:
-    """Return positions as a list, or say which layer has none of that number.
+    """Return positions as a list; raise if a layer lacks one of them.
 
     Parameters
     ----------
     architecture : Architecture
-        For names.
+        Names the layers in errors.
     found : mapping
-        What each layer returned.
+        The output of each layer.
     positions : None, "all" or iterable of int
-        What was asked for.
+        The requested positions.
     """
     if positions is None:
         return None

@@ -1,4 +1,4 @@
-"""The effect of each recorded layer: the corrupted run with its output of the clean run."""
+"""The effect of each recorded layer: corrupted runs in which its output is the clean one."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from scio_recorder.tensors.structures import map_tensors
 
 
 class Sweep:
-    """Two runs of a network, and what its recorded layers cause of their difference.
+    """Two runs of a network, and the share of each recorded layer in their difference.
 
     Parameters
     ----------
     capture : Capture
-        Says which layers are recorded. It runs nothing.
+        Knows which layers are recorded. It runs nothing.
     net : torch.nn.Module
         The network.
     clean, corrupted : Tensor, tuple or mapping
         Its inputs in both runs.
     metric : callable
-        Of what the network returns.
+        Computes a number from the network's output.
 
     Raises
     ------
     ComparisonError, UnsupportedNetError
-        There is nothing that could be swept.
+        There is nothing to sweep.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Sweep:
         self._clean = _inputs("clean", clean)
         self._corrupted = _inputs("corrupted", corrupted)
         self._metric = metric
-        # One of its own: that of the recorder keeps its records.
+        # A separate capture, so that the recorder keeps its records.
         self._capture = Capture(net, self._architecture, self._labels, Options(copy="always"))
 
     def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
@@ -73,7 +73,7 @@ class Sweep:
         positions : None, "all" or list of int
             The positions.
         whole_runs : bool
-            Whether each run starts at its beginning.
+            Whether each run starts at the beginning of the network.
         """
         bench = Bench(self._net)
         replay = Replay(
@@ -111,7 +111,7 @@ class Sweep:
         return Effects(self._architecture, self._labels, chosen, values, clean, corrupted)
 
     def estimated(self, positions: Positions) -> Effects:
-        """Return estimates of first order of the same, from one pass forward and backward.
+        """Return first-order estimates of the same, from one pass forward and backward.
 
         Parameters
         ----------
@@ -127,7 +127,7 @@ class Sweep:
             return self._number_of(metric), records, gradients(metric, marks)
 
         with self._leaving_no_hooks(), bench.open(), differentiable(self._net):
-            # Kernels may be others where gradients are on: both runs take the same.
+            # Kernels may differ if gradients are on: both runs use the same.
             clean = bench.run(self._clean, partial(self._with_graph, None), self._number)
             found = map_tensors(Tensor.detach, dict(self._capture.activations))
             corrupted, records, slope = bench.run(
@@ -224,5 +224,5 @@ def _on_graph(tensor: Tensor) -> Tensor:
     """Make an input require gradients where it can, so that layers without parameters do too."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    # No leaf: modules may work in place on what they receive.
+    # Not a leaf: modules may work in place on their inputs.
     return tensor.requires_grad_().clone()

@@ -1,1 +1,1 @@
-"""One dry run of a copy of the network, from which its layers get their labels."""
+"""One dry run of a copy of the network, which gives its layers their labels."""

@@ -1,18 +1,18 @@
-"""Whether what a net runs depends on the values of its inputs.
+"""Finding out whether a net's control flow depends on the values of its inputs.
 
 NOTE [Other answers]
 
-A network that asks for no value that its data decide goes the same way on all data of the same
-shapes: most networks, which need no closer look. Where one asks, copies of it run again, and each
-is told something else than the truth at one of these questions: another number, or another number
-of hits of a mask. If such a copy calls other functions of torch, or the same on other tensors, the
-answer has decided what runs: that is a branch on data. If it calls the same, the answer was only
-computed with. If it raises, the question was a check of the data, unless other modules ran before.
-Neither source nor byte code is looked at: these differ from one Python to the next, or can't be
-had.
+A network that asks for no value that depends on its data goes the same way on all data of the same
+shapes. Most networks are of that kind, and need no closer look. If a network asks, copies of it run
+again, and each gets a false answer to one of these questions: another number, or another number of
+hits of a mask. If such a copy calls other functions of torch, or the same ones on other tensors,
+the answer has decided what runs: that is a branch on data. If it makes the same calls, it only
+computed with the answer. If it raises, the question was a check of the data, unless other modules
+ran before. Neither source nor byte code is read: they differ between versions of Python, or are
+unavailable.
 
-Libraries look at masks to leave out those that hide nothing, unless they are traced. That is no
-branch of the net, so copies pass for traced: their flags and integers are tensors that say so.
+Unless they are traced, libraries look at masks, and drop those that hide nothing. That is no branch
+of the net, so copies pretend to be traced: their flags and integers are tensors that claim so.
 
 Copies run on the CPU: a made-up index that is too large would break a GPU for the whole process.
 """
@@ -44,13 +44,13 @@ from scio_recorder.nets.state.restoring import (
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
-# What stands between the net and the questions that it asks.
+# Frames between the net and the questions that it asks.
 _OWN = (__file__, private.__file__, contextlib.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# Modules of torch belong to nets; the rest of torch works on behalf of its caller.
+# Torch's modules are part of nets; the rest of torch works on behalf of its caller.
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 
-# These hand values out without any operation.
+# These methods reveal values without any operation.
 _HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
 _REALS = (0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 1e6, -1e6)
@@ -62,7 +62,7 @@ _Place: TypeAlias = tuple[str, int]
 
 
 class Question(NamedTuple):
-    """A value that the data decide, or a size, for which the net asked.
+    """A value or a size that depends on the data, for which the net asked.
 
     ``choices`` are the answers, the true one first. ``stack`` is where it was asked, the innermost
     place first, and ``step`` the number of steps until then.
@@ -78,29 +78,29 @@ class _Step(NamedTuple):
     """A call of a function of torch, or of a module, which is a number here."""
 
     called: Any
-    # The number and the result of the step that made each tensor that it was given.
+    # The number and the result of the step that made each tensor argument.
     tensors: tuple[tuple[int, int], ...]
-    # What else it was given.
+    # Its other arguments.
     others: tuple[str, ...]
     place: _Place
 
 
 class Flow(TorchFunctionMode):
-    """The way that a pass of a net takes.
+    """The path that a pass of a net takes.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net, or a copy of it.
     at, choice : int
-        Which question gets which of its answers; all others get the true one.
+        The number of a question, and of the answer that it gets; all others get the true one.
     max_steps : int
-        How many calls of torch there can be.
+        The largest number of calls of torch.
 
     Attributes
     ----------
     questions : list of Question
-        What the net asked of what its inputs decide, or random numbers.
+        The net's questions about values that depend on its inputs or on random numbers.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class Flow(TorchFunctionMode):
         self.steps: list[_Step] = []
         self.failed = False
         self._net, self._at, self._choice, self._max_steps = net, at, choice, max_steps
-        # By tensor: what made it, and whether the data decide it.
+        # For each tensor, the step that made it, and whether it depends on the data.
         self._origins = WeakTensorKeyDictionary()
         self._data = WeakTensorKeyDictionary()
         self._foreign = 0
@@ -127,7 +127,7 @@ class Flow(TorchFunctionMode):
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow what this thread does in the block."""
+        """Follow the operations of this thread inside the block."""
         try:
             with contextlib.ExitStack() as stack:
                 for number, module in enumerate(self._net.modules()):
@@ -140,7 +140,7 @@ class Flow(TorchFunctionMode):
                 stack.enter_context(self)
                 yield
         finally:
-            # An interruption can leave a mode of torch's in place, which must do nothing then.
+            # An interruption can leave a torch mode active, which must do nothing then.
             self._is_followed = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,18 +156,18 @@ class Flow(TorchFunctionMode):
             self.failed = True
 
     def differs(self, other: Flow, question: Question | None) -> bool:
-        """Whether another pass, with another answer to a question, took another way."""
+        """Whether another pass, with another answer to a question, took another path."""
         if other.failed:
-            # A check of the data raises before any module runs that would not run otherwise.
+            # A check of the data raises before any further module runs.
             calls = other._calls()
             return calls != self._calls()[: len(calls)]
-        # A number may have been computed with, so that functions are given another one.
+        # The net may have computed with a number, so that functions receive another one.
         is_flag = question is None or isinstance(question.choices[0], bool)
         compared = 3 if is_flag else 2
         return [step[:compared] for step in self.steps] != [step[:compared] for step in other.steps]
 
     def place_of(self, question: Question) -> _Place:
-        """Return where a question was asked, or where what has the size in question is used."""
+        """Return where a question was asked, or where a tensor of the size in question is used."""
         users = (
             step.place
             for step in self.steps[question.step :]
@@ -191,7 +191,7 @@ class Flow(TorchFunctionMode):
             if tensor not in self._origins:
                 self._origins[tensor] = (step, position)
         if self._is_on_data:
-            # What returns nothing has written to its first argument.
+            # A function that returns nothing has written to its first argument.
             self._mark(given[:1] if result is None else made)
         return result
 
@@ -204,21 +204,21 @@ class Flow(TorchFunctionMode):
         return note
 
     def _mark(self, tensors: list[Tensor]) -> None:
-        """Note that the data decide these tensors."""
+        """Note that these tensors depend on the data."""
         for tensor in tensors:
             self._data[tensor] = True
             if self._is_replay and type(tensor) is Tensor and not tensor.dtype.is_floating_point:
                 private.pass_for_traced(tensor)
 
     def _note(self, called: Any, *given: Any) -> list[Tensor]:
-        """Add a step, and return the tensors that were given."""
+        """Add a step, and return its tensor arguments."""
         if len(self.steps) >= self._max_steps:
             raise _TooLongError
         parts = list(_parts(given))
         tensors = [part for part in parts if isinstance(part, Tensor)]
         for tensor in tensors:
             if tensor not in self._origins:
-                # Tensors that no function has made, in the order in which they are met.
+                # Tensors that no function has made, in the order of their first use.
                 self._foreign += 1
                 self._origins[tensor] = (0, self._foreign)
         origins = tuple(self._origins[tensor] for tensor in tensors)
@@ -238,10 +238,10 @@ class Flow(TorchFunctionMode):
         return result
 
     def _with_hits(self, operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what makes an operation find some number of hits: the true one or another."""
+        """Return arguments with which an operation finds the true number of hits or another."""
         place = 0
         if operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
-            # A mask has some number of hits; numbers give a size that is known.
+            # The number of a mask's hits is unknown; the size that integers give is known.
             place = 1
             if not any(map(_is_mask, _parts(args[1]))):
                 return args
@@ -258,7 +258,7 @@ class Flow(TorchFunctionMode):
         return (*args[:place], map_tensors(altered, args[place]), *args[place + 1 :])
 
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
-        """Return what the net is told."""
+        """Return the answer that the net gets."""
         index = len(self.questions)
         if index >= _MAX_QUESTIONS:
             raise _TooLongError
@@ -270,7 +270,7 @@ class Flow(TorchFunctionMode):
 
 
 class _TooLongError(BaseException):
-    """A loop that an untrue answer does not end. No ``except Exception`` of a net may catch it."""
+    """A loop that a false answer does not end. No ``except Exception`` of a net may catch it."""
 
 
 def check_static_flow(
@@ -283,14 +283,14 @@ def check_static_flow(
 ) -> None:
     """Refuse a net whose control flow depends on the data.
 
-    A failure is no answer and no reason to refuse: not every network runs on the CPU.
+    A failure is neither an answer nor a reason to refuse: not every network runs on the CPU.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net. It is not changed, and its hooks are not run.
     args, kwargs : tuple, dict
-        What it is called with.
+        Its inputs.
     mode : str
         ``"eval"`` or ``"train"``.
     grad : bool
@@ -332,16 +332,16 @@ def check_static_flow(
 
 
 def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
-    """Return where an answer decides what runs, None if none does."""
+    """Return where an answer decides what runs; None if none does."""
     base = run()
-    # A line that asks in a loop does the same each time.
+    # A line that asks in a loop does the same in each iteration.
     first = {question.stack: index for index, question in reversed([*enumerate(base.questions)])}
     for index in () if base.failed else sorted(first.values()):
         question = base.questions[index]
         for choice in range(1, len(question.choices)):
             other = run(index, choice, 10 * len(base.steps) + 1000)
             if base.differs(other, question):
-                # A net that does something else each time gives no answer.
+                # A net that does something else in each pass gives no answer.
                 is_repeatable = not base.differs(run(), None)
                 return base.place_of(question) if is_repeatable else None
     return None
@@ -360,7 +360,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _shown(part: Any) -> str:
-    # A flag may be computed with: as a factor, it is one or zero.
+    # A net may compute with a flag: as a factor, it is one or zero.
     if isinstance(part, bool | int | float) and part in (0, 1):
         return "flag"
     return repr(part) if isinstance(part, int | float | complex | str) else type(part).__name__
@@ -378,7 +378,7 @@ def _other_values(value: Any) -> list[Any]:
 
 
 def _filled(value: Any, number: float) -> Any:
-    """Return an array, or a nested list, in which every number is another."""
+    """Return an array, or a nested list, in which every number is replaced."""
     if isinstance(value, list):
         return [_filled(item, number) for item in value]
     if isinstance(value, np.ndarray):
@@ -387,7 +387,7 @@ def _filled(value: Any, number: float) -> Any:
 
 
 def _places() -> Iterator[_Place]:
-    """Yield where the net is, the innermost place first, without what torch does in between."""
+    """Yield the net's places on the stack, the innermost first, without those inside torch."""
     for frame, line in traceback.walk_stack(None):
         name = frame.f_code.co_filename
         is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)

@@ -1,4 +1,4 @@
-"""Labelling: one dry run of a copy of the net, read as torchinfo reads it."""
+"""Labelling: one dry run of a copy of the net, interpreted as torchinfo does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def label_net(
     Returns
     -------
     summary : torchinfo.ModelStatistics
-        What torchinfo says, about the modules of ``net``.
+        torchinfo's summary of the modules of ``net``.
     architecture : Architecture
         The layers by label.
 
@@ -97,7 +97,7 @@ def label_net(
     """
     check_supported(net)
     keywords = _keywords(net, summary_kwargs)
-    # An interruption can come between torch's turning gradients off and its putting them back.
+    # An interruption can come after torch has turned gradients off and before it restores them.
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         statistics, architecture, trace, flow = _label(net, keywords)
         if force_static_flow and flow.questions and trace.inputs is not None:
@@ -121,17 +121,17 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     if keywords["input_data"] is None:
         state = [*net.parameters(), *net.buffers()]
         if keywords.get("device") is None:
-            # torchinfo would move the net to a GPU wherever there is one.
+            # Without a device, torchinfo would move the net to a GPU if there is one.
             keywords["device"] = state[0].device if state else torch.device("cpu")
         if keywords.get("dtypes") is None:
             numbers = (t.dtype for t in state if t.is_floating_point() or t.is_complex())
-            # One for each input: there are no more inputs than entries of their sizes.
+            # One for each input: there are at most as many inputs as entries of their sizes.
             keywords["dtypes"] = [next(numbers, torch.float)] * len(keywords["input_size"])
     return keywords
 
 
 def _understood_by_torchinfo(input_data: Any) -> Any:
-    """Wrap what torchinfo would not take for one positional input, or for keyword inputs."""
+    """Wrap inputs that torchinfo would not take for one positional input, or for keyword inputs."""
     if isinstance(input_data, Mapping):
         return input_data if isinstance(input_data, dict) else dict(input_data)
     known = isinstance(input_data, Tensor | np.ndarray | list | tuple | None)
@@ -199,7 +199,7 @@ class _CallTrace:
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is self._net and self.inputs is None:
-            # As they were before the pass, which may resize them or fill a cache among them.
+            # Before the pass, which may resize inputs or fill a cache among them.
             self.inputs = copy_inputs((args, kwargs))
             if self.grad:
                 # The caller's `no_grad` puts this back.
@@ -212,8 +212,9 @@ class _CallTrace:
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._open[id(module)].pop()
-        # A hook that is always called can't tell an exception from an output of None otherwise. A
-        # call that the net makes while it handles an exception has had this one from its start.
+        # Without this, a hook that is always called can't distinguish an exception from an output
+        # of None. A call that the net makes while it handles an exception had that exception from
+        # its start.
         if sys.exc_info()[1] is call.handled_error:
             call.completion = self._completed
             call.output_spec = describe(output)
@@ -227,7 +228,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
     in_step = is_sharded(net)
     # Hooks may have side effects, so they are left out, unless the net can't run without them.
-    # Gradients cost memory, so there are none, unless the net differentiates something itself.
+    # Gradients cost memory, so they are off, unless the net itself differentiates something.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     choices = (False, True) if has_hooks and not in_step else (False,)
     for keep_hooks, grad in itertools.product(choices, (False, True)):
@@ -236,7 +237,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
                 return _label_in_step(net, keywords, grad)
             return _label_once(net, keywords, keep_hooks, grad)
         except _DryRunError as error:
-            # What went wrong with gradients may be due to these.
+            # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
     assert failure is not None
     raise LabellingError(_explain(net, keywords, failure.cause)) from failure.cause
@@ -249,18 +250,18 @@ def _label_once(
     if twin is not None:
         with contextlib.suppress(OriginalCalledError), refusing_calls(net):
             return _dry_run(twin, keywords, net, grad)
-    # Something in the net can't be copied, or leads from the copy back to the net, as closures do.
+    # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
     with restored(net, keep_hooks=keep_hooks):
         return _dry_run(net, keywords, net, grad)
 
 
 def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Labelled:
-    """Label a net that is spread over processes, all of which are here."""
-    # Processes that are given other inputs could go other ways, and would wait for each other.
+    """Label a net that is spread over processes, all of which take part."""
+    # With different inputs, processes could take different paths, and wait for each other forever.
     torch.manual_seed(0)
     if keywords["input_data"] is None:
         given = (keywords[name] for name in ("input_size", "batch_dim", "dtypes", "device"))
-        # A device would make torchinfo move the net.
+        # With a device, torchinfo would move the net.
         inputs = {"input_data": random_inputs(*given), "input_size": None, "device": None}
         keywords = {**keywords, **inputs}
     following = Following(net)
@@ -299,14 +300,14 @@ def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bo
     except UnsupportedTorchError:
         raise
     except Exception as error:
-        # torchinfo wraps what the net raised.
+        # torchinfo wraps the net's exception.
         wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
         raise _DryRunError(wrapped or error) from error
     finally:
         trace.detach()
     rows = list(_rows(statistics.summary_list, trace.calls))
     point_to(statistics.summary_list, originals)
-    # Of a shared module, its first name.
+    # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]
     return statistics, Architecture(layers, _names(net, layers)), trace, flow
@@ -334,9 +335,9 @@ def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _rows(infos: list[LayerInfo], calls: list[_Call]) -> Iterator[tuple[LayerInfo, _Call | None]]:
     """Pair each row with its call.
 
-    torchinfo adds a row at every start of a call, and later inserts rows for containers that were
-    not called right before the row of one of their descendants. So a row whose module is not that
-    of the next call is one of the latter.
+    torchinfo adds a row whenever a call starts. Later it inserts rows for containers that were not
+    called, each right before the row of a descendant. So a row whose module is not that of the next
+    call is such an inserted row.
     """
     pending = iter(calls)
     upcoming = next(pending, None)

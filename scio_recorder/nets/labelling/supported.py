@@ -1,4 +1,4 @@
-"""Which nets hooks can observe, and what to do about the others."""
+"""Refusing nets that hooks can't observe, with advice on what to do instead."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def check_supported(net: Any) -> None:
     Parameters
     ----------
     net : Any
-        What the user gave.
+        The user's object.
 
     Raises
     ------
     UnsupportedNetError
-        It is no module, or one whose submodules' hooks don't fire or don't fire where they should.
+        It is not a module, or hooks of its submodules don't fire as they should.
 
     Examples
     --------

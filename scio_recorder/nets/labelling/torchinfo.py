@@ -1,4 +1,4 @@
-"""torchinfo without the cases in which it gives up: the only import of it."""
+"""torchinfo without the cases in which it fails: the only place that imports it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _TIED = "(tied)"
 
 @contextlib.contextmanager
 def forgiving() -> Iterator[None]:
-    """Make torchinfo take any input, output and module for the length of the block.
+    """Make torchinfo accept any input, output and module inside the block.
 
-    Sizes that it can't work out are left empty, and its global cache is put back.
+    Sizes that it can't determine are left empty, and its global cache is restored.
 
     Examples
     --------
@@ -55,18 +55,18 @@ def forgiving() -> Iterator[None]:
 class Statistics(ModelStatistics):
     """torchinfo's table, in which a parameter counts once, in the first row that has it.
 
-    torchinfo counts a tied weight in each row, and takes it from the rows around as often: those
-    have a negative number of parameters of their own then. Nor does it print a unit as it means to.
+    torchinfo counts a tied weight in each row, and subtracts it as often from the rows around,
+    which then have a negative number of parameters of their own. It also misprints units.
     """
 
     @classmethod
     def of(cls, given: ModelStatistics) -> Statistics:
-        """Return torchinfo's table with its figures put right."""
+        """Return torchinfo's table with correct figures."""
         given.__class__ = cls
         assert isinstance(given, cls)
         rows = [info for info in given.summary_list if not info.is_recursive]
         leaves = [info for info in rows if info.is_leaf_layer]
-        # Of several around a parameter, the innermost counts it.
+        # Of several rows around a parameter, the innermost counts it.
         around = [info for info in reversed(rows) if not info.is_leaf_layer]
         counted: dict[int, tuple[Tensor, int]] = {}
         for info in (*leaves, *around):
@@ -86,17 +86,18 @@ class Statistics(ModelStatistics):
         return given
 
     def __repr__(self) -> str:
-        # A text has the name of an enumeration's member since Python 3.11, and had its value.
+        # Since Python 3.11, formatting a member of an enumeration gives its name, no longer its
+        # value.
         return _UNITS.sub(lambda found: f"({Units[found[1]].value})", super().__repr__())
 
 
 def _say(info: LayerInfo, method: str, answer: partial[Any]) -> None:
-    """Let a row answer something else. A summary is pickled with its recorder: no lambdas."""
+    """Make a row give another answer. A summary is pickled with its recorder, so no lambdas."""
     setattr(info, method, answer)
 
 
 def _parameters(info: LayerInfo) -> dict[int, tuple[Tensor, int]]:
-    """Return the parameters of a row with the number of elements that pruning has left of each."""
+    """Return a row's parameters with the numbers of elements that pruning has left."""
     found: dict[int, tuple[Tensor, int]] = {}
     for name, parameter in info.module.named_parameters():
         try:
@@ -152,7 +153,7 @@ def _replaced(original: Any, replacement: _Replacement) -> Any:
 
 
 def _guarded(fallback: _Function) -> _Replacement:
-    """Return what makes a function give the fallback's result where it raises."""
+    """Return a decorator: if the function raises, the fallback gives the result."""
 
     def replacement(original: _Function) -> _Function:
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -167,10 +168,10 @@ def _guarded(fallback: _Function) -> _Replacement:
 
 
 def _computed_once(name: str) -> _Replacement:
-    """Return what makes a method of a row keep its result.
+    """Return a decorator that makes a method of a row keep its result.
 
-    torchinfo computes the parameters of a row that are in none of its descendants by recursion
-    over all of these, in a time exponential in the depth, and does so again for every print.
+    torchinfo computes the parameters that a row has beside its descendants by recursion over these,
+    which takes a time exponential in the depth, again for every print.
     """
 
     def replacement(original: _Function) -> _Function:
@@ -193,16 +194,16 @@ def _flat(size_of: _Function) -> _Function:
         except Exception:
             size, element_bytes = _first_size(inputs)
         flat_size = list(engine.flatten(size))
-        # A jagged tensor has a dimension without one length, and nothing adds up with that.
+        # A jagged tensor has a dimension without a single length, and no size includes that.
         return flat_size if all(type(n) is int for n in flat_size) else [], element_bytes
 
     return flat
 
 
 def _of_any_module(initialise: _Function) -> _Function:
-    """Make a row for a module whose children can't be asked whether they are true.
+    """Make a row for a module whose children have no truth value.
 
-    A compiled module passes `len` on to what it was made from, which may have none.
+    A compiled module passes `len` on to its original, which may have none.
     """
 
     def initialise_any(info: LayerInfo, name: str, module: nn.Module, *place: Any) -> None:
