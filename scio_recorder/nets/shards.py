@@ -1,12 +1,12 @@
-"""Which layers of a tensor-parallel network return a shard only, found by following one pass.
+"""Finding the layers of a tensor-parallel network that return a shard, by following one pass.
 
 NOTE [How it is seen that a tensor is a shard]
 
-What a ``DTensor`` is a shard of, its placements say. Its ``to_local()`` gives a plain tensor that
-says nothing any more. So these calls are listened to for the length of a pass, and each operation
-on what they give is followed: one that works element by element keeps the sharded dimension, the
-result of a collective operation is no shard, and of all else it is unknown along which dimension
-it is sharded. Tensors are known by where they lie in memory: autograd replaces views by others.
+The placements of a ``DTensor`` say what it is a shard of. Its ``to_local()`` gives a plain tensor,
+which says nothing. So these calls are observed during a pass, and each operation on their results
+is followed. An operation on elements keeps the sharded dimension, and the result of a collective
+operation is not a shard. For all other results the sharded dimension is unknown. Tensors are
+identified by their place in memory, since autograd replaces views by others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
-# Besides operations on elements, those that give all of a tensor again.
+# Operations, besides those on elements, that return all of a tensor.
 _SAME = ("clone", "detach", "alias", "_to_copy", "copy_", "view", "_unsafe_view", "native_dropout")
-# Of which tensor in a storage is what known: where it begins, its lengths, and its strides.
+# The key of a tensor in a storage: where it begins, its lengths, and its strides.
 _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 _UNKNOWN = Shard(None, None, 0)
 
@@ -47,9 +47,9 @@ class Following:
     Attributes
     ----------
     returned : dict
-        What each module returned, call by call: a shard, counted from the last dimension, or None.
+        The output of each module, call by call: a shard, counted from the last dimension, or None.
     num_sharing : int
-        Over how many processes a ``DTensor`` was spread that took part: all see the same samples.
+        The number of processes over which a ``DTensor`` was spread: all see the same samples.
 
     Examples
     --------
@@ -66,12 +66,13 @@ class Following:
         self.returned: dict[nn.Module, list[Shard | None]] = {}
         self.num_sharing = 1
         self._known: dict[int, dict[_Place, Shard]] = {}
-        # Results that wait for a collective are known by what they are, and must not go meanwhile.
+        # Results that wait for a collective are identified by id, so they must stay alive
+        # meanwhile.
         self._waiting: list[Tensor] = []
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow what this thread does in the block."""
+        """Follow the operations of this thread inside the block."""
         kind: Any = sys.modules["torch.distributed.tensor"].DTensor if _has_dtensors() else None
         with contextlib.ExitStack() as stack:
             if kind is not None:
@@ -104,7 +105,7 @@ class Following:
             self._count(given)
             return result
         name = operation.overloadpacket.__name__
-        # What is copied to says nothing.
+        # The target of a copy says nothing.
         found = [shard for shard in map(self._find, given[name == "copy_" :]) if shard is not None]
         is_collective = operation.namespace in _COLLECTIVES and "wait" not in name
         if is_collective or name.startswith("new_") or name.endswith("_like"):
@@ -127,7 +128,7 @@ class Following:
     def _note(self, tensor: Tensor, shard: Shard | None) -> None:
         memory = private.memory_of(tensor)
         if shard is None:
-            # What was known of this memory was known of a tensor that is gone.
+            # Earlier knowledge about this memory was about a tensor that is gone.
             self._known.pop(memory, None)
         else:
             self._known.setdefault(memory, {})[_place(tensor)] = shard
@@ -144,7 +145,7 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _shard_of(tensor: Any) -> Shard | None:
-    """Return what is local of a ``DTensor``, None for all of it."""
+    """Return the local shard of a ``DTensor``; None if all of it is local."""
     mesh = tensor.device_mesh
     spread = [at for at, how in enumerate(tensor.placements) if not how.is_replicate()]
     spread = [at for at in spread if mesh.size(at) > 1]
@@ -157,7 +158,7 @@ def _shard_of(tensor: Any) -> Shard | None:
 
 
 def _keeps_dimension(operation: Any, args: Any, found: list[Shard], result: Tensor) -> bool:
-    """Whether what an operation gives is sharded as what it was given."""
+    """Whether the result of an operation is sharded like its argument."""
     if not found or len(set(found)) > 1 or found[0].dim is None:
         return False
     name, at = operation.overloadpacket.__name__, -found[0].dim
@@ -165,7 +166,7 @@ def _keeps_dimension(operation: Any, args: Any, found: list[Shard], result: Tens
         return bool(result.shape == args[0].shape)
     if name == "native_layer_norm":
         return at > len(args[1]) and result.shape == args[0].shape
-    # Lengths are matched from the last one on.
+    # Lengths are matched from the last dimension backwards.
     return torch.Tag.pointwise in operation.tags and at <= result.ndim
 
 
@@ -177,7 +178,7 @@ class Shards:
     architecture : Architecture
         The labelled network.
     recording : tuple of (int, int)
-        The layers of which it warns.
+        The layers that warnings name.
     """
 
     def __init__(self, architecture: Architecture, recording: tuple[DepthIdx, ...]) -> None:
@@ -191,13 +192,13 @@ class Shards:
 
     @property
     def can_stop(self) -> bool:
-        """Whether a pass may be broken off: FSDP waits for the end of what it has begun."""
+        """Whether a pass may be stopped: FSDP waits for the end of a pass that it has begun."""
         net = self._net()
         return net is None or not is_sharded(net)
 
     @property
     def are_to_be_found(self) -> bool:
-        """Whether the next pass is to be followed: its network may be spread over processes."""
+        """Whether the next pass should be followed: its network may be spread over processes."""
         if self._is_known or not _has_dtensors() or self._checked_at == RemovableHandle.next_id:
             return False
         self._checked_at = RemovableHandle.next_id

@@ -1,9 +1,8 @@
-"""Ready-made post-processors: what to do to an activation on its way through the net.
+"""Ready-made post-processors, which change activations on their way through the net.
 
-Each is called with what a layer returned and gives back what the net goes on with. None of them
-works in place, so that records stay as they were. Where a layer returns a structure, all its
-floating-point tensors are changed and the rest is passed on as it is. The dtype and the device of
-an activation are kept.
+Each is called with a layer's output and returns the one that the net goes on with. None of them
+works in place, so records stay as they were. If a layer returns a structure, all its floating-point
+tensors are changed and the rest is passed on unchanged. An activation keeps its dtype and device.
 
 Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError`.
 """

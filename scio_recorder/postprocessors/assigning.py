@@ -1,4 +1,4 @@
-"""The forms that ``activation_postproc`` takes, and how the post-processors of a pass act."""
+"""The forms of ``activation_postproc``, and how the post-processors of a pass act."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[An
 def assign(
     architecture: Architecture, order: Sequence[DepthIdx], given: Postprocessors
 ) -> dict[DepthIdx, Postprocessor]:
-    """Say which post-processor acts on which recorded layer.
+    """Return the post-processor of each recorded layer that has one.
 
     Parameters
     ----------
     architecture : Architecture
-        What selectors refer to.
+        Resolves the selectors.
     order : sequence of (int, int)
         The recorded layers in the order in which they return.
     given : callable, sequence or mapping
-        One for all; one per recorded layer in that order, further ones being ignored; or by
-        selector.
+        One for all; one for each recorded layer in that order, where surplus ones are ignored; or
+        by selector.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def assign(
         return _by_selector(architecture, order, given)
     if callable(given):
         return dict.fromkeys(order, given)
-    # A tuple of types: what the compiler of torch 2.9 follows has no union of them.
+    # A tuple of types, since the compiler of torch 2.9 can't follow a union.
     if not isinstance(given, (list, tuple)):
         raise PostprocessorError(
             f"activation_postproc is {given!r}: give a callable for all recorded layers, a list "
@@ -77,7 +77,7 @@ def assign(
 def assign_by_key(
     keys: Mapping[object, tuple[DepthIdx, ...]], given: Mapping[Any, Postprocessor]
 ) -> dict[DepthIdx, Postprocessor]:
-    """Say which post-processor acts on which recorded layer, with no more than dictionaries.
+    """Return the post-processor of each recorded layer that has one, using only dictionaries.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class Assigned:
     Attributes
     ----------
     on_inputs : set of (int, int)
-        The layers whose inputs are acted on, instead of what they return.
+        The layers whose inputs are changed, instead of their outputs.
 
     Examples
     --------
@@ -181,7 +181,7 @@ class Assigned:
         return frozenset((label, _signature(post)) for label, post in self.functions.items())
 
     def after(self, label: DepthIdx, output: Any, layer: Layer) -> Any:
-        """Return what the network goes on with in place of what a layer returned.
+        """Return the value with which the network goes on in place of a layer's output.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class Assigned:
     def before(
         self, label: DepthIdx, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what a layer's forward receives in place of what it was about to receive.
+        """Return the inputs that a layer's forward receives in place of the original ones.
 
         Raises
         ------
@@ -208,7 +208,7 @@ class Assigned:
         function: Any = self.functions[label]
         values = [*args, *kwargs.values()]
         for at, value in enumerate(values):
-            # Other objects, such as key-value caches, are shared with the network.
+            # The network shares other objects, such as key-value caches.
             if isinstance(value, Tensor | list | tuple | dict):
                 leaves, rebuild = flatten(value)
                 if leaves:
@@ -254,7 +254,7 @@ def _rows(output: Any) -> list[int | None]:
 
 
 def _failure(error: Exception, layer: Layer) -> Exception:
-    """Make an error that is caught as ours and as what was raised."""
+    """Make an error that can be caught as ours and as the one that was raised."""
     if isinstance(error, PostprocessorError):
         error.add_note(f"raised by the post-processor of layer {layer}")
         return error
@@ -263,7 +263,7 @@ def _failure(error: Exception, layer: Layer) -> Exception:
 
 
 def _signature(function: Postprocessor) -> object:
-    """Return what tells whether two post-processors work alike, in place or not.
+    """Return a key that is equal for post-processors that work alike, in place or not.
 
     Lambdas made anew for every pass share their code.
     """

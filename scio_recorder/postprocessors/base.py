@@ -39,7 +39,7 @@ def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a structure, and a function that builds it again."""
     if not torch.compiler.is_compiling():
         return flatten(value)
-    # Dynamo follows torch's own walk over structures, but not one that looks into objects.
+    # Dynamo can follow torch's own walk over structures, but not one that inspects objects.
     return private.flatten_traceable(value)
 
 
@@ -48,7 +48,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def number(owner: str, name: str, value: Any, *, finite: bool = True, nan: bool = False) -> float:
-    """Return an argument as a float, or say what was wrong with it."""
+    """Return an argument as a float, or raise an error that explains what is wrong."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -61,7 +61,7 @@ def number(owner: str, name: str, value: Any, *, finite: bool = True, nan: bool 
 
 
 def index(owner: str, name: str, value: SupportsIndex) -> int:
-    """Return an argument as an integer, or say what was wrong with it."""
+    """Return an argument as an integer, or raise an error that explains what is wrong."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):
@@ -71,7 +71,7 @@ def index(owner: str, name: str, value: SupportsIndex) -> int:
 
 
 def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
-    """Return an argument, one integer or several, as a tuple, or say what was wrong with it."""
+    """Return an argument, one integer or several, as a tuple, or raise an error."""
     if isinstance(value, Tensor):
         value = value.tolist()
     many = list(value) if isinstance(value, Iterable) else [value]
@@ -96,7 +96,7 @@ class Jagged(NamedTuple):
 
     @classmethod
     def of(cls, owner: object, nested: Any) -> Jagged:
-        """Take a nested tensor apart, or say that its layout can't be."""
+        """Take a nested tensor apart, or raise an error if its layout prevents that."""
         if nested.layout != torch.jagged:
             raise PostprocessorError(
                 f"{owner!r} was given a nested tensor of the layout {nested.layout}; "
@@ -107,7 +107,7 @@ class Jagged(NamedTuple):
 
     def replaced(self, values: Tensor) -> Tensor:
         """Return a nested tensor with other values."""
-        # With the same offsets: others would count as another shape.
+        # With the same offsets, since others would count as another shape.
         return torch.nested.nested_tensor_from_jagged(
             values, self.offsets, self.lengths, jagged_dim=self.varying
         )

@@ -97,7 +97,7 @@ class Ablate(FloatingMap):
 
     @property
     def _listed(self) -> tuple[int, ...]:
-        assert isinstance(self.channels, tuple)  # made so on construction
+        assert isinstance(self.channels, tuple)  # the constructor makes it so
         return self.channels
 
     def _check_dimension(self, shape: tuple[int, ...]) -> None:
@@ -179,7 +179,7 @@ def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a tensor of shape ``own`` broadcasts to ``shape`` without enlarging it."""
     if len(own) > len(shape):
         return False
-    # Lengths are equal here: torch 2.8 can't compile a zip that ends with its shorter part.
+    # Lengths are equal here: torch 2.8 can't compile a zip of different lengths.
     pairs = zip(own, shape[len(shape) - len(own) :], strict=True)
-    # Written out: under torch.compile, `in` does not compare lengths that vary.
+    # Written out, since under torch.compile `in` does not compare lengths that vary.
     return all(mine == 1 or mine == theirs for mine, theirs in pairs)

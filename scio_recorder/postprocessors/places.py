@@ -101,7 +101,7 @@ class At(_OnPart):
 
     index: Any
     postprocessor: Callable[[Tensor], Tensor | None]
-    # The shapes in which the index is known to name each position once.
+    # The shapes for which the index is known to name each position once.
     _distinct: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class At(_OnPart):
 
     def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
         has_numbers = any(isinstance(one, Tensor) and one.dtype != torch.bool for one in where)
-        # Autograd would count the gradient of a position twice that is named twice.
+        # If a position is named twice, autograd would count its gradient twice.
         if not has_numbers or torch.compiler.is_compiling() or whole.shape in self._distinct:
             return
         named = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
@@ -140,7 +140,7 @@ class Heads(_OnPart):
     Parameters
     ----------
     num_heads : int
-        How many heads there are.
+        The number of heads.
     heads : int or iterable of int
         The heads to change; negative ones count from the end.
     postprocessor : callable
@@ -255,7 +255,7 @@ def _check_callable(owner: str, postprocessor: object) -> None:
 
 
 def _index_item(item: Any) -> Any:
-    """Return one entry of an index, lists and arrays as tensors of their own."""
+    """Return one entry of an index; lists and arrays become new tensors."""
     if item is None or item is Ellipsis or isinstance(item, (slice, bool)):
         return item
     if not isinstance(item, (Tensor, np.ndarray, list, range)):

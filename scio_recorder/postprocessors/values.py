@@ -49,7 +49,7 @@ class Clip(FloatingMap):
         for name in ("max", "min"):
             limit = getattr(self, name)
             if limit is not None:
-                # Infinity is a limit that never acts, which sweeps over thresholds make use of.
+                # Infinity is a limit that never acts, which sweeps over thresholds use.
                 object.__setattr__(self, name, number("Clip", name, limit, finite=False))
         if self.max is None and self.min is None:
             raise PostprocessorError("Clip needs a limit: write Clip(max) or Clip(None, min=...).")

@@ -1,4 +1,4 @@
-"""Keeping every n-th activation of a chain of layers, and recomputing those between."""
+"""Keeping every n-th activation of a chain of layers, and recomputing those in between."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class CheckpointConfig:
     max_checkpoints : int, optional
         How many activations to keep at most; boundaries are kept beyond it too.
     mixed_precision : bool, default False
-        Keep floating-point numbers of more than 16 bits as bfloat16, of which 8 bits of precision
-        are left.
+        Keep floating-point numbers of more than 16 bits as bfloat16, which has 8 bits of precision.
 
     Raises
     ------
@@ -268,7 +267,7 @@ class ActivationCheckpointer:
 
 
 class _Checkpoint:
-    """A copy of one activation, which later in-place operations don't reach."""
+    """A copy of one activation, which later in-place operations don't change."""
 
     def __init__(self, activation: Any, shrinks: bool) -> None:
         self.random_state = random_state()

@@ -1,12 +1,12 @@
-"""Running a recorded call of a module again, as it ran then.
+"""Running a recorded call of a module again, as it ran before.
 
-NOTE [How it is made sure that a recomputed activation is the one of then]
+NOTE [Why a recomputed activation is the original one]
 
 The nearest recorded module around the layer runs again on the inputs recorded for it, in the state
 noted at that call: random numbers, modes, training flags, buffers. Post-processors of that pass act
-again. What the module returns must be bit for bit what was recorded of it, or nothing is handed
-out. For what does not show in the output, the weights themselves are compared: in a live recorder
-their version counters and some numbers of each, in a collected recording a digest of all.
+again. The module's output must equal its recorded output bit for bit, or nothing is handed out. The
+output does not show every change, so the weights are compared too: in a live recorder their version
+counters and some values of each, in a collected recording a digest of all.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Call:
     label : (int, int)
         The layer.
     inputs : Inputs
-        What its forward received.
+        The inputs that its forward received.
     output : str
-        The digest of what the call returned then, see `digest_of`.
+        The digest of the call's original output, see `digest_of`.
     moment : Moment
         The state at that call.
     explain_change : callable
-        Says what of a module is known to have changed since, None for nothing.
+        Says what in a module is known to have changed since; None for nothing.
     posts : mapping
         The post-processors of that pass, by label.
     """
@@ -75,7 +75,7 @@ class Call:
 
 
 def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dict[DepthIdx, Any]:
-    """Run a recorded call again, and return what it returns, or layers inside it.
+    """Run a recorded call again, and return its output, or the outputs of layers inside it.
 
     To be called inside `untouched`.
 
@@ -84,9 +84,9 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
     architecture : Architecture
         The layers, with their modules.
     call : Call
-        What to run.
+        The call to run.
     targets : set of (int, int)
-        Layers inside it, itself among them or not.
+        Layers inside it; the layer of the call itself may be among them.
 
     Returns
     -------
@@ -125,10 +125,10 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
 
 @contextlib.contextmanager
 def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterator[None]:
-    """Put back, at the end of the block, all that re-runs of these layers change.
+    """Restore, at the end of the block, everything that re-runs of these layers change.
 
-    Parameters are copied like everything else: a forward may write them behind the back of version
-    counters (``parameter.data``), and that a re-run has done so would be known too late.
+    Parameters are copied like everything else: a forward may write to them without a new version
+    (``parameter.data``), which would be noticed too late.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def _refuse_fsdp(layer: Layer) -> None:
 
 
 class _Rerun:
-    """One re-run: what layers inside return, and whether the call itself returns what it did."""
+    """One re-run: the outputs of layers inside, and whether the call's own output is the same."""
 
     def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
         self._call = call
@@ -166,7 +166,7 @@ class _Rerun:
         self._is_other = False
         self.found: dict[DepthIdx, Any] = {}
         modules = {architecture[label].module for label in targets | {*call.posts, call.label}}
-        # Rows stand in the order in which calls start, and a call inside returns before this one.
+        # Rows are in the order in which calls start, and a call inside returns before this one.
         rows, own = list(architecture.values()), architecture[call.label]
         last = own.completion or 0
         inside = [
@@ -180,16 +180,16 @@ class _Rerun:
 
     @property
     def differs(self) -> bool:
-        """Whether calls are missing or too many, or the call itself returned something else."""
+        """Whether calls are missing or surplus, or the call's own output differs."""
         return self._is_other or any(self._returns.values())
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Take what modules return, for the length of the block."""
+        """Take the outputs of modules inside the block."""
         handles = [follow(watched, self._receive) for watched in self._returns]
         if self._posts.on_inputs:
             handles += [precede(watched, self._receive_inputs) for watched in self._starts]
-        # The recorded inputs are what forward received: these hooks have acted on them already.
+        # Forward received the recorded inputs, so these hooks have acted on them already.
         _, hooks = private.forward_hooks(module)
         before = dict(hooks)
         hooks.clear()
@@ -203,7 +203,7 @@ class _Rerun:
     def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = self._starts[module].popleft() if self._starts[module] else None
         if layer is None or layer.label == self._call.label:
-            # What the call itself received is recorded as the post-processor has left it.
+            # The call's own inputs were recorded after the post-processor.
             return None
         return self._posts.before(layer.label, args, kwargs, layer)
 
@@ -230,7 +230,7 @@ def _by_module(rows: Iterable[Layer]) -> dict[nn.Module, deque[Layer]]:
 
 
 def _inputs_again(call: Call) -> Inputs:
-    """Copy the inputs, as like those of then as can be; in the state of then."""
+    """Copy the inputs, as similar to the original ones as possible, in the original state."""
     leaves, rebuild = flatten(call.inputs)
     moment = call.moment
     if len(leaves) != len(moment.devices):
@@ -246,7 +246,7 @@ def _input_again(leaf: Tensor, requires_grad: bool) -> Tensor:
     memory = leaf.detach().clone() if copy is None else copy.kept
     if requires_grad and not memory.is_inference():
         with torch.enable_grad():
-            # No leaf: modules may work in place on what they receive.
+            # Not a leaf: modules may work in place on their inputs.
             memory = memory.requires_grad_().clone()
     return memory if copy is None else copy.restored(memory)
 

@@ -1,4 +1,4 @@
-"""The front door: it delegates, and holds no state of a pass."""
+"""The recorder: it delegates, and holds no state of a pass."""
 
 from scio_recorder.recorder.recorder import Recorder
 

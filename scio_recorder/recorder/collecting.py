@@ -45,7 +45,7 @@ class Collecting(Reading):
         progress: bool = True,
         resume: bool = False,
     ) -> Recording:
-        """Run the network over a dataset and keep what the recorded layers return.
+        """Run the network over a dataset and keep the outputs of the recorded layers.
 
         The net runs under ``no_grad``, in its current mode. After ``rnet.compile()`` it runs
         compiled.
@@ -259,7 +259,7 @@ class Collecting(Reading):
         from scio_recorder.recording.collect.loop import go_through
 
         self._refuse_inside_fsdp()
-        # torch.compile(rnet) is another module, and can't be told from here.
+        # torch.compile(rnet) is another module, and can't be distinguished here.
         module: Any = self
         compiled = module if private.calls_compiled(module) else None
         return go_through(collection, compiled=compiled, stop_early=stop_early, progress=progress)

@@ -1,4 +1,4 @@
-"""Two runs side by side: where they begin to differ."""
+"""The function `compare`: two runs side by side, and where they begin to differ."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _feeds(
     to_inputs: ToInputs | Sequence[ToInputs] | None,
     sample_ids: Callable[[Any], Any] | None,
 ) -> list[Feed]:
-    """Return what feeds each side; the first one counts the samples."""
+    """Return the feed of each side; the first one counts the samples."""
     from scio_recorder.recording.collect.feed import Feed
 
     is_several = isinstance(to_inputs, Sequence)

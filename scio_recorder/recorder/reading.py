@@ -177,7 +177,7 @@ class Reading:
         pin_memory: bool = False,
         dtype: torch.dtype | None = None,
     ) -> SavedTensors:
-        """Move or shrink what autograd keeps for the backward pass inside the chosen layers.
+        """Move or shrink the tensors that autograd saves inside the chosen layers for backward.
 
         It acts on all passes inside the block, through this recorder or not. Parameters,
         buffers, views of these, and regions under activation checkpointing are left alone.
@@ -185,7 +185,7 @@ class Reading:
         Parameters
         ----------
         *selectors
-            What :meth:`record` takes; the layers need not be recorded.
+            As for :meth:`record`; the layers need not be recorded.
         device : torch.device or str, default "cpu"
             Where to keep tensors; None to leave them where they are.
         pin_memory : bool, default False

@@ -27,12 +27,12 @@ class Recomputing(Reading):
         Parameters
         ----------
         *selectors
-            What :meth:`record` takes; for recorded layers, the record is returned.
+            As for :meth:`record`; for recorded layers, the record is returned.
 
         Returns
         -------
         LayerMapping
-            Copies, off the graph, bit for bit what the layers returned; keys as in
+            Detached copies, equal bit for bit to the layers' outputs; keys as in
             :attr:`activations`.
 
         Raises

@@ -1,4 +1,4 @@
-"""The front door: a network with its layers labelled, recorded and changed."""
+"""The recorder: a network with its layers labelled, recorded and changed."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Recorder(
         Returns
         -------
         Any
-            What the network returns.
+            The network's output.
 
         Raises
         ------
@@ -266,7 +266,7 @@ class Recorder(
         else:
             posts = None if given is None else assign(self.architecture, program.order, given)
         if private.is_exporting():
-            # What is exported runs elsewhere: nothing can be recorded here.
+            # An exported program runs elsewhere: nothing can be recorded here.
             dont_record = True
         return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)
 
@@ -276,7 +276,7 @@ class Recorder(
         Parameters
         ----------
         *args, **kwargs
-            What :meth:`forward` takes.
+            As for :meth:`forward`.
 
         Returns
         -------
@@ -337,7 +337,7 @@ class Recorder(
     def _outline(self) -> Outline:
         return outline("Recorder", list(self.architecture.values()), self.recording)
 
-    # Hooks lead back to this recorder, so a copy attaches its own.
+    # Hooks refer to this recorder, so a copy attaches its own.
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from scio_recorder.stores import Store
 
 
-# Only transformers' Trainer looks for it. It would take our forward's keywords for the network's.
+# Only transformers' Trainer looks for it. It would mistake our forward's keywords for the
+# network's.
 _OF_TRAINERS = "accepts_loss_kwargs"
 
 
@@ -198,7 +199,7 @@ class Watching(Reading):
 
     @contextlib.contextmanager
     def _around(self, watcher: Watcher) -> Iterator[None]:
-        """Make each call of the network a pass of the recorder, for the length of a block."""
+        """Make each call of the network inside a block a pass of the recorder."""
         recorder = weakref.ref(self)
 
         def run(call: Any, args: Any, kwargs: Any) -> Any:

@@ -2,14 +2,14 @@
 
 NOTE [Exported columns]
 
-Each export has a column ``sample_id``, one for each layer of which samples are stored, and, where
-rows are not samples, one for all that is known of a row. All of them say the same of these
-(`about`), so that what was widened can be undone.
+Each export has a column ``sample_id``, one for each layer with stored samples, and, if rows are not
+samples, one for each fact about a row. All exports describe columns in the same way (`about`), so
+that widening can be undone.
 
 Samples become NumPy arrays first (`to_array`). dtypes that NumPy lacks are widened to float32 or
-complex64, in which every number of theirs is found exactly: bits under another name would be
-read as other numbers by whoever does not know. Arrow has no tensors of truth values and no complex
-numbers: there they are bytes 0 and 1, and pairs of real and imaginary part (`plain`).
+complex64, which represent all their numbers exactly. Raw bits under another dtype would be read as
+wrong numbers. Arrow has no tensors of truth values and no complex numbers, so these become bytes 0
+and 1, and pairs of real and imaginary part (`plain`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# Bytes of all layers together that are read, and handed over, at once.
+# Bytes of all layers together that are read and handed over at once.
 PART_BYTES = 1 << 26
-# What an id takes as an object of Python, about.
+# The approximate bytes of an id as a Python object.
 ID_BYTES = 64
 SAMPLE_ID = "sample_id"
 
@@ -68,12 +68,12 @@ class Column:
 
 
 def columns_of(recording: Readable) -> list[Column]:
-    """Return what can be exported.
+    """Return the columns that can be exported.
 
     Raises
     ------
     ArgumentError
-        There is nothing, or something that no array can hold.
+        There is nothing to export, or values that no array can hold.
     """
     columns = [Column.of(recording.architecture[one], recording[one]) for one in recording.stored]
     if not columns:
@@ -103,7 +103,7 @@ def columns_of(recording: Readable) -> list[Column]:
 
 
 def about(recording: Readable, columns: dict[str, Column]) -> dict[str, Any]:
-    """Return what a reader without this library has to know of columns by name, as JSON."""
+    """Return the descriptions of columns by name, as JSON, for readers without this library."""
     items = columns.items()
     said: dict[str, Any] = {
         "complete": recording.complete,
@@ -156,7 +156,7 @@ def arrow_type(pa: Any, array: NDArray[Any]) -> pa.DataType:
 def record_batches(
     pa: Any, schema: pa.Schema, recording: Readable, columns: Sequence[Column]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all rows in parts, and hold on to none of them."""
+    """Yield all rows in parts, without keeping any of them."""
     num_rows = recording.num_rows
     row_bytes = ID_BYTES + sum(
         column.read(0, 0).itemsize * column.samples.shape[1:].numel() for column in columns

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     import zarr
 
 
-# Bytes of one layer in one file of a Zarr array, before compression: what reading a sample reads.
+# Bytes of one layer in one file of a Zarr array, before compression: reading a sample reads a file.
 CHUNK_BYTES = 1 << 24
-# The key under which Arrow and Zarr keep what `about` says.
+# The key under which Arrow and Zarr keep the result of `about`.
 _KEY = "scio_recorder"
 
 
@@ -167,11 +167,11 @@ class Exporting(Readable):
             with pa.OSFile(str(data), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
                 for batch in record_batches(pa, schema, self, list(columns.values())):
                     writer.write_batch(batch)
-                    del batch  # else two of them would be in memory while the next one is read
+                    del batch  # otherwise two of them would be in memory while the next one is read
             info.write_to_directory(str(folder))
             (folder / "state.json").write_text(json.dumps(_state(data.name)), encoding="utf-8")
             # The library's `save_to_disk` would write everything a second time, in larger parts.
-            # Whether it reads this folder is known before anybody else can.
+            # This shows whether it can read the folder, before anybody else does.
             if len(library.load_from_disk(str(folder))) != self.num_rows:
                 raise RecordingError("this version of datasets reads another number of rows")
         return library.load_from_disk(os.fspath(path))
@@ -247,7 +247,7 @@ def _state(name: str) -> dict[str, Any]:
     """Return the ``state.json`` that ``datasets.load_from_disk`` reads."""
     return {
         "_data_files": [{"filename": name}],
-        # Results of the library's `map` are found again by it: no two exports share one.
+        # The library's `map` finds cached results by it, so each export has its own.
         "_fingerprint": uuid.uuid4().hex[:16],
         "_format_columns": None,
         "_format_kwargs": {},
@@ -266,7 +266,7 @@ def _layout(name: str, shape: Sequence[int], dtype: Any, line: str) -> dict[str,
         "shape": tuple(shape),
         "chunks": tuple(max(1, length) for length in (rows, *shape[1:])),
         "dtype": str if is_text else dtype,
-        # A file that is not there reads as zeros, and some versions take negative zeros for these.
+        # A missing file reads as zeros, and some versions mistake negative zeros for zeros.
         "config": {"write_empty_chunks": True},
         "dimension_names": [line, *(f"{name}_{axis}" for axis in range(1, len(shape)))],
     }
@@ -286,7 +286,7 @@ def _imported(package: str, extra: str) -> Any:
 
 @contextmanager
 def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder to write to. It gets its name at the end of the block; on failure it goes."""
+    """Yield a folder that gets its name at the end of the block; a failure removes it."""
     if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path) or not os.fspath(path):
         raise ArgumentError(f"{path!r}: name a folder on this machine that does not exist yet")
     target = Path(path)
@@ -295,7 +295,7 @@ def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise RecordingError(f"{path} exists already: name a folder that does not exist yet")
         hidden = Path(tempfile.mkdtemp(prefix=f".{target.name[:40]}.", dir=target.parent))
         try:
-            # Unlike the folder around it, it has the permissions that others have.
+            # Unlike the temporary folder around it, it has the usual permissions.
             folder = hidden / "export"
             folder.mkdir()
             yield folder

@@ -24,7 +24,7 @@ from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.processes import Place, this_process
 
 BUFFER_BYTES = 256 << 20
-# From so many rows a recording in memory is recognised.
+# The number of rows that identify a recording in memory.
 _FINGERPRINT_ROWS = 64
 
 
@@ -46,16 +46,16 @@ class Arguments:
             setattr(self, name, whole(name, getattr(self, name), least, ArgumentError))
 
     def share(self, num_rows: int) -> range:
-        """Return the places of this rank, out of this many for all ranks together."""
+        """Return this rank's places, out of this many for all ranks together."""
         if self.drop_last:
-            # Ranks that wait for each other need equally many batches.
+            # Ranks that wait for each other need equal numbers of batches.
             each = num_rows // self.world_size
             return range(self.rank * each, (self.rank + 1) * each)
         before, behind = self.rank * num_rows, (self.rank + 1) * num_rows
         return range(before // self.world_size, behind // self.world_size)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arguments that decide the order of rows, which are the same on all ranks."""
+        """Return the arguments that decide the order of rows, which are equal on all ranks."""
         others = ("rank", "with_rows")
         return {name: value for name, value in asdict(self).items() if name not in others}
 
@@ -91,7 +91,7 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, 
             named = ", ".join(str(recording.architecture[label]) for label in reduced[:4])
             raise ArgumentError(f"there are no rows of {named}: collect without reduce= for them")
         if not stored:
-            # Raises, and says what is there.
+            # Raises, naming the layers that exist.
             recording[found[0]]
         chosen |= stored
     if not chosen:
@@ -100,7 +100,7 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, 
 
 
 def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: str) -> str:
-    """Return a fingerprint that tells rows from those of other recordings.
+    """Return a fingerprint that distinguishes rows from those of other recordings.
 
     Parameters
     ----------
@@ -139,8 +139,8 @@ class _Position:
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            # The epoch, batches before the first, of how many workers those are that have begun
-            # there, and each of them.
+            # The epoch, the number of batches before the first, the number of workers that have
+            # begun there, and a mark for each.
             self._numbers = torch.zeros(3 + self._MOST_WORKERS, dtype=torch.int64, device="cpu")
             self._numbers.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
 
@@ -195,9 +195,9 @@ class RecordingLoader(IterableDataset[Any]):
         self._position = _Position()
         # The batches given in the latest iteration, and its number.
         self._given = self._iteration = 0
-        # Which worker's part of the batches this is.
+        # The worker whose part of the batches this is.
         self._part = 0
-        # In a worker: its part, and batches given of that, by its own state.
+        # In a worker: its part, and the number of batches of it that were given, by its own state.
         self._loaded: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -213,12 +213,12 @@ class RecordingLoader(IterableDataset[Any]):
         if self._loaded is not None:
             (self._part, skipped), self._loaded = self._loaded, None
         else:
-            # A loader asks its workers in turn, from the first one on: that one goes on where the
-            # next batch is.
+            # A loader asks its workers in turn, beginning with the first, which continues at the
+            # next batch.
             info, skipped = get_worker_info(), self._position.take()
             self._part = (skipped + (0 if info is None else info.id)) % workers
             skipped = len(range(self._part, skipped, workers))
-        # Who has one batch more comes first.
+        # Workers with one batch more come first.
         each, more = divmod(len(self), workers)
         first = self._part * each + min(self._part, more)
         size = self._arguments.batch_size
@@ -311,7 +311,7 @@ class RecordingLoader(IterableDataset[Any]):
     def _begin_at(self, epoch: int, batches: int) -> None:
         self._position.set(epoch, batches)
         self._given, self._loaded = batches, None
-        # One that is under way counts no more.
+        # An iteration that has begun no longer counts.
         self._iteration += 1
 
     def _fingerprint(self) -> str:
@@ -323,7 +323,7 @@ class RecordingLoader(IterableDataset[Any]):
     def _batches(self, own: range, skipped: int, iteration: int) -> Iterator[Any]:
         layers, size = list(self._layers.values()), self._arguments.batch_size
         rows = list(self._rows.values())
-        # The order does not depend on whether what is known of rows is read as well.
+        # The order does not depend on whether columns of rows are read as well.
         sizes = Sizes.of(layers, rows, size, self._arguments.buffer_bytes)
         columns = layers + rows * self._arguments.with_rows
         key = f"{self._arguments.seed} {self._position.epoch}" if self._arguments.shuffle else None

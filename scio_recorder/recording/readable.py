@@ -1,4 +1,4 @@
-"""The content of a recording, for showing it, saving it, and running its calls again."""
+"""The content of a recording, for showing and saving it and running its calls again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 
 T = TypeVar("T")
-# Bytes that are looked at together where all of a layer is read: so few that the next ones get the
-# same memory, and so many requests where each goes to a bucket.
+# Bytes that are read together if all of a layer is read: few enough that the next ones get the same
+# memory, and the number of such reads at once from a bucket.
 _PART_BYTES, _PART_REQUESTS = 1 << 24, 4
-# Rows of which the samples are looked at together.
+# Rows whose samples are examined together.
 _PART_ROWS = 1 << 20
 
 
@@ -76,7 +76,7 @@ class RowsOfSamples(OnDemand["slice | Tensor"]):
             is_rising = is_rising and int(part[0]) >= last and not bool((part.diff() < 0).any())
             last = int(part[-1])
         self._starts = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
-        # Where rows of a sample are not together, each takes a number.
+        # If rows of a sample are not adjacent, each needs its index.
         self._order = None if is_rising else samples[:].cpu().argsort(stable=True)
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class BatchInputs(OnDemand[Inputs]):
     Parameters
     ----------
     calls : Calls
-        The calls that are kept.
+        The kept calls.
     label : (int, int)
         The layer.
     """

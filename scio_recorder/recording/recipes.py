@@ -1,4 +1,4 @@
-"""Reductions as JSON and back, so that a recording can be read without what it was made with."""
+"""Reductions as JSON and back, so that a recording can be read without its original objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reductions = Reduction | list[Reduction]
 
 
 def recipes_of(given: Reductions) -> Any:
-    """Return how a layer's reductions are constructed: a dict, or a list of dicts.
+    """Return the recipes of a layer's reductions: a dict, or a list of dicts.
 
     Examples
     --------
@@ -38,7 +38,7 @@ def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
 
 
 def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]) -> None:
-    """Put reductions in the states that `states_of` returned."""
+    """Load the states that `states_of` returned into reductions."""
     for label, given in reductions.items():
         saved = states[text_of(label)]
         pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
@@ -49,11 +49,11 @@ def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]
 def from_recipes(
     recipes: Any, states: Sequence[Any], where: str, given: Reductions | None = None
 ) -> Reductions:
-    """Return the reductions that `recipes_of` was given, in the states that they had.
+    """Return the reductions of recipes, in their saved states.
 
-    Only classes of this library are constructed, by names from a fixed list. Where there are the
-    states of several processes, they are merged. ``given`` are the same reductions, where those
-    who ask have them: they may be of other classes.
+    Only classes of this library are constructed, by names from a fixed list. States of several
+    processes are merged. ``given`` are the same reductions if the caller has them; they may be of
+    other classes.
     """
     try:
         if isinstance(recipes, list):
@@ -112,7 +112,7 @@ def _restored(
 
 
 class _Unreadable(Reduction):
-    """Stands for a reduction of the user's: the rest of a recording can be read without it."""
+    """Stands for a user's reduction: the rest of a recording can be read without it."""
 
     def __init__(self, message: str) -> None:
         self._message = message

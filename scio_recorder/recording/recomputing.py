@@ -40,14 +40,14 @@ class RecomputingRecording(Readable):
         rnet : Recorder
             A recorder of the same net, with the same weights; its own selection does not matter.
         *selectors
-            What ``Recorder.record`` takes.
+            As for ``Recorder.record``.
         activation_postproc : callable, list or mapping, optional
             The post-processors that ``collect`` was given; they act again.
 
         Returns
         -------
         LayerMapping
-            Tensors [samples, ...] in host memory, bit for bit what the layers returned: neither
+            Tensors [samples, ...] in host memory, equal bit for bit to the layers' outputs: neither
             ``transform`` nor ``dtype`` has acted on them.
 
         Raises
@@ -120,7 +120,7 @@ class RecomputingRecording(Readable):
 
 
 class _Recomputation:
-    """The calls that run again, for which layers, with which post-processors."""
+    """The calls that run again, the layers that need them, and the post-processors."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Recomputation:
         self._architecture = _same_architecture(recording.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        # The layers that run again, and those inside them whose activations are asked for.
+        # The layers that run again, and the requested layers inside them.
         self._wanted: dict[DepthIdx, set[DepthIdx]] = {}
         for target in select(self._architecture, selectors):
             self._wanted.setdefault(self._nearest(target), set()).add(target)
@@ -165,7 +165,7 @@ class _Recomputation:
         return LayerMapping(self._recording.architecture, found, "activation")
 
     def _untouched(self) -> AbstractContextManager[None]:
-        # Opening and reading a recording does not wait for what runs nets.
+        # Opening and reading a recording does not wait for the import of what runs nets.
         from scio_recorder.recompute.run_again import untouched
 
         return untouched(self._architecture, self._wanted)
@@ -209,13 +209,13 @@ class _Recomputation:
 
 
 def _room(rows: int, like: Tensor) -> Tensor:
-    # Tensors made in inference mode could not be used outside it.
+    # Tensors made in inference mode could not be used outside of it.
     with torch.inference_mode(False):
         return like.new_empty((rows, *like.shape[1:]), device="cpu")
 
 
 def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
-    """Copy what a layer returned for a batch to where it belongs."""
+    """Copy a layer's output for a batch to its place."""
     found, places = tensors(value), [array[place] for array in tensors(arrays)]
     if len(found) != len(places):
         raise RecomputeError(
@@ -234,7 +234,7 @@ def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
 
 def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str | None:
     change = kept.moment.explain_change(module)
-    # What returns the same may have done something else inside.
+    # A module with the same output may have worked differently inside.
     if change is None and weights.digest(module) != kept.weights:
         return "its weights have changed since they were collected with: load those of then"
     return change

@@ -1,4 +1,4 @@
-"""The recording of a whole dataset: samples or summaries, by layer, in memory or in a folder."""
+"""The recording of a whole dataset: samples or summaries by layer, in memory or in a folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Recording(RecomputingRecording, Exporting, Showing):
         After ``record(..., inputs=True)``: for each layer a sequence with ``(args, kwargs)`` of
         every batch, as copies in host memory.
     calls : Calls
-        The calls that :meth:`recompute` runs again: inputs, and the states in which modules ran.
+        The calls that :meth:`recompute` runs again: inputs and the states in which modules ran.
     relative_errors : LayerMapping
         If ``dtype`` loses precision: the norm of the rounding errors divided by the norm of the
         values, for each layer, over all finite values. A value that became infinite counts as
@@ -235,7 +235,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
 
 
 def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording:
-    """Return the recording of a reader; ``given`` are its reductions, where they are at hand."""
+    """Return the recording of a reader; ``given`` are its reductions, if the caller has them."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
     states = _states(reader)
@@ -266,7 +266,7 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
 
 
 def _states(reader: RunReader) -> list[Any]:
-    """Return what each rank has committed besides samples: many often say the same, once read."""
+    """Return the last state of each rank; of equal ones, which are common, one is read."""
     states: list[Any] = []
     last: Packed | None = None
     for state in map(reader.read_state, range(reader.world_size)):
@@ -300,7 +300,7 @@ def _mapping(values: Any, key: str) -> Mapping[str, Any]:
 
 
 def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
-    """Write every sample, the reductions' states and the settings, as if they came just now."""
+    """Write every sample, the reductions' states and the settings, as a new collection would."""
     arrays: dict[DepthIdx | str, Tensor] = {label: recording[label] for label in recording.stored}
     arrays.update(recording.rows)
     job = Job(recording.architecture, recording.stored, None, lambda: _settings(recording))
@@ -331,7 +331,7 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
 def _batches(
     recording: Recording, step: int
 ) -> Iterator[tuple[range, Mapping[DepthIdx, KeptCall]]]:
-    """Yield the rows of each batch, and the calls that are kept of it."""
+    """Yield the rows of each batch, and its kept calls."""
     calls, num_rows, stop = recording.calls, recording.num_rows, 0
     if not calls.labels:
         # Samples without rows count as well.
@@ -343,7 +343,7 @@ def _batches(
 
 
 def _ids_up_to(recording: Recording, rows: range, before: int) -> Ids:
-    """Return the ids, of those that come after so many, that have to be there for these rows."""
+    """Return the ids, after the first ones, that these rows need."""
     stop = rows.stop
     if recording.has_rows:
         stop = recording.num_samples
@@ -353,8 +353,8 @@ def _ids_up_to(recording: Recording, rows: range, before: int) -> Ids:
 
 
 def _settings(recording: Recording) -> dict[str, Any]:
-    # Those of weights, and of what was made by hand, are unknown: resuming finds that they differ.
-    # Of a layer that returns a structure, there may be nothing but its calls.
+    # Digests of weights, and settings of a recording made by hand, are unknown, so resuming is
+    # refused. A layer that returns a structure may have only calls.
     layers = dict.fromkeys((*recording, *recording.calls.labels))
     return {
         **recording.settings,

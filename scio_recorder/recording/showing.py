@@ -135,7 +135,7 @@ class Showing(Outlined, Readable):
             raise ArgumentError(f'report({path!r}): name the file to write, such as "page.html"')
         if not isinstance(title, str | None):
             raise ArgumentError(f"report(title={title!r}): give the heading as a string")
-        # Nothing is read before it is known that the file can be written.
+        # Nothing is read before the file is known to be writable.
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 
     def to_frame(self) -> pd.DataFrame:
@@ -166,7 +166,7 @@ class Showing(Outlined, Readable):
 
         columns = [name for name in FRAME_COLUMNS if name != "rows" or self.has_rows]
         frame = pd.DataFrame(self.layer_rows(), columns=columns).set_index("label")
-        # Whole numbers stay such where others are missing.
+        # Whole numbers stay whole even if some are missing.
         return frame.astype(dict.fromkeys(_WHOLE_NUMBERS, "Int64"))
 
     def layer_rows(self) -> list[dict[str, Any]]:

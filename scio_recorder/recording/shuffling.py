@@ -2,20 +2,19 @@
 
 NOTE [How rows are shuffled]
 
-Checksums are of blocks, and a disk is read fast in large pieces: a row alone would cost a block. So
-the rows of each chunk are divided into *runs* of consecutive rows, each read in one go. An epoch
-permutes the runs. As many of them as have room fill one half of a buffer, and the rows in it are
-permuted; the other half is filled meanwhile. Where all rows have room at once, the whole buffer is
-filled once, and the permutation is one of all rows. What was read goes from the processor's cache
-straight to its place in a batch: a row is written once, and batches are parts of the buffer.
+Checksums are of blocks, and a disk is fast only in large pieces: a single row would cost a block.
+So the rows of each chunk are divided into *runs* of consecutive rows, each read in one go. An epoch
+permutes the runs. As many of them as fit fill one half of a buffer, and the rows in it are
+permuted; the other half is filled meanwhile. If all rows fit at once, the whole buffer is filled
+once, and the permutation is one of all rows. Rows go from the processor's cache straight to their
+place in a batch: each is written once, and batches are parts of the buffer.
 
-A *place* is the number of a row where the permuted runs follow one another. Whatever is divided is
-a range of places: a rank's share, a worker's share of that, a filling of the buffer, a batch. Each
-follows from the arguments, the epoch and its own number. So ranks and workers need not talk to each
-other, no row is given twice, and going on needs nothing but the number of batches that were given:
-what came before is not read again.
+A *place* is the number of a row in the sequence of permuted runs. Every share is a range of places:
+a rank's, a worker's within that, a filling of the buffer, a batch. Each follows from the arguments,
+the epoch and its own number. So ranks and workers need not communicate, no row is given twice, and
+resuming needs only the number of batches that were given: earlier rows are not read again.
 
-Rows in memory are not buffered: only their numbers are, and they are gathered where they lie.
+Rows in memory are not buffered: only their numbers are, and they are gathered directly.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 if TYPE_CHECKING:
     from typing import Self
 
-# The most that is read in one go, and of how many runs a half of the buffer consists at least.
+# The largest number of bytes read in one go, and the least number of runs in a half of the buffer.
 _RUN_BYTES = 4 << 20
 _LEAST_RUNS = 32
-# Where runs end between blocks these are read twice, so that fewer and longer runs are better.
+# If runs end inside blocks, these are read twice, so fewer and longer runs are better.
 _ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 8
-# Besides its bytes a row costs two numbers: its own, and where it lies in the buffer.
+# Besides its bytes, a row costs two numbers: its own, and its place in the buffer.
 _NUMBERS_BYTES = 16
 # One for each of two cores; while batches are used, reading waits for the disk.
 _THREADS = 2
 
 
 class Sizes(NamedTuple):
-    """How many rows are read in one go, and how many the buffer has room for."""
+    """The number of rows that are read in one go, and the number that the buffer has room for."""
 
     run: int
     buffer: int
@@ -68,24 +67,25 @@ class Sizes(NamedTuple):
         batch_size: int,
         buffer_bytes: int,
     ) -> Self:
-        """Divide the bytes of a buffer, in which two batches have room as well.
+        """Divide the bytes of a buffer, which also has room for two batches.
 
         Parameters
         ----------
         layers : sequence of Tensor
-            The values of each in all rows.
+            The values of each layer in all rows.
         rows : sequence of Tensor
-            What else is known of them.
+            The columns of rows.
         batch_size : int
             Rows of a batch: one is made while the caller still has the one before.
         buffer_bytes : int
-            What may be taken in all.
+            The limit for everything together.
         """
         row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
         room = buffer_bytes - 2 * batch_size * row_bytes
         half = max(0, room) // 2
         run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
-        # After so many rows a block of every layer begins. Those of narrower columns are longer.
+        # A block of every layer begins after each such number of rows. Blocks of narrower columns
+        # are longer.
         each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
         aligned = max(each)
         if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
@@ -101,16 +101,16 @@ def _bytes_of(rows: Tensor) -> NDArray[numpy.uint8]:
 
 
 class Order:
-    """Which row is at which place in an epoch; see the NOTE.
+    """The rows at the places of an epoch; see the NOTE.
 
     Parameters
     ----------
     samples : Tensor
-        Those of any layer.
+        The values of any layer.
     run : int
-        How many rows are read in one go.
+        The number of rows that are read in one go.
     key : str, optional
-        What decides the permutation; None for no permutation.
+        The seed of the permutation; None for no permutation.
     """
 
     def __init__(self, samples: Tensor, run: int, key: str | None) -> None:
@@ -131,7 +131,7 @@ class Order:
         return self._key is not None
 
     def permutation(self, count: int, name: object) -> Tensor:
-        """Return numbers from 0 to ``count``, in an order that the name decides."""
+        """Return numbers from 0 to ``count``, in an order that depends on the name."""
         if self._key is None:
             return torch.arange(count, device="cpu")
         seed = xxhash.xxh3_64_intdigest(f"{self._key} {name}".encode())
@@ -149,7 +149,7 @@ class Order:
 
 
 class Batch(NamedTuple):
-    """The numbers of some rows, and of each layer its samples in these."""
+    """The numbers of some rows, and the values of each layer in them."""
 
     rows: Tensor
     values: list[Tensor]
@@ -161,7 +161,7 @@ class _Memory:
     Parameters
     ----------
     num_bytes : int
-        How much.
+        The size.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -170,7 +170,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds a batch in it: each refers to the array that it is part of."""
+        """Whether nobody holds a batch in it: each batch refers to the array that it is part of."""
         return self._references() == self._alone
 
     def _references(self) -> int:
@@ -185,9 +185,9 @@ class _Column:
     samples : DiskTensor
         The layer.
     places : Tensor or None
-        Where each row goes, in the order in which they are read; None for that order itself.
+        The target of each row, in the order of reading; None for that order itself.
     memory : _Memory
-        Has room for them.
+        The memory for them.
     """
 
     def __init__(self, samples: DiskTensor, places: Tensor | None, memory: _Memory) -> None:
@@ -197,7 +197,7 @@ class _Column:
         self._memory = memory
 
     def rows(self, start: int, count: int) -> Tensor:
-        """Return some rows: a tensor of its own, which is saved without the others."""
+        """Return some rows as a separate tensor, which is saved without the others."""
         begin, end = start * self._row_bytes, (start + count) * self._row_bytes
         shape, dtype = (count, *self._samples.shape[1:]), self._samples.dtype
         if begin == end:
@@ -205,9 +205,9 @@ class _Column:
         return torch.from_numpy(self._memory.data[begin:end]).view(dtype).view(shape)
 
     def jobs(self, pieces: Sequence[range]) -> Iterator[Callable[[], None]]:
-        """Yield what reads rows into this memory, one after the other, and can run in any thread.
+        """Yield functions that read rows into this memory, which can run in any thread.
 
-        Rows that may lie in one block are one job: two threads would both verify it.
+        Rows that may share a block are one job: two threads would both verify the block.
         """
         near = BLOCK_BYTES // max(1, self._row_bytes)
         slots = accumulate(map(len, pieces), initial=0)
@@ -227,7 +227,7 @@ class _Column:
             if self._places is None:
                 read(data[slot * size :][: len(piece) * size], self._samples.layer, piece.start)
                 continue
-            # What is small enough stays in the processor's cache until it is put in its places.
+            # Small pieces stay in the processor's cache until they are put in their places.
             step = max(1, self._samples.reader.span_bytes // size)
             passing = numpy.empty(min(step, len(piece)) * size, numpy.uint8)
             for begin in range(0, len(piece), step):
@@ -245,11 +245,11 @@ class _Filling:
     Parameters
     ----------
     begin : int
-        How many rows the fillings before it have.
+        The number of rows in earlier fillings.
     rows : Tensor
         Their numbers.
     columns : sequence
-        Of each layer on disk its rows, and of one in memory all samples.
+        The rows of each layer on disk, and all values of a layer in memory.
     """
 
     begin: int
@@ -271,26 +271,26 @@ def _gathered(samples: Tensor, rows: Tensor) -> Tensor:
     if samples.device.type != "cpu":
         return samples.index_select(0, rows.to(samples.device))
     out = torch.empty(len(rows), *samples.shape[1:], dtype=samples.dtype, device="cpu")
-    # Torch's threads would wait for each other, and for those that read.
+    # Torch's threads would wait for each other, and for the reading ones.
     numpy.take(_bytes_of(samples), rows.numpy(), 0, _bytes_of(out), mode="clip")
     return out
 
 
 class Buffer:
-    """Reads rows in advance, as many as have room; to be used in a ``with`` statement.
+    """Reads as many rows in advance as fit; for use in a ``with`` statement.
 
     Parameters
     ----------
     layers : sequence of Tensor
-        Samples of each, all in memory or all on disk.
+        The values of each layer, all in memory or all on disk.
     order : Order
-        Of the rows.
+        The order of the rows.
     own : range
         The places to be given.
     room : int
-        How many rows have room.
+        The number of rows that fit.
     batch_size : int
-        How many rows are given at a time.
+        The number of rows that are given at a time.
     """
 
     def __init__(
@@ -301,12 +301,12 @@ class Buffer:
         self._order = order
         self._own = own
         self._batch_size = batch_size
-        # No batch is of two fillings.
+        # No batch has rows of two fillings.
         half = max(1, room // 2 // batch_size) * batch_size
         self._size = max(1, len(own) if len(own) <= room else half)
         self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
         self._memories: dict[tuple[int, int], _Memory] = {}
-        # What is still to be read.
+        # The rows that are still to be read.
         self._jobs: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> Self:
@@ -319,7 +319,7 @@ class Buffer:
         self._pool.shutdown()
 
     def batches(self, begun: int) -> Iterator[Batch]:
-        """Yield what comes after so many rows, which are whole batches."""
+        """Yield the batches after this many rows, which are whole batches."""
         last = (len(self._own) - 1) // self._size
         coming: tuple[_Filling, list[Future[None]]] | None = self._begin(begun // self._size)
         for number in range(begun // self._size, last + 1):
@@ -329,7 +329,7 @@ class Buffer:
                 future.result()
             for at in range(begun - filling.begin, len(filling.rows), self._batch_size):
                 yield filling.batch(at, min(self._batch_size, len(filling.rows) - at))
-                # The caller has let go of the batch before, and so of its filling's memory.
+                # The caller has dropped the batch before, and so its filling's memory.
                 if coming is None and number < last:
                     coming = self._begin(number + 1)
             begun = filling.begin + len(filling.rows)
@@ -358,7 +358,7 @@ class Buffer:
         return _Filling(begin, rows, columns), reading
 
     def _memory(self, half: int, layer: int, samples: Tensor) -> _Memory:
-        """Return memory for a filling: that of the last but one, unless somebody holds a batch."""
+        """Return memory for a filling: that of the last but one, unless a batch of it is held."""
         known = self._memories.get((half, layer))
         if known is None or not known.is_free:
             known = _Memory(self._size * bytes_of_row(samples))

@@ -30,7 +30,7 @@ from scio_recorder.tensors.threads import one_thread
 def summarise(
     recording: Readable, labels: Sequence[DepthIdx], bins: int | None
 ) -> list[LayerSummary]:
-    """Return what can be shown of layers; samples are read in parts, and once.
+    """Return the summaries of layers; samples are read once, in parts.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def _of_samples(
 
 
 def _read(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
-    """Yield the samples of a layer in parts, and say what was read: the next one meanwhile."""
+    """Yield the samples of a layer in parts, and report them; the next is read meanwhile."""
     parts = recording.parts(label)
     with ThreadPoolExecutor(max_workers=1) as pool:
         coming = pool.submit(next, parts, None)
@@ -137,8 +137,8 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
 
 
 def _troubles(kind: str, result: Any) -> list[str]:
-    """Say how many numbers of a result are not finite."""
-    # The variance of one sample is nan, and rightly so.
+    """Return sentences on the numbers of a result that are not finite."""
+    # The variance of one sample is rightly nan.
     looked_at = result.mean if isinstance(result, MomentsResult | CovarianceResult) else result
     numbers = [one for one in tensors(looked_at) if one.is_floating_point() or one.is_complex()]
     nans = sum(int(one.isnan().sum()) for one in numbers)

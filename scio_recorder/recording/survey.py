@@ -17,9 +17,9 @@ from scio_recorder.reductions.binning import Bins, FineBins, is_exact_in_float32
 from scio_recorder.reductions.histogram import widened
 from scio_recorder.tensors.threads import for_each
 
-# Values that are looked at together: they stay in the cache.
+# Values that are processed together, so that they stay in the cache.
 _BLOCK = 1 << 17
-# Bins reach no further from the mean than so many standard deviations.
+# Bins reach no further from the mean than this number of standard deviations.
 _REACH = 6.0
 
 
@@ -34,12 +34,12 @@ def counted(parts: Iterable[Tensor], span: tuple[float, float], bins: int) -> Ba
 
 
 class Survey:
-    """Running statistics, in float64; of complex values, their magnitudes are looked at.
+    """Running statistics, in float64; complex values count by their magnitudes.
 
     Parameters
     ----------
     dimension : int
-        The dimension of [samples, ...] along which units lie; 0 to take everything for one unit.
+        The dimension of [samples, ...] along which units lie; 0 to treat everything as one unit.
     bounds : (float or None, float or None), optional
         The bounds at which the layer saturates.
     num_bins : int, optional
@@ -62,13 +62,13 @@ class Survey:
         self._counts: _Counts | None = None
 
     def update(self, part: Tensor, *, is_all: bool = False) -> None:
-        """Take in samples [some, ...]; ``is_all`` says that there are no others."""
+        """Add samples [some, ...]; ``is_all`` says that there are no others."""
         is_first = not self._samples
         self._samples += len(part)
         looks = [self._look_at] if self._counts is None else [self._look_at, self._counts.update]
         for_each(lambda look: look(part), looks, threads=2)
         if is_first and self._num_bins and self.span:
-            # Others follow, and their range can only be guessed.
+            # Others follow, whose range can only be guessed.
             kind = Bins if is_all else FineBins
             self._counts = _Counts(kind(*self.span, self._num_bins))
             self._counts.update(part)
@@ -84,7 +84,7 @@ class Survey:
     def _take(self, values: Tensor) -> None:
         low, high = map(float, values.aminmax())
         self._total += values.numel()
-        # Both are finite only where everything is.
+        # Both are finite only if everything is.
         if not (math.isfinite(low) and math.isfinite(high)):
             self._nans += int(values.isnan().sum())
             self._below += int(values.isneginf().sum())
@@ -130,18 +130,18 @@ class Survey:
 
     @property
     def units(self) -> Units | None:
-        """Facts about units; None where fewer than two samples were seen, or no values."""
+        """Facts about units; None if there were fewer than two samples, or no values."""
         is_known = self._samples > 1 and self._total > 0
         return units_of(self._alive.compute(), self._dimension) if is_known else None
 
     @property
     def bars(self) -> Bars | None:
-        """The histogram; None without bins or values, and where the first part misled."""
+        """The histogram; None without bins or values, and if the first part was misleading."""
         return self._counts.bars(self.span) if self._counts and self.span else None
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The range that bins should cover; None where there is no finite value."""
+        """The range that bins should cover; None if there is no finite value."""
         if not self._count:
             return None
         std = self.finite.std
@@ -150,20 +150,20 @@ class Survey:
 
 
 class _Counts:
-    """How many values fall into each bin."""
+    """The numbers of values in bins."""
 
     def __init__(self, bins: Bins) -> None:
         self._bins = bins
         self._tally = torch.zeros(len(bins.edges) + 1, dtype=torch.int64)
 
     def update(self, part: Tensor) -> None:
-        """Take in values [some, ...]."""
+        """Add values [some, ...]."""
         for block in _blocks(part):
             for values in torch.split(block.flatten(), _BLOCK):
                 self._tally += self._bins.tally(values)
 
     def bars(self, span: tuple[float, float]) -> Bars | None:
-        """Return counts in bins that hold a range; None where fine bins don't give these."""
+        """Return counts in bins over a range; None if fine bins can't be joined to these."""
         joined = self._bins.joined(self._tally, *span)
         if joined is None:
             return None
@@ -173,14 +173,14 @@ class _Counts:
 
 
 def units_of(result: AliveResult, dimension: int) -> Units:
-    """Return how many units there are, and how many of them do nothing.
+    """Return the number of units, and the numbers of those that do nothing.
 
     Parameters
     ----------
     result : AliveResult
-        What each unit did.
+        The activity of each unit.
     dimension : int
-        The dimension of [samples, ...] along which they lie, 0 where there is none.
+        The dimension of [samples, ...] along which they lie; 0 if there is none.
     """
     dead, saturated = result.dead, result.saturated
     zero = int((dead & (result.max_abs == 0)).sum())

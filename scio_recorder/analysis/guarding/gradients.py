@@ -6,10 +6,11 @@ A hook on a tensor sees the sum of the gradients that all its users send, and wo
 them for another. So a call is identified by its operations: the nodes of the graph that its outputs
 lead to, and that autograd has numbered since the call began. Gradients enter at the nodes that made
 its outputs. They leave where a node of the call leads to an older one, which made an input, or to a
-leaf, usually a parameter. The gradient that leaves a node was made by this node alone. Each such
-exit is noted once, for the innermost call that it belongs to. The calls around it are asked only if
-a gradient there is not finite. So the walk over the nodes of a call skips the calls inside it.
-Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
+leaf, usually a parameter. The gradient that leaves a node was made by this node alone.
+
+Each such exit is noted once, for the innermost call that it belongs to. The calls around it are
+asked only if a gradient there is not finite. So the walk over the nodes of a call skips the calls
+inside it. Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The state in which a network runs: copied, put back, and noted for running it again."""
+"""The state in which a network runs: copying, restoring, and noting it for running again."""

@@ -1,4 +1,4 @@
-"""All that decides, besides weights and inputs, what a module returns: noted, and brought back."""
+"""The state that decides a module's output besides weights and inputs: noting and restoring it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scio_recorder.tensors.copies import is_plain, same_bits
 from scio_recorder.tensors.structures import tensors
 
 _SMALL_BYTES = 1 << 18
-# Numbers of each parameter that are compared.
+# The number of values of each parameter that are compared.
 _SAMPLED = 64
 
 
@@ -34,7 +34,7 @@ class Moment:
     training : list of bool
         The flag of each of ``module.modules()``.
     buffers : list of torch.Tensor or None
-        The buffers of each of these. None: too large to be kept out of training.
+        The buffers of each of these; None if they are too large to keep outside of training.
     requires_grad : list of bool
         Of each tensor in the inputs.
     devices : list of torch.device
@@ -66,14 +66,14 @@ class Moment:
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Any) -> Self:
-        """Note the state as it is now; buffers are those of the module, and no copies.
+        """Note the current state; buffers are the module's own, not copies.
 
         Parameters
         ----------
         module : torch.nn.Module
             The module.
         inputs : Any
-            What its forward is about to receive.
+            The inputs that its forward is about to receive.
         """
         leaves = tensors(inputs)
         return cls(
@@ -92,12 +92,12 @@ class Moment:
         )
 
     def explain_change(self, module: nn.Module) -> str | None:
-        """Say what of the module differs so that it can't be run again; None if nothing does.
+        """Say which difference of the module prevents running it again; None if there is none.
 
         Parameters
         ----------
         module : torch.nn.Module
-            The module, maybe of another process.
+            The module, perhaps of another process.
 
         Returns
         -------
@@ -115,14 +115,14 @@ class Moment:
 
     @contextlib.contextmanager
     def entered(self, module: nn.Module) -> Iterator[None]:
-        """Bring the state back for the length of the block; the module is left in it.
+        """Restore the state for the block; the module is left in it.
 
-        The caller puts the module and the generators of random numbers back.
+        The caller restores the module and the generators of random numbers.
 
         Parameters
         ----------
         module : torch.nn.Module
-            One of which `explain_change` says nothing.
+            A module for which `explain_change` returns None.
         """
         for inner, training in zip(module.modules(), self.training, strict=True):
             inner.training = training
@@ -148,7 +148,7 @@ class LiveMoment(Moment):
     weights : list
         Name, tensor, version and device of each parameter.
     large : list
-        Name, tensor and version of each buffer that is referred to and not copied.
+        Name, tensor and version of each buffer that is referenced, not copied.
     samples : dict
         Some numbers of all these.
 
@@ -168,7 +168,7 @@ class LiveMoment(Moment):
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Any) -> Self:
-        """Note the state as it is now, with copies of small buffers."""
+        """Note the current state, with copies of small buffers."""
         moment = super().of(module, inputs)
         for at, (_, name, buffer) in enumerate(_buffers(module)):
             if moment.buffers[at] is None:
@@ -181,7 +181,7 @@ class LiveMoment(Moment):
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
-        """Say what of the module is known to have changed since; None if nothing is."""
+        """Say what in the module has certainly changed since; None if nothing has."""
         now = dict(module.named_parameters())
         for name, parameter, version, device in self.weights:
             if name in now and now[name].device != device:
@@ -200,7 +200,7 @@ class LiveMoment(Moment):
         return super().explain_change(module)
 
     def _sampled(self) -> dict[Any, Tensor]:
-        """Return some numbers of each tensor: all of them would take as long as small passes do."""
+        """Return some values of each tensor: reading all would take as long as a small pass."""
         parts: dict[Any, list[Tensor]] = {}
         with torch.no_grad():
             weights = [weight for _, weight, _, _ in self.weights]
@@ -238,7 +238,7 @@ def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 def _put(module: nn.Module, name: str, buffer: Tensor, then: Tensor) -> None:
     if buffer.shape == then.shape and buffer.dtype == then.dtype:
-        # Behind the version counter's back: a graph may hold the buffer.
+        # Without a new version: a graph may hold the buffer.
         buffer.data.copy_(then)
     else:
         module._buffers[name] = then.to(buffer.device, copy=True)

@@ -1,4 +1,4 @@
-"""Running a net without leaving a trace: on a copy, or with its state and global state put back."""
+"""Running a net without leaving a trace: on a copy, or with its state and global state restored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from scio_recorder.tensors.structures import map_tensors
 # Up to this many bytes, parameters are cloned, so that a net that changes them in its forward
 # leaves no trace; beyond it, the copy shares their memory.
 CLONED_PARAMETER_BYTES = 1 << 30
-# Streams and warning filters belong to the process: two threads would restore each other's.
+# Streams and warning filters are process-wide: two threads would restore each other's.
 _QUIET = threading.RLock()
-# NumPy reads past the end of its words where the position says so.
+# NumPy reads past the end of its words if the position says so.
 _MERSENNE_WORDS = 624
 
 
@@ -36,7 +36,7 @@ def random_state() -> dict[str, Any]:
     Returns
     -------
     dict
-        What :func:`restore_random` takes: the generators of torch, NumPy and Python.
+        The states of torch, NumPy and Python, for :func:`restore_random`.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Put the generators back; a state that is none raises before its generator is touched."""
+    """Restore the generators; an invalid state raises before its generator changes."""
     numpy, (version, words, gauss) = state["numpy"], state["python"]
     if numpy["bit_generator"] == "MT19937":
         if not 0 <= numpy["state"]["pos"] <= _MERSENNE_WORDS:
@@ -85,14 +85,14 @@ def restore_random(state: dict[str, Any]) -> None:
 def restored(
     net: nn.Module, *, keep_hooks: bool = False, keep_parameters: bool = False
 ) -> Iterator[None]:
-    """Give back to a net, at the end of the block, every attribute and value that it had.
+    """Restore every attribute and value of a net at the end of the block.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net. Parameters that together are larger than 1 GiB keep in-place changes.
     keep_hooks : bool
-        Whether the user's hooks stay for the length of the block.
+        Whether the user's hooks stay inside the block.
     keep_parameters : bool
         Whether parameters stay as the block leaves them: ordinary passes change none.
 
@@ -117,7 +117,7 @@ def restored(
 
 
 def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], None]:
-    """Return what gives back to a net, any number of times, all that it has now but gradients.
+    """Return a function that restores a net's present state but gradients, any number of times.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], N
 
 
 def attributes_of(owners: Sequence[Any]) -> Callable[[], None]:
-    """Return what gives back to objects their attributes, and to these what they contain."""
+    """Return a function that restores objects' attributes and the contents of these."""
     attributes = [dict(vars(owner)) for owner in owners]
     contents = [
         (value, value.copy())
@@ -161,12 +161,13 @@ def attributes_of(owners: Sequence[Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters have no gradients in the block, and those that they had after it.
+    """Set gradients of parameters aside inside the block, and restore them after it.
 
     Parameters
     ----------
     parameters : iterable of torch.Tensor
-        Those of a net. One that differentiates inside its forward adds to gradients in place.
+        The parameters of a net. A net that differentiates in its forward adds to gradients in
+        place.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
@@ -180,7 +181,7 @@ def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Put every global random number generator back as it was.
+    """Restore every global random number generator after the block.
 
     Examples
     --------
@@ -199,9 +200,9 @@ def preserved_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what this thread prints, and warnings, and run compiled modules as if they were not.
+    """Silence this thread's output and warnings, and run compiled modules as if they were not.
 
-    Compiling a copy takes long, and what is learnt from it is thrown away.
+    Compiling a copy takes long, and its result would be thrown away.
 
     Examples
     --------
@@ -214,7 +215,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
         stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
-        # Where nothing was compiled, this would import the compiler.
+        # If nothing was compiled, this would import the compiler.
         if private.dynamo_is_loaded():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -250,14 +251,15 @@ class _TensorState:
             # `net.to(device)` swaps the memory under a parameter.
             if not self._tensor.is_inference():
                 self._tensor.data = self._data
-            # Whatever the version counter says: batch norm writes its statistics behind its back.
+            # Whatever the version counter says: batch norm writes its statistics without a new
+            # version.
             self._data.copy_(self._values)
         if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
             self._tensor.requires_grad_(self._requires_grad)
 
 
 def _fill(value: Any, items: Any) -> None:
-    """Put the items that a container had back into it."""
+    """Restore the items of a container."""
     value.clear()
     if type(value) is list:
         value.extend(items)
@@ -266,13 +268,13 @@ def _fill(value: Any, items: Any) -> None:
 
 
 class _CopyTensors(TorchFunctionMode):
-    """Make ``copy.deepcopy`` copy tensors inside a graph, which it refuses, out of the graph."""
+    """Makes ``copy.deepcopy`` detach and copy tensors inside a graph, which it would refuse."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         try:
-            # What `deepcopy` can do itself keeps views of one memory views of one memory.
+            # If `deepcopy` itself can copy them, views of one memory stay views of one memory.
             return func(*args, **(kwargs or {}))
         except Exception:
             if func is not Tensor.__deepcopy__:
@@ -290,7 +292,8 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     Parameters
     ----------
     net : torch.nn.Module
-        The net, which may hold tensors inside a graph. What else ``copy.deepcopy`` refuses raises.
+        The net, which may hold tensors inside a graph. Anything else that ``copy.deepcopy`` refuses
+        raises.
     keep_hooks : bool
         Whether the copy has copies of the user's hooks, or none.
 
@@ -316,7 +319,7 @@ def copy_inputs(inputs: Any) -> Any:
     Parameters
     ----------
     inputs : Any
-        Any structure. Only what a tensor shows is copied: it may be a slice of a whole dataset.
+        Any structure. Only the visible part of a tensor is copied: it may be a slice of a dataset.
 
     Returns
     -------

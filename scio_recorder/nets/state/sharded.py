@@ -1,21 +1,21 @@
-"""Networks whose parameters are spread over several processes, run without leaving a trace.
+"""Running networks with parameters spread over several processes without leaving a trace.
 
 NOTE [A sharded network runs itself]
 
-A sharded network can't be copied: its parameters come and go with each pass, by hooks that talk to
-the other processes. So it runs itself, with these hooks and without the user's, and all processes
-of its mesh take part. FSDP puts whole parameters in place for the pass and may leave them there.
-They are taken away before the pass and after it, so that what the modules hold is the same tensors
-then and can be put back by reference. No value of a parameter is touched.
+A sharded network can't be copied: its parameters come and go with each pass, by hooks that
+communicate with the other processes. So it runs itself, with these hooks and without the user's,
+and all processes of its mesh take part. FSDP puts whole parameters in place for the pass and may
+leave them there. They are removed before the pass and after it, so that modules hold the same
+tensors both times, which can be restored by reference. No value of a parameter changes.
 
-What FSDP learns in its first pass, such as which module is the root, is put back as well: more of
-the network may be sharded after.
+State that FSDP sets up in its first pass, such as the root module, is restored as well, since more
+of the network may be sharded later.
 
 NOTE [Passes in step]
 
-Processes that share the parameters, or the work, of a network all have to run each of its passes:
-one that leaves a pass out lets the others wait, or go on with tensors of another pass. So whatever
-lets a process leave out passes is either decided by all of them, or not done.
+Processes that share the parameters, or the work, of a network must all run each of its passes. If
+one leaves out a pass, the others wait, or go on with tensors of another pass. So leaving out a pass
+is either decided by all of them, or not done.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_sharded(net: nn.Module) -> bool:
     Parameters
     ----------
     net : torch.nn.Module
-        Any. One in DistributedDataParallel has whole parameters everywhere, and is not.
+        Any network. In DistributedDataParallel, all processes have whole parameters: not sharded.
 
     Examples
     --------
@@ -55,12 +55,12 @@ def is_sharded(net: nn.Module) -> bool:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether something is a tensor that knows how it is spread over processes."""
+    """Whether a value is a tensor that knows how it is spread over processes."""
     return isinstance(value, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, in the place of the one that ``fully_shard`` makes of it.
+    """Return the original class of a module, not the one that ``fully_shard`` makes of it.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class InStep:
 
     def __init__(self, net: nn.Module) -> None:
         for module in fsdp_modules(net):
-            # Whole parameters that were left in place don't say over what they are spread.
+            # Whole parameters that were left in place don't know their mesh.
             private_distributed.take_whole_parameters(module)
         groups = [group for module in net.modules() for group in _groups_of(module)]
         self._groups = {
@@ -102,7 +102,7 @@ class InStep:
         return not self._groups
 
     def all(self, holds: bool) -> bool:
-        """Whether something holds in all of them, which must all ask."""
+        """Whether a condition holds in all processes, which must all ask."""
         for group in self._groups.values():
             device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
             least = torch.tensor(int(holds), device=device)
@@ -122,17 +122,17 @@ def _groups_of(module: nn.Module) -> Iterator[Any]:
         yield owner.process_group
     is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
     if is_ddp and owner.broadcast_buffers and [*owner.buffers()]:
-        # One process gives its buffers to the others ahead of each call.
+        # One process sends its buffers to the others ahead of each call.
         yield owner.process_group
 
 
 def needs_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP gives a module, or something in it, parameters for the length of a pass."""
+    """Whether FSDP gives a module, or a part of it, parameters only for a pass."""
     return private_distributed.is_inside_fsdp(module) or bool(fsdp_modules(module))
 
 
 def refuse_part_of_fsdp(net: nn.Module) -> None:
-    """Refuse a network that has parameters only while what FSDP wrapped around it is called.
+    """Refuse a network that has parameters only during calls of FSDP's wrapper around it.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
     Raises
     ------
     UnsupportedNetError
-        It is no network of its own.
+        It is only a part of an FSDP network.
     """
     if private_distributed.is_inside_fsdp(net) and net not in fsdp_modules(net):
         raise UnsupportedNetError(
@@ -154,7 +154,7 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
 
 @contextlib.contextmanager
 def restored_in_step(net: nn.Module) -> Iterator[None]:
-    """Give back to a sharded network, at the end of the block, all that it had but gradients.
+    """Restore a sharded network, but for gradients, at the end of the block.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
     end_passes = private_distributed.ending(notes)
     put_back = attributes_of(notes)
     restore = snapshot(net, keep_parameters=True)
-    # FSDP1 takes back into flat parameters what the gradients of those that it shows have become.
+    # FSDP1 moves the gradients of its visible parameters back into flat parameters.
     flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
     with gradients_aside((*net.parameters(), *flat)):
         try:
@@ -183,7 +183,7 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
 
 
 def _leave_hooks_of_torch(net: nn.Module) -> None:
-    """Take away the hooks that are not those of ``torch.distributed``, but not in place."""
+    """Remove the hooks that are not those of ``torch.distributed``, but not in place."""
     for module in net.modules():
         for name in private.FORWARD_HOOKS:
             hooks = vars(module).get(name)

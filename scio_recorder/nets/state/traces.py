@@ -2,12 +2,12 @@
 
 NOTE [How it is seen that a call left nothing behind]
 
-A call can write to whatever it reaches: attributes of its module and of modules inside it, objects
-and containers that these or its inputs hold, tensors, and generators of random numbers. All this is
-listed, and looked at before and after the call: containers by the identity of what they hold,
-tensors by their version counters, generators by their states. What can't be looked into, such as an
-iterator, and what is written behind the counters, as batch norm does in training, counts as
-changed. Globals, and what only a function refers to, are not seen.
+A call can write to everything that it reaches: attributes of its module and of modules inside it,
+objects and containers that these or its inputs hold, tensors, and generators of random numbers. All
+of these are listed, and compared before and after the call: containers by the identity of their
+items, tensors by their version counters, generators by their states. Objects that can't be
+inspected, such as iterators, and buffers that are written without a new version, as batch norm does
+in training, count as changed. Globals, and objects that only a function refers to, are not seen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from scio_recorder.tensors import private
 
 _SCALARS = (bool, int, float, complex, str, bytes, torch.Size)
-# What never changes, or is code.
+# Types of values that never change, or are code.
 _INERT = (
     *_SCALARS,
     types.NoneType,
@@ -54,9 +54,9 @@ _INERT = (
     PurePath,
     weakref.ReferenceType,
 )
-# Asked first, as it is quick.
+# Asked first, since it is quick.
 _COMMON = {types.NoneType, bool, int, float, str}
-# What every module has, and what stands in place of its call.
+# Attributes that every module has, and that of a function in place of its call.
 _NOT_OWN = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
@@ -70,14 +70,14 @@ class Reach:
     Attributes
     ----------
     objects : dict
-        Containers and whatever else holds something, in the order in which they are found, which
-        is the same for structures that are alike.
+        Containers and other objects that hold something, in the order in which they are found,
+        which is the same for similar structures.
     contents : dict
-        What each of them holds, as a view that shows what it is at any time.
+        The contents of each, as a live view.
     tensors, generators : dict
-        Those found.
+        The tensors and generators that were found.
     is_clear : bool
-        Whether all could be looked into.
+        Whether all objects could be inspected.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Reach:
         self.is_clear = True
 
     def add(self, values: Iterable[Any]) -> None:
-        """Add what is reached from values."""
+        """Add the objects reached from values."""
         waiting = [value for value in values if not _is_inert(value)]
         while waiting:
             value = waiting.pop()
             if isinstance(value, Tensor):
                 self.tensors[id(value)] = value
-                # There is no version counter.
+                # It has no version counter.
                 self.is_clear &= not value.is_inference()
             elif isinstance(value, torch.Generator):
                 self.generators[id(value)] = value
@@ -102,7 +102,7 @@ class Reach:
                 waiting += [one for one in self.open(value) if not _is_inert(one)]
 
     def open(self, value: Any) -> Iterable[Any]:
-        """Note what a container or an object holds, and return it."""
+        """Note the contents of a container or an object, and return them."""
         if isinstance(value, nn.Module):
             return [*self.open_module(value), *value.children()]
         views: list[Collection[Any]] = []
@@ -123,20 +123,20 @@ class Reach:
         return value if isinstance(value, tuple | frozenset) else chain.from_iterable(views)
 
     def open_module(self, module: nn.Module) -> Iterable[Any]:
-        """Note what a module holds, and return it but for its children."""
+        """Note the contents of a module, and return those other than its children."""
         own = vars(module)
         self.objects[id(module)] = module
         self.contents[id(module)] = own.values()
         for name in ("_parameters", "_buffers", "_modules"):
             self.objects[id(own[name])] = own[name]
             self.contents[id(own[name])] = own[name].values()
-        # Batch norm writes its buffers behind the version counters.
+        # Batch norm writes its buffers without new versions.
         self.is_clear &= not (module.training and own["_buffers"])
         found = [item for name, item in own.items() if name not in _NOT_OWN]
         return [*found, *own["_parameters"].values(), *own["_buffers"].values()]
 
     def join(self, other: Reach) -> None:
-        """Add what another has found."""
+        """Add the findings of another one."""
         self.objects |= other.objects
         self.contents |= other.contents
         self.tensors |= other.tensors
@@ -145,7 +145,7 @@ class Reach:
 
 
 class _Joined(Collection[Any]):
-    """What several views show, one after the other."""
+    """The contents of several views, one after the other."""
 
     def __init__(self, views: list[Collection[Any]]) -> None:
         self._views = views
@@ -195,14 +195,14 @@ class Surroundings:
         return reach
 
     def look(self, module: nn.Module, inputs: Any = ()) -> Look:
-        """Note what a call of a module can write to, as it is before the call.
+        """Note the state, before a call of a module, of everything that it can write to.
 
         Parameters
         ----------
         module : torch.nn.Module
             A module of the network.
         inputs : Any
-            What it is called with.
+            Its inputs.
         """
         given = Reach()
         given.add((inputs,))
@@ -215,7 +215,7 @@ class Look:
     Parameters
     ----------
     own, given : Reach
-        What the module reaches, and what its inputs do.
+        The objects reached from the module, and from its inputs.
     """
 
     def __init__(self, own: Reach, given: Reach) -> None:
@@ -226,13 +226,13 @@ class Look:
         self._random = _random()
 
     def is_unchanged(self, *, random: bool = True) -> bool:
-        """Whether all is as it was; without ``random``, maybe but for the global generators."""
+        """Whether nothing has changed; without ``random``, global generators may have."""
         return self._is_same(random) and _is_same(self.given, self._given_state)
 
     def changed(self) -> list[tuple[Any, list[tuple[Any, Any]]]] | None:
-        """Return which of the given objects hold something else now, and what they held.
+        """Return the objects among the inputs with changed contents, and their earlier contents.
 
-        None: something else has changed.
+        None if something else has changed.
         """
         _, versions, generators = _state(self.given)
         is_same = versions == self._given_state[1] and self.given.is_clear
@@ -245,7 +245,7 @@ class Look:
         return [(value, parts) for value, parts in given if not _same_parts(value, parts)]
 
     def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that was there before."""
+        """Whether a tensor lies in memory that was in use before."""
         memory = private.memory_of(tensor)
         return any(
             memory == private.memory_of(other)
@@ -254,7 +254,7 @@ class Look:
         )
 
     def restore_generators(self) -> None:
-        """Give generators that the module holds the states that they had."""
+        """Restore the states of generators that the module holds."""
         for generator, state in zip(self.own.generators.values(), self._own_state[2], strict=True):
             generator.set_state(state)
 
@@ -269,7 +269,7 @@ _State: TypeAlias = tuple[list[Any], list[int], list[Tensor]]
 def _state(reach: Reach) -> _State:
     return (
         [*chain.from_iterable(reach.contents.values())],
-        # Where not all is clear, it counts as changed whatever else is found.
+        # If it is not clear, it counts as changed whatever else is found.
         [tensor._version for tensor in reach.tensors.values()] if reach.is_clear else [],
         [generator.get_state() for generator in reach.generators.values()],
     )
@@ -292,7 +292,7 @@ def _hold_same(now: list[Any], before: list[Any]) -> bool:
 
 
 def held_by(value: Any) -> Any:
-    """Return what can be asked for the parts of a value by name or number; None for nothing."""
+    """Return the container of a value's parts by name or number; None if it has no parts."""
     if type(value) in (list, tuple, dict):
         return value
     attributes = getattr(value, "__dict__", None)
@@ -315,7 +315,7 @@ def _same_parts(value: Any, before: list[tuple[Any, Any]]) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same one, or equal numbers or texts."""
+    """Whether two values are the same object, or equal numbers or texts."""
     return one is other or (type(one) in _SCALARS and type(one) is type(other) and one == other)
 
 

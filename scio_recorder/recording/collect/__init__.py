@@ -1,1 +1,1 @@
-"""Collecting a whole dataset: the loop, and what it hands to stores and reductions."""
+"""Collecting a whole dataset: the loop over batches, and the intakes of stores and reductions."""

@@ -1,4 +1,4 @@
-"""Warnings of what is likely to be a mistake in how a net is fed, once a collection."""
+"""Warnings about likely mistakes in feeding a net, once in each collection."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectWarning, warn
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
-# Layers that drop at random, those of other libraries too, by words in the names of their types.
+# Layers that drop at random, including those of other libraries, by words in the names of their
+# types.
 _DROPPING = ("Dropout", "DropPath", "StochasticDepth")
 _SHOWN = 3
 
 
 def advise_evaluation(net: nn.Module) -> None:
-    """Warn where a net is in training mode and has layers that do something else there.
+    """Warn if a net is in training mode and has layers that behave differently there.
 
     Parameters
     ----------
@@ -41,16 +42,16 @@ def advise_evaluation(net: nn.Module) -> None:
 
 
 def advise_second_element(net: nn.Module, batch: Any) -> bool:
-    """Warn, and say so, where forward would take the second element of a batch beside the first.
+    """Warn if forward would accept the second element of a batch too; return whether it would.
 
-    Only a tensor that looks like an input counts, and no labels, as in ``(ids, mask)``.
+    Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net.
     batch : Any
-        What the loader gave, of which the first element alone goes into the net.
+        The loader's batch, whose first element alone goes into the net.
     """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return False
@@ -61,7 +62,7 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     if parameter is None or parameter.name in _LABELS or first.shape[:1] != second.shape[:1]:
         return False
     if parameter.default is not parameter.empty and second.ndim <= 1:
-        # One number a sample is taken for a label where the net can do without it.
+        # One number for each sample counts as a label if the net can do without it.
         return False
     warn(
         "only batch[0] goes into the net, but its forward would accept batch[1] as well, a "
@@ -74,7 +75,7 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
 
 
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
-    """Return the second positional parameter of a net's forward, if a tensor can be meant."""
+    """Return the second positional parameter of a net's forward, if it can be a tensor."""
     try:
         parameters = list(inspect.signature(net.forward).parameters.values())
     except (TypeError, ValueError):

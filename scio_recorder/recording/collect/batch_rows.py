@@ -1,4 +1,4 @@
-"""The rows of one batch: which lines of what layers return are kept, and what each of them is."""
+"""The rows of one batch: the lines of layers' outputs that are kept, and what each of them is."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from scio_recorder.layer import DepthIdx, Layer
 
 @dataclass(frozen=True, eq=False)
 class BatchRows:
-    """Which lines of what layers return for one batch are kept, and what each of them is.
+    """The lines of layers' outputs for one batch that are kept, and what each of them is.
 
     Parameters
     ----------
     dims : tuple of str
-        What the leading dimensions of a layer count, such as ``("batch", "positions")``.
+        The meanings of a layer's leading dimensions, such as ``("batch", "positions")``.
     shape : tuple of int
-        How long they are.
+        Their lengths.
     num_samples : int
-        How many samples the batch has.
+        The number of samples in the batch.
     index : torch.Tensor or None
-        The lines that are kept, int64 [rows], counted through the leading dimensions and in the
-        order in which they are kept. None where all are kept as they come.
+        The kept lines as flat indices into the leading dimensions, int64 [rows], in the order in
+        which they are kept. None if all are kept in their order.
     columns : mapping
-        Names -> [rows], what is known of each row: "sample" (counted from 0 in the batch),
-        "position" and so on. Empty where a row is a sample.
+        Names -> [rows], the facts about each row: "sample" (counted from 0 in the batch),
+        "position" and so on. Empty if a row is a sample.
     lengths : torch.Tensor
-        How many lines of each sample are real, kept or not.
+        The number of real lines of each sample, kept or not.
     labelled : tuple of int or None
-        How long the leading dimensions were when the net was labelled, where that is known.
+        The lengths of the leading dimensions at labelling, if known.
     are_scalars_doubtful : bool
-        Whether a layer that gives one number a line is rather one of features that are as many.
+        Whether a vector that seems to have a number for each line is more likely one of features.
     other_half : str, optional
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     told : mapping
-        Of layers that were in doubt, whether these dimensions lead (`probing.py`).
+        For doubtful layers, whether these dimensions lead (`probing.py`).
     """
 
     dims: tuple[str, ...]
@@ -59,9 +59,9 @@ class BatchRows:
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
-    @lru_cache(maxsize=16)  # batches are mostly as long as the one before
+    @lru_cache(maxsize=16)  # most batches have the length of the one before
     def of_samples(cls, number: int) -> BatchRows:
-        """Return the rows of a batch of so many samples, each of which is one."""
+        """Return the rows of a batch of this many samples, in which each sample is a row."""
         return cls(("batch",), (number,), number)
 
     @property
@@ -71,7 +71,7 @@ class BatchRows:
 
     @property
     def are_whole_batch(self) -> bool:
-        """Whether each row is a sample, and none is left out."""
+        """Whether each row is a sample and none is left out."""
         return self.index is None and self.are_samples
 
     @property
@@ -81,7 +81,7 @@ class BatchRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows are kept."""
+        """The number of kept rows."""
         return math.prod(self.shape) if self.index is None else len(self.index)
 
     def past(self, skip: int) -> BatchRows:
@@ -108,16 +108,16 @@ class BatchRows:
         return replace(self, index=index[first:stop], columns=columns, _indices={})
 
     def check(self, layer: Layer, values: Tensor, *, is_transformed: bool) -> None:
-        """Refuse what a layer gave unless its leading dimensions are those of the batch.
+        """Refuse a layer's values unless their leading dimensions are those of the batch.
 
         Parameters
         ----------
         layer : Layer
             The layer.
         values : torch.Tensor
-            What it gave, or what a transform made of that.
+            Its output, or the result of a transform.
         is_transformed : bool
-            Whether it was a transform: somebody has looked at the shape.
+            Whether it is the result of a transform, whose author knows the shape.
         """
         shape, number = tuple(values.shape), len(self.shape)
         is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
@@ -157,7 +157,7 @@ class BatchRows:
         )
 
     def _is_chance(self, layer: Layer) -> bool:
-        """Whether others are just as long, as its name or its shape at labelling lets one tell."""
+        """Whether dimensions have these lengths by chance, as the layer's name or shape shows."""
         if self.other_half in layer.name.split("."):
             return True
         was, labelled = layer.output_shape, self.labelled
@@ -169,7 +169,7 @@ class BatchRows:
         return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
 
     def is_doubtful(self, layer: Layer) -> bool:
-        """Whether positions can't be told from other dimensions by how long they are.
+        """Whether lengths do not distinguish positions from other dimensions.
 
         Parameters
         ----------
@@ -186,19 +186,19 @@ class BatchRows:
         return are_squares or (others and self.shape[1] == labelled[1])
 
     def choose(self, values: Tensor) -> Tensor:
-        """Return the rows, [rows, ...], of what a layer gave."""
+        """Return the rows, [rows, ...], of a layer's values."""
         lines = values.flatten(0, len(self.shape) - 1)
         return lines if self.index is None else lines.index_select(0, self._on(lines.device))
 
     def choose_into(self, place: Tensor, values: Tensor) -> None:
-        """Write the rows of what a layer gave to their place, with no copy between where it can.
+        """Write the rows of a layer's values to their place, if possible without another copy.
 
         Parameters
         ----------
         place : torch.Tensor
-            Where they go, [rows, ...], on any device and of any dtype.
+            The target, [rows, ...], on any device and of any dtype.
         values : torch.Tensor
-            What the layer gave.
+            The layer's values.
         """
         if self.index is None or (place.dtype, place.device) != (values.dtype, values.device):
             place.copy_(self.choose(values), True)  # does not wait for a GPU
@@ -212,8 +212,7 @@ class BatchRows:
         Parameters
         ----------
         given : tensor, array or sequence
-            One for each entry of all the leading dimensions, of the first of them, or for each
-            sample.
+            One for each entry of all leading dimensions, of the first of them, or for each sample.
 
         Returns
         -------
@@ -223,7 +222,7 @@ class BatchRows:
         Raises
         ------
         CollectError
-            There are not as many as of any of these.
+            Their number is none of these.
         """
         values = given.tolist() if hasattr(given, "tolist") else list(given)
         lengths = {len(value) for value in values if isinstance(value, list | tuple)}
@@ -241,7 +240,7 @@ class BatchRows:
         )
 
     def _picked(self, values: list[Any], lines: int) -> list[Any]:
-        """Return for each row the value of its line, where a value stands for so many lines."""
+        """Return the value of each row's line, if each value stands for this many lines."""
         places = range(math.prod(self.shape)) if self.index is None else self.index.tolist()
         return [values[place // lines] for place in places]
 

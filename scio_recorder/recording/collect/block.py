@@ -30,9 +30,9 @@ class CollectedPasses:
         self._collection = collection
         self._recording: Recording | None = None
         self._why_none = "the block has not ended: read `recording` after it"
-        # How many passes have ended.
+        # The number of passes that have ended.
         self._number = 0
-        # Rows of two passes can't be written at once.
+        # Only one pass at a time can write rows.
         self._lock = threading.RLock()
 
     @property
@@ -53,7 +53,7 @@ class CollectedPasses:
 
     @contextlib.contextmanager
     def open(self, *, progress: bool) -> Iterator[None]:
-        """Open the store for the length of a block.
+        """Open the store inside a block.
 
         Parameters
         ----------
@@ -86,7 +86,7 @@ class CollectedPasses:
         try:
             self._recording = collection.finish(is_complete=False)
         except RecorderError as failure:
-            # The exception in the block is what must be reported.
+            # The exception in the block must be the one that is reported.
             self._why_none = f"the block ended by {error!r}, and then: {failure}"
 
     def run(
@@ -98,7 +98,7 @@ class CollectedPasses:
         given: Postprocessors | None = None,
         records_outputs: bool = True,
     ) -> Any:
-        """Run the network, as `Capture.run` does, and collect what it does."""
+        """Run the network, as `Capture.run` does, and collect the pass."""
         collection, capture = self._collection, self._collection.capture
         if not records_outputs or capture.is_running or is_rerun():
             return capture.run(call, args, kwargs, given=given, records_outputs=records_outputs)

@@ -43,7 +43,7 @@ from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 @dataclass
 class Collection:
-    """A sink of passes, whoever runs them: each counts once it ended well.
+    """A sink of passes, whoever runs them: each counts once it has succeeded.
 
     Once it is open, each batch in turn is begun, taken unless it is durable already, and ended.
     Then the collection is finished, or abandoned.
@@ -57,16 +57,16 @@ class Collection:
     feed : Feed
         The batches.
     options : Options
-        What was asked of each layer.
+        The options of each layer.
     store, activation_postproc
-        As ``collect`` is given them.
+        As in ``collect``.
     resume : bool
-        Whether to go on with what the store holds.
+        Whether to continue the store's recording.
     is_of_others : bool, default False
-        Whether others run the passes: one may go on with the samples of another, and there may be
-        more after one that fails. Reductions take in a pass when it has ended, from copies.
+        Whether others run the passes: one may continue the samples of another, and more may follow
+        one that fails. Reductions receive copies of a pass when it has ended.
     weights : str, optional
-        The digest of the network's weights, where it is known.
+        The digest of the network's weights, if known.
     """
 
     capture: Capture
@@ -80,7 +80,7 @@ class Collection:
     weights: str | None = None
 
     def open(self) -> None:
-        """Open the store, and say what takes in each layer."""
+        """Open the store, and return the receivers of all layers."""
         store = self.feed.placed(as_store(self.store), by_batches=self.options.with_inputs)
         self._check(store)
         self.is_shared, self._length = store.is_shared, self.feed.length
@@ -90,11 +90,11 @@ class Collection:
         self._prepare()
 
     def job(self, *, is_shared: bool) -> Job:
-        """Return what a store is told, which others may share."""
+        """Return the job that a store is given, which other processes may share."""
         given, program = self.activation_postproc, self.capture.program
         # Post-processors by layer.
         self.posts = None if given is None else assign(program.architecture, program.order, given)
-        # Of the net as it is now: passes in training mode change its buffers.
+        # The net's present digest: passes in training mode change its buffers.
         settings = self._settings = self.options.settings(
             self.net,
             self.feed.every,
@@ -103,13 +103,14 @@ class Collection:
             sample_ids=self.feed.sample_ids is not None,
         )
         settings |= self.feed.place_settings(is_shared=is_shared)
-        # Without the collection, which holds the writer: neither waits for the garbage collector.
+        # Without a reference to the collection, which holds the writer, so neither waits for the
+        # garbage collector.
         net, weights = self.net, self.weights
         return Job(
             self.options.architecture,
             self.options.stored,
             self.feed.num_batches,
-            # Reading all weights is for stores that are resumed.
+            # Reading all weights is only for stores that can be resumed.
             lambda: {**settings, "weights": weights or weights_digest(net)},
             self.resume,
         )
@@ -121,7 +122,7 @@ class Collection:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether batches have to come: not where all of as many as these are durable already."""
+        """Whether batches are needed: not if the same number is durable and complete already."""
         length = (self._writer.state or {}).get("length")
         return not (self.is_complete and length == self._length)
 
@@ -145,17 +146,17 @@ class Collection:
             )
 
     def _prepare(self) -> None:
-        """Say what takes in each layer, in the state in which a collection was left."""
+        """Make the intake of each layer, in the state in which a collection was left."""
         options = self.options
         self._current = CurrentBatch()
-        # Samples of all batches so far, and those of taken batches among them, with their rows.
+        # Numbers of samples of all batches so far, and of taken ones, with the rows of the latter.
         self._seen, self._kept, self._kept_rows = 0, 0, 0
-        # Of the batch that is under way: its ids, and whether, and as how many rows, it is taken.
+        # The current batch: its ids, whether it is taken, and the number of its rows.
         self._ids: Ids = ()
         self._is_taken, self._num_rows = True, 0
         self._row_bytes = 0
         self._continuing = Continuing() if self.is_of_others and options.rows else None
-        # Whether batches have what each may lack, by name: all or none.
+        # Whether batches have their optional entries, by name: all batches or none.
         self._has: dict[str, bool] = {}
         as_they_are = (at for at in options.recording if at not in options.transforms)
         self._doubts = Doubts(self.net, map(options.architecture.__getitem__, as_they_are))
@@ -177,7 +178,7 @@ class Collection:
             if options.with_inputs:
                 receive = partial(self._receive_with_call, label, receive)
             self.receivers[label] = receive
-        # Whether a batch that failed may have left something in reductions.
+        # Whether a failed batch may have changed reductions.
         self._is_tainted = False
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
         self._weights = Weights()
@@ -187,16 +188,16 @@ class Collection:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no pass that counts, of this time or before."""
+        """Whether no pass counts, of this run or an earlier one."""
         return len(self._writer.sample_ids) == 0
 
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
-        """Go on to a batch, and return whether it is to be taken, and not durable already."""
+        """Go on to a batch, and return whether it is to be taken and is not durable already."""
         self._check_trusted()
         self._ids, skip, is_durable, num_repeats = (), 0, False, 0
         rows = self._rows_of(batch, inputs, is_taken)
         self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
-        # Ids that are given need no running index, and samples that go on have theirs.
+        # Given ids need no running index, and continued samples have theirs.
         is_counted = self._is_taken or self.feed.is_numbering
         if is_counted and (rows is None or rows.num_samples):
             number = None if rows is None else rows.num_samples
@@ -210,19 +211,19 @@ class Collection:
         rows = rows.before(rows.num_samples - num_repeats)
         self._num_rows = rows.num_rows
         if not rows.num_samples:
-            # It goes on with samples that are durable, and is so where its rows are.
+            # It continues durable samples, and is durable itself if its rows are.
             is_durable = 0 < self._num_rows <= self._num_durable_rows - self._kept_rows
         self._current.begin(batch, rows, skip, self._writer.start, num_repeats)
         return self._is_taken and not (is_durable or self.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
-        """Return the rows of a batch, None where they are its samples."""
+        """Return the rows of a batch; None if they are its samples."""
         options = self.options
         if options.rows is None:
             return None
         root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
         named, number = inputs.named(self.net), self.feed.number
-        # Where others run the passes, each is given what they choose.
+        # If others run the passes, they choose the inputs of each.
         has = self._has if self._continuing is None else None
         source = Source(self.net, batch, named, number, str(first), root.input_shape, has)
         if self._continuing is None:
@@ -232,7 +233,7 @@ class Collection:
         return self._doubts.settled(rows, inputs)
 
     def _num_to_skip(self, ids: Ids) -> int:
-        """Return how many samples at the beginning of a batch are durable already."""
+        """Return the number of samples at the beginning of a batch that are durable already."""
         kept = self._kept
         skip = min(max(0, self._num_durable - kept), len(ids))
         if skip:
@@ -242,15 +243,16 @@ class Collection:
         return skip
 
     def take(self, run: Callable[[], Any]) -> Any:
-        """Run the pass of the batch, and commit its samples but for those that are durable.
+        """Run the pass of the batch, and commit those of its samples that are not durable.
 
         Parameters
         ----------
         run : callable
-            Runs a pass whose sink this is, and returns what the network returns.
+            Runs a pass with this sink, and returns the network's output.
         """
         current, self._calls = self._current, {}
-        # Before the pass: one that can't be kept need not run. Rows kept nowhere take no memory.
+        # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
+        # memory.
         if self.store is not None:
             self._row_columns.put(current, len(self._writer.sample_ids), self.feed.number)
         try:
@@ -262,7 +264,7 @@ class Collection:
         return output
 
     def _commit(self) -> None:
-        """Count the pass, which has ended well."""
+        """Count the pass, which has succeeded."""
         current = self._current
         try:
             for intake in self._reducing if self.is_of_others else ():
@@ -270,7 +272,7 @@ class Collection:
         except BaseException:
             self._is_tainted = current.is_reduced
             raise
-        # Every layer of every batch would pay for a look.
+        # Every layer of every batch would pay for the check.
         if self.options.dtype is not None:
             for storing in self._storing.values():
                 storing.settle()
@@ -285,7 +287,7 @@ class Collection:
         self._is_tainted = False
 
     def drop(self) -> None:
-        """Let go of the batch, which has failed: it may come again."""
+        """Drop the batch, which has failed: it may come again."""
         self._current.batch = None
         for intake in self._reducing:
             intake.drop()
@@ -295,12 +297,12 @@ class Collection:
         self._ids = ()
 
     def end(self, output: Any = None) -> tuple[int, int]:
-        """Count the batch; return how many samples, and bytes, were not durable before.
+        """Count the batch; return the numbers of samples and bytes that were not durable before.
 
         Parameters
         ----------
         output : any
-            What the network returned, where others run the pass.
+            The network's output, if others run the pass.
         """
         self._current.batch = None
         ids, self._ids = self._ids, ()
@@ -312,14 +314,14 @@ class Collection:
         self._kept += len(ids)
         self._kept_rows += self._num_rows
         if self.is_complete and self.feed.num_batches is None:
-            # There may be no end to wait for.
+            # There may be no end at which to check.
             self._check_number(is_end=False)
-        # All layers have run by then, and no two passes differ in this.
+        # All layers have run by now, and all passes agree in this.
         self._row_bytes = self._row_bytes or sum(i.sample_bytes for i in self._storing.values())
         return len(ids) - self._current.skip, self._current.num_rows * self._row_bytes
 
     def check_end(self) -> None:
-        """Refuse the end of the data before all has come that is durable."""
+        """Refuse the end of the data if fewer samples came than are durable."""
         self._check_trusted()
         if not (self.is_complete and self.is_of_others):
             self._check_number()
@@ -341,17 +343,17 @@ class Collection:
                 "collect again, from the beginning or after what is durable"
             )
 
-    # What a pass hands over.
+    # The methods of a sink.
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """Copy what a module's forward is about to receive, and the state in which it will run."""
+        """Copy the inputs that a module is about to receive, and the state in which it will run."""
         architecture = self.options.architecture
         layer = architecture[architecture.calls(module)[0]]
         call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
         return self._writer.calls.keep(layer, call)
 
     def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
-        """Take what `keep_inputs` returned for a layer."""
+        """Take the result of `keep_inputs` for a layer."""
         self._calls[label] = kept
 
     def _receive_with_call(
@@ -362,15 +364,15 @@ class Collection:
             call["output"] = digest_of(activation)
         receive(activation)
 
-    # What a collection becomes.
+    # The end of a collection.
 
     @property
     def is_trusted(self) -> bool:
-        """Whether what was committed counts: no reduction holds a part of a pass that failed."""
+        """Whether commits count: no reduction holds a part of a pass that failed."""
         return not self._is_tainted
 
     def abandon(self) -> None:
-        """End early: what was committed is kept where that outlives us, if it can be trusted."""
+        """End early: a durable store keeps what was committed, if that can be trusted."""
         self._writer.abandon(self._state if self.is_trusted else None)
 
     def finish(self, *, is_complete: bool = True) -> Recording:

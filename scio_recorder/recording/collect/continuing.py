@@ -1,13 +1,13 @@
-"""Passes that go on with the samples of a pass before, as those of ``generate`` do.
+"""Passes that continue the samples of an earlier pass, as those of ``generate`` do.
 
 NOTE [Which pass goes on with which]
 
-A pass that is given a cache with something in it goes on: its positions are the next ones of the
-same samples. The cache itself, the same object from pass to pass, says with which. Where each pass
-makes another one, it is the pass before, on the same thread. Either way there have to be as many
-lines as then, and the cache has to be as long as all positions that ran. Anything else (beams,
-candidates that are taken back, a cache that somebody else has filled) would put rows under samples
-that they are not of, and is refused.
+A pass that receives a filled cache continues: its positions are the next ones of the same samples.
+The cache itself, the same object from pass to pass, identifies them. If each pass makes another
+cache, they are those of the pass before, on the same thread. Either way the number of lines must be
+the same, and the cache must be as long as all positions that ran. Anything else (beams, candidates
+that are taken back, a cache that other code has filled) would assign rows to wrong samples, and is
+refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
-# Arguments of forward under which libraries hand over what earlier passes have left.
+# Arguments of forward by which libraries hand over the results of earlier passes.
 _CACHES = (
     "past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems", "cache"
 )  # fmt: skip
@@ -42,9 +42,9 @@ class Past:
     Parameters
     ----------
     cache : any
-        What holds it, None for nothing.
+        The object that holds them; None for nothing.
     length : int or None
-        How many positions it has, None where it does not say.
+        The number of its positions; None if it does not tell.
     """
 
     cache: Any = None
@@ -53,18 +53,18 @@ class Past:
 
 @dataclass
 class Sequences:
-    """Samples that a pass has begun, and others may go on with.
+    """Samples that a pass has begun, and that others may continue.
 
     Parameters
     ----------
     first : int
         The place of the first among all samples.
     lengths : torch.Tensor
-        How many real positions each has so far.
+        The number of real positions of each so far.
     num_positions : int
-        How many positions ran so far, padding included.
+        The number of positions that ran so far, padding included.
     step : int
-        How many passes.
+        The number of passes.
     is_taken : bool
         Whether their rows are collected.
     """
@@ -81,25 +81,25 @@ class _Latest(threading.local):
 
 
 class Continuing:
-    """Tells passes that go on from those that begin, and counts on; see the NOTE."""
+    """Distinguishes passes that continue samples from those that begin them; see the NOTE."""
 
     def __init__(self) -> None:
         self._latest = _Latest()
         self._by_cache: list[tuple[weakref.ref[Any], Sequences]] = []
-        # Of the pass that is under way: what it becomes part of, and its share.
+        # The sequences that the current pass belongs to, and its share of them.
         self._pending: tuple[Past, Sequences, BatchRows] | None = None
 
     def rows(self, kind: Rows, source: Source, first: int, *, is_taken: bool) -> BatchRows:
-        """Return the rows of a pass that is about to run; without samples where it goes on.
+        """Return the rows of a pass that is about to run; without samples if it continues some.
 
         Parameters
         ----------
         kind : Rows
-            What a row is.
+            The kind of row.
         source : Source
             The pass.
         first : int
-            How many samples there are before it.
+            The number of samples before it.
         is_taken : bool
             Whether its rows are collected, if it begins samples.
         """
@@ -124,7 +124,7 @@ class Continuing:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the rows of the pass that is under way are collected."""
+        """Whether the rows of the current pass are collected."""
         return self._pending is None or self._pending[1].is_taken
 
     def settle(self, output: Any) -> None:
@@ -133,7 +133,7 @@ class Continuing:
         Parameters
         ----------
         output : any
-            What the network returned: there may be a cache in it that it made itself.
+            The network's output, which may hold a cache that the network made.
         """
         if self._pending is None:
             return
@@ -151,7 +151,7 @@ class Continuing:
             for cache, of in self._by_cache
             if cache() is not None and cache() is not own
         ]
-        # What can't be referred to weakly is another one from pass to pass, or nothing.
+        # A cache without weak references is another object in each pass, or nothing.
         if hasattr(own, "__weakref__"):
             self._by_cache.append((weakref.ref(own), sequences))
 
@@ -160,7 +160,7 @@ class Continuing:
         self._pending = None
 
     def _find(self, past: Past) -> Sequences | None:
-        """Return the samples that a pass goes on with, None where it begins new ones."""
+        """Return the samples that a pass continues; None if it begins new ones."""
         if past.cache is None or past.length == 0:
             return None
         known = (of for cache, of in self._by_cache if cache() is past.cache)
@@ -175,7 +175,7 @@ class Continuing:
 
 @dataclass(frozen=True)
 class _PassSource(Source):
-    """Looks names up for a pass that may be a part of its samples."""
+    """Looks up names for a pass that may have only a part of its samples' positions."""
 
     past: Past = field(default_factory=Past)
 
@@ -185,7 +185,7 @@ class _PassSource(Source):
         return self.past.cache is not None
 
     def find(self, name: str) -> Any:
-        """Return an entry of the batch; of a mask, what it says of the positions of this pass."""
+        """Return an entry of the batch; a mask is cut to the positions of this pass."""
         found = super().find(name)
         if name not in ("attention_mask", "decoder_attention_mask"):
             return found
@@ -198,20 +198,20 @@ class _PassSource(Source):
 
 
 def _of_these(mask: Any, number: int, before: int | None) -> Any:
-    """Return the columns of a mask that stand for the positions of a pass."""
+    """Return the columns of a mask for the positions of a pass."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= number:
         return mask
-    # A mask for a cache of fixed length has columns for positions that are still to come.
+    # A mask for a cache of fixed length also has columns for later positions.
     is_long = before is not None and mask.shape[1] >= before + number
     start = before if is_long and before is not None else mask.shape[1] - number
     return mask[:, start : start + number]
 
 
 def _of_keys(mask: Any, number: int) -> Any:
-    """Return which keys are real, [batch, keys], given who attends to whom.
+    """Return the real keys, [batch, keys], even if a mask says who attends to whom.
 
-    Each query sees itself and real keys before it, so that a key that a query sees is real. Not so
-    for a query that is padding: older versions of torch let it see all, real or not.
+    Each query sees itself and real keys before it, so a key that a query sees is real. Padding is
+    an exception: older versions of torch let such a query see all keys.
     """
     if isinstance(mask, Mapping):
         kinds = [mask.get(kind) for kind in ("full_attention", "sliding_attention")]
@@ -230,7 +230,7 @@ def _of_keys(mask: Any, number: int) -> Any:
 
 
 def _past_of(arguments: Mapping[str, Any]) -> Past:
-    """Return what a pass is given of earlier ones; to be asked before it runs, which changes it."""
+    """Return the results of earlier passes that a pass receives; call this before the pass."""
     for name in _CACHES:
         cache = arguments.get(name)
         if cache is not None:
@@ -242,7 +242,7 @@ def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
     if isinstance(cache_position, Tensor) and cache_position.numel():
         return int(cache_position.flatten()[0])
     if isinstance(cache, tuple | list):
-        # One pair of keys and values a layer, [batch, heads, positions, features].
+        # One pair of keys and values for each layer, [batch, heads, positions, features].
         held = tensors(tuple(cache))
         is_known = name.startswith(("past", "layer_past")) and bool(held) and held[0].ndim == 4
         return held[0].shape[-2] if is_known else None if held else 0

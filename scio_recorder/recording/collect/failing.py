@@ -1,4 +1,4 @@
-"""Errors of batches: which batch failed, in which layer, and with what input."""
+"""Errors of batches: naming the batch that failed, the layer, and the input."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from scio_recorder.tensors.dtypes import dtype_name
 def naming_batch(
     number: int, architecture: Architecture, net: nn.Module, inputs: Inputs
 ) -> Iterator[None]:
-    """Let an error of a pass inside the block say which batch failed, and where.
+    """Let an error of a pass inside the block name the batch that failed, and the layer.
 
-    It is caught as what was raised too.
+    It can also be caught as the original error.
 
     Parameters
     ----------
     number : int
-        Which batch it is.
+        The number of the batch.
     architecture : Architecture
-        That of the net.
+        The architecture of the net.
     net : torch.nn.Module
         The net.
     inputs : Inputs
-        What the net is given.
+        The net's inputs.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def naming_batch(
 
 @contextmanager
 def naming_part(part: int) -> Iterator[None]:
-    """Let an error inside the block say in which part of a dataset it happened."""
+    """Let an error inside the block name the part of the dataset in which it happened."""
     try:
         yield
     except RecorderError as error:
@@ -70,7 +70,7 @@ def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str
 
 
 def _refused(net: nn.Module, inputs: Inputs) -> str:
-    """Say why a net's forward can't be called like this; nothing where it can."""
+    """Return a sentence on why a net's forward can't be called like this; empty if it can."""
     try:
         signature = inspect.signature(net.forward)
     except (TypeError, ValueError):
@@ -103,7 +103,7 @@ def _failing_layer(error: Exception, architecture: Architecture) -> str:
     if found is None:
         return ""
     calls = architecture.labels_of(found.name)
-    # Nothing says which call of a module that runs several times it was.
+    # For a module that runs several times, the failed call is unknown.
     return str(found) if len(calls) <= 1 else f"{found.name} ({found.type_name})"
 
 

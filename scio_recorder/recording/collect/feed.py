@@ -1,4 +1,4 @@
-"""The loader's side: which batches are taken, what the net is given, how many samples there are."""
+"""The loader's side: which batches are taken, their inputs, and their samples."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _WRITE = (
     "write to_inputs=lambda batch: ... to say what the net is given"
 )
 
-# By default sample 5 of part 17 has the id 17_000_000_000_005, whoever counts, and however many
-# samples other parts have.
+# By default sample 5 of part 17 has the id 17_000_000_000_005, whichever process counts, and
+# however many samples other parts have.
 IDS_OF_A_PART = 10**12
 
 
@@ -42,11 +42,11 @@ class Feed:
     every : int
         Take every n-th batch, the first included.
     max_batches : int or None
-        Stop after so many taken ones.
+        Stop after this number of taken ones.
     to_inputs, sample_ids : callable or None
         As given to ``collect``.
     part : int, optional
-        Which part of a dataset these are. It may be empty.
+        The part of a dataset that these are. It may be empty.
     """
 
     batches: Iterable[Any]
@@ -58,7 +58,7 @@ class Feed:
 
     def __post_init__(self) -> None:
         batches = self.batches
-        # The number of the batch that is under way.
+        # The number of the current batch.
         self._seen, self.number = SeenIds(), 0
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
@@ -79,11 +79,11 @@ class Feed:
                 f"batches is a {type(batches).__name__}, which can't be iterated over: give a "
                 "DataLoader, a list of batches or a generator"
             )
-        # What this process is given, where a sampler splits the data between several.
+        # This process's share, if a sampler splits the data between several.
         self.share: Share | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        """Yield every batch and whether it is taken, and not one batch more than needed."""
+        """Yield every batch and whether it is taken, and request no more batches than needed."""
         stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
         given = self.batches if self.share is None else self.share.through(self.batches)
         batches = iter(islice(given, stop))
@@ -107,7 +107,7 @@ class Feed:
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches will be taken, where the loader knows its length."""
+        """The number of batches that will be taken, if the loader knows its length."""
         length = _length(self.batches)
         if length is None:
             return None
@@ -118,7 +118,7 @@ class Feed:
     def length(self) -> list[int | None]:
         """The expected numbers of batches to take, and of samples to choose from.
 
-        Where it is the same another time, so is most likely the number of samples that come.
+        If these are the same in a later run, the number of samples most likely is too.
         """
         taken, batches = self.num_batches, self.batches
         if isinstance(batches, list | tuple):
@@ -129,7 +129,7 @@ class Feed:
         return [self.max_batches if taken is None else taken, samples]
 
     def inputs(self, batch: Any) -> Inputs:
-        """Return what the net is called with for a batch."""
+        """Return the net's inputs for a batch."""
         given = _first(batch) if self.to_inputs is None else self._said("to_inputs", batch)
         if self.to_inputs is None and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
@@ -148,7 +148,7 @@ class Feed:
         )
 
     def _said(self, name: str, batch: Any) -> Any:
-        """Return what a function of the caller's says of a batch."""
+        """Return the result of the caller's function for a batch."""
         try:
             return getattr(self, name)(batch)
         except Exception as error:
@@ -156,10 +156,10 @@ class Feed:
             raise caught_as(CollectError, error, text) from error
 
     def place_settings(self, *, is_shared: bool) -> dict[str, Any]:
-        """Return what must agree of what this process is given, for whoever goes on.
+        """Return the settings of this process's share, which must agree on resuming.
 
-        Where nothing tells whether a loader splits its dataset, a process must not take for its own
-        what another has recorded, and for done what that has left out.
+        If it is unknown whether a loader splits its dataset, a process must not mistake another
+        one's recording for its own, nor the samples that it lacks for collected ones.
         """
         if self.share is not None:
             return {"sampler": self.share.settings}
@@ -169,14 +169,14 @@ class Feed:
         return {"process": f"rank {here.rank} of {here.world_size}"}
 
     def placed(self, store: Store, *, by_batches: bool) -> Store:
-        """Return where these batches go: to a place of this process, where a sampler splits them.
+        """Return the store for these batches: this process's own if a sampler splits them.
 
         Parameters
         ----------
         store : Store
-            What was asked for.
+            The requested store.
         by_batches : bool
-            Whether something is kept of whole batches.
+            Whether something is kept for whole batches.
         """
         share = share_of(self.batches, has_ids=self.sample_ids is not None)
         if share is None or self.part is not None:
@@ -189,7 +189,7 @@ class Feed:
             return store
         placed = store.placed(share.place, share.problem)
         if placed is None:
-            # Each process has a store of its own, and need not know what others are given.
+            # Each process has a store of its own, and need not know the shares of others.
             return store
         if by_batches and share.num_repeats:
             raise CollectError(
@@ -201,34 +201,34 @@ class Feed:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether others may have batches where there are none here."""
+        """Whether other processes may have batches if this one has none."""
         return self.part is not None or (self.share is not None and not self.share.is_even)
 
     @property
     def is_numbering(self) -> bool:
-        """Whether ids are running numbers, for which all batches have to be counted."""
+        """Whether ids are running numbers, for which all batches must be counted."""
         return self.sample_ids is None and (self.share is None or not self.share.has_ids)
 
     @property
     def has_ids(self) -> bool:
-        """Whether ids tell samples of several processes apart."""
+        """Whether ids distinguish samples of several processes."""
         return not self.is_numbering or self.part is not None
 
     def ids(
         self, batch: Any, inputs: Inputs, first: int, number: int | None = None
     ) -> tuple[Ids, int]:
-        """Return the ids of a batch's samples, and how many there are with repeats at the end.
+        """Return the ids of a batch's samples, and their number including repeats at the end.
 
         Parameters
         ----------
         batch : any
-            What the loader gave.
+            The loader's batch.
         inputs : Inputs
-            What the net is given for it.
+            The net's inputs for it.
         first : int
             The running index of its first sample.
         number : int, optional
-            How many samples it has, where that is known.
+            The number of its samples, if known.
         """
         share = self.share
         if self.sample_ids is not None:
@@ -263,7 +263,7 @@ class Feed:
         return ids
 
     def forget(self, ids: Ids) -> None:
-        """Let ids come again: those of the latest batch, which has failed."""
+        """Let the ids of the latest batch come again, since it has failed."""
         if not self.is_numbering:
             self._seen.remove(ids)
 
@@ -272,7 +272,7 @@ def _length(given: Any) -> int | None:
     try:
         return len(given)
     except Exception:
-        # Samplers of others may raise anything, and need no length to be iterated over.
+        # Other libraries' samplers may raise anything, and need no length to be iterated over.
         return None
 
 
@@ -291,7 +291,7 @@ def _first(batch: Any) -> Any:
 def _num_samples(inputs: Inputs) -> int:
     first = inputs.args[0] if inputs.args else None
     if _has_rows(first):
-        # Usually the first input counts, and there is no need to look through all of them.
+        # Usually the first input decides, and the others need not be examined.
         return len(first)
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:
@@ -303,5 +303,5 @@ def _num_samples(inputs: Inputs) -> int:
 
 
 def _is_of_samples(batches: Any) -> bool:
-    # The first dimension of a sample would be taken for the number of samples in a batch.
+    # The first dimension of a single sample would count as the number of samples.
     return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)

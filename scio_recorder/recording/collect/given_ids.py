@@ -1,4 +1,4 @@
-"""Ids that are given: none may come twice."""
+"""Given ids, none of which may come twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scio_recorder.stores.disk_format.reader import RunReader
 
 
 class SeenIds:
-    """Refuses an id that comes twice. As long as ids rise, only the last one has to be looked at.
+    """Refuses an id that comes twice. While ids rise, only the last one must be compared.
 
     Otherwise all of them are kept in a set.
     """
@@ -26,7 +26,7 @@ class SeenIds:
         self._others: set[int | str] | None = None
 
     def add(self, ids: Ids, number: int) -> None:
-        """Take the ids of a batch, which has this number; none of them if one came before."""
+        """Add the ids of the batch with this number; raise, and add none, if one came before."""
         if not len(ids):
             return
         if self._others is None:
@@ -56,17 +56,17 @@ class SeenIds:
         try:
             return all(one < other for one, other in pairwise([*before, *ids]))
         except TypeError:
-            # Integers and strings are mixed, which is an error that others report.
+            # Integers and strings are mixed: an error that is reported elsewhere.
             return False
 
 
 def check_all(path: str) -> None:
-    """Refuse samples that two processes have; whoever is the last to end sees those of all.
+    """Refuse samples that two processes have; the last one to end sees those of all.
 
     Parameters
     ----------
     path : str
-        Where several processes fill one recording, of which this one has ended.
+        The recording that several processes fill, of which this one has ended.
     """
     with closing(medium_at(path)) as medium:
         if len(complete_parts(medium)) < read_description(medium).world_size:

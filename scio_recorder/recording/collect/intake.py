@@ -1,4 +1,4 @@
-"""The intake of one layer's activations: samples are kept, or reduced."""
+"""The intake of one layer's activations, which stores or reduces them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from scio_recorder.tensors.copies import gathered, is_dense
 
 @dataclass(slots=True)
 class CurrentBatch:
-    """The batch that is under way."""
+    """The current batch."""
 
     batch: Any = None
-    # Those that are to be kept.
+    # The rows to keep.
     rows: BatchRows = field(default_factory=partial(BatchRows.of_samples, 0))
     num_rows: int = 0
-    # Samples at its beginning that are durable already.
+    # The number of samples at its beginning that are durable already.
     skip: int = 0
-    # Samples at its end that another process has, or this one had before.
+    # The number of samples at its end that another process has, or this one had before.
     num_repeats: int = 0
-    # The row of the store where its rows begin.
+    # The row of the store at which its rows begin.
     start: int = 0
-    # Whether its rows follow those of the batch before, and are as many.
+    # Whether its rows follow those of the batch before, and are equally many.
     follows: bool = False
-    # Whether a reduction may have seen a part of it.
+    # Whether a reduction may have received a part of it.
     is_reduced: bool = False
 
     def begin(
         self, batch: Any, rows: BatchRows, skip: int, start: int, num_repeats: int = 0
     ) -> None:
-        """Go on to the next batch, of which samples at both ends may not be kept again."""
+        """Go on to the next batch, whose samples at both ends may be left out."""
         before, end = self.num_rows, self.start + self.num_rows
         self.batch, self.skip, self.num_repeats, self.start = batch, skip, num_repeats, start
         self.rows = rows.past(skip)
@@ -77,7 +77,7 @@ class LayerIntake:
     current: CurrentBatch
 
     def _transformed(self, activation: Any) -> Tensor:
-        """Return the tensor to keep: what was returned, or what the transform makes of it."""
+        """Return the tensor to keep: the layer's output, or the result of the transform."""
         result = activation
         if self.transform is not None:
             result = self._apply(self.transform, activation)
@@ -88,7 +88,7 @@ class LayerIntake:
                 f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
                 "be kept sample by sample: make it dense with transform="
             )
-        # A net may differentiate in its forward: what is kept is off the graph there, too.
+        # A net may differentiate in its forward: kept tensors are detached there, too.
         kept = gathered(result)
         return kept.detach() if kept.requires_grad else kept
 
@@ -125,21 +125,22 @@ class LayerIntake:
 class StoringIntake(LayerIntake):
     """Keeps every sample.
 
-    Batches are mostly alike. What a layer returned for one that was checked and kept as it is lets
-    the next one like it go straight to its place: every layer of every batch pays for what stands
-    between the hook and the copy. Least is there where samples are as many as before.
+    Most batches are alike. Once an output was checked and kept unchanged, the next one with its
+    shape and dtype goes straight to its place, since every layer of every batch pays for all work
+    between the hook and the copy. If the number of samples is the same too, there is hardly any.
     """
 
     writer: StoreWriter
     wanted_dtype: torch.dtype | None
     rounds: bool = False
-    # Sums of squares, in float64: of what rounding took away, and of all.
+    # Sums of squares, in float64: of the rounding errors, and of all values.
     lost: float = 0.0
     total: float = 0.0
-    # Those of the batch that is under way, which may fail.
+    # The sums of the current batch, which may fail.
     _measured: tuple[float, float] = (0.0, 0.0)
     _column: Column | None = None
-    # Of activations that need no look, and of one of their rows: None where each is looked at.
+    # The description of activations that need no check, and of one of their rows; None if each
+    # needs one.
     _usual_shape: torch.Size | None = None
     _row_shape: tuple[int, ...] | None = None
     _dtype: torch.dtype | None = None
@@ -151,7 +152,7 @@ class StoringIntake(LayerIntake):
             kept = activation.detach() if activation.requires_grad else activation
             if column is not None and shape == self._usual_shape and self.current.follows:
                 if column.places:
-                    # Does not wait for a GPU; given by position, which is faster.
+                    # Does not wait for a GPU. Passed by position, which is faster.
                     column.places.pop().copy_(kept, True)
                 else:
                     self._put(kept)
@@ -173,7 +174,7 @@ class StoringIntake(LayerIntake):
             self._usual_shape = activation.shape if rows.are_whole_batch else None
 
     def _put(self, kept: Tensor) -> Tensor:
-        """Write the rows of what is to be kept to their place."""
+        """Write the rows to keep to their place."""
         current, rows = self.current, self.current.rows
         try:
             column = self._column or self._open(rows.choose(kept))
@@ -184,7 +185,7 @@ class StoringIntake(LayerIntake):
         return place
 
     def settle(self) -> None:
-        """Count the batch, which has ended well."""
+        """Count the batch, which has succeeded."""
         lost, total = self._measured
         self.lost += lost
         self.total += total
@@ -192,14 +193,14 @@ class StoringIntake(LayerIntake):
 
     @property
     def relative_error(self) -> float | None:
-        """Norm of what rounding took away over the norm of all; None where nothing is rounded."""
+        """Norm of the rounding errors over the norm of all values; None if nothing is rounded."""
         if not self.rounds:
             return None
         return (self.lost / self.total) ** 0.5 if self.total else 0.0
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of one sample, 0 as long as none was seen."""
+        """Bytes of one sample; 0 before the first."""
         return 0 if self._column is None else self._column.spec.nbytes
 
     def _check(self, kept: Tensor) -> None:
@@ -240,7 +241,7 @@ class ReducingIntake(LayerIntake):
     """Keeps a running summary, or several."""
 
     reductions: list[Reduction]
-    # Whether they take in a pass only when it has ended well.
+    # Whether they receive a pass only once it has succeeded.
     waits: bool = False
     _waiting: Tensor | None = None
 
@@ -259,13 +260,13 @@ class ReducingIntake(LayerIntake):
             self._reduce(kept)
 
     def settle(self) -> None:
-        """Take in what waits for the end of the pass."""
+        """Reduce the outputs that wait for the end of the pass."""
         kept, self._waiting = self._waiting, None
         if kept is not None:
             self._reduce(kept)
 
     def drop(self) -> None:
-        """Forget what waits: the pass has failed."""
+        """Drop the waiting outputs: the pass has failed."""
         self._waiting = None
 
     def _reduce(self, kept: Tensor) -> None:
@@ -278,16 +279,16 @@ class ReducingIntake(LayerIntake):
                 else:
                     reduction.update(kept, current.batch, to_rows=current.rows.labels)
             except CollectError as error:
-                # Those of this library look at all before they change anything.
+                # Reductions of this library check all values before they change anything.
                 current.is_reduced = was_reduced or not isinstance(reduction, SampleReduction)
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
 
     def _check_boundary(self) -> None:
-        """Refuse a batch that counts in part where a reduction would read all of it."""
+        """Refuse a batch that counts in part, if a reduction would read all of it."""
         current = self.current
         for reduction in self.reductions if current.skip or current.num_repeats else ():
-            # Those of this library can be told which rows are left out.
+            # Reductions of this library can leave rows out.
             is_told = not (current.skip and current.rows.are_samples)
             if reduction.reads_batch and not (isinstance(reduction, SampleReduction) and is_told):
                 raise CollectError(
@@ -296,18 +297,18 @@ class ReducingIntake(LayerIntake):
 
 
 class RowColumns:
-    """Keeps what is known of each row beside the layers, where a row is no sample.
+    """Keeps the facts about each row beside the layers, if a row is not a sample.
 
     Parameters
     ----------
     writer : StoreWriter
-        Where to.
+        Where they are kept.
     """
 
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
         self._columns: dict[str, Column] = {}
-        # Those of the first batch, which all have.
+        # The columns of the first batch, which all batches have.
         self.names: list[str] = []
 
     def put(self, current: CurrentBatch, first_sample: int, number: int) -> None:
@@ -318,7 +319,7 @@ class RowColumns:
         current : CurrentBatch
             The batch.
         first_sample : int
-            How many samples the store has of the batches before.
+            The number of samples that the store has of earlier batches.
         number : int
             The number of the batch, for messages.
         """
@@ -351,14 +352,14 @@ def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     try:
         return torch.promote_types(wide, narrow) == wide
     except RuntimeError:
-        # The smallest floating-point dtypes take no part in promotion.
+        # The smallest floating-point dtypes have no promotion.
         return wide == narrow
 
 
 def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
-    """Return the sums of squares of what rounding took away, and of all, over finite values.
+    """Return the sums of squares of rounding errors, and of all finite values.
 
-    What became infinite was taken away whole.
+    The error of a value that became infinite is the value itself.
     """
     exact = exact.double()
     rounded = (exact.to(kept.dtype) if exact.device != kept.device else kept).double()

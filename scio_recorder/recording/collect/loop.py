@@ -32,13 +32,13 @@ def go_through(
     Parameters
     ----------
     collection : Collection
-        What takes the passes.
+        Takes the passes.
     compiled : callable or None
-        The recorder, where that is compiled and runs in place of the net.
+        The recorder, if it is compiled and runs in place of the net.
     stop_early : bool
-        Whether the net runs no further than the last recorded layer.
+        Whether the net stops after the last recorded layer.
     progress : context manager
-        Gives what is told of samples and bytes.
+        Gives the function that is called with numbers of samples and bytes.
     """
     capture, net = collection.capture, collection.net
     if compiled is not None:
@@ -62,7 +62,7 @@ def go_through(
             collection.abandon()
             raise
     recording = collection.finish()
-    # Who takes parts looks when they are put together, and shards are of the same samples.
+    # Ids of parts are compared when these are put together, and shards have the same samples.
     is_of_ranks = collection.is_shared and collection.feed.part is None
     if is_of_ranks and recording.path is not None and not collection.options.has_shards:
         check_all(recording.path)
@@ -70,7 +70,7 @@ def go_through(
 
 
 def _open(collection: Collection, together: InStep) -> None:
-    """Open a collection, or refuse to in all processes: one alone would leave others in a pass."""
+    """Open a collection, or refuse in all processes: one alone would leave others in a pass."""
     try:
         collection.open()
     except Exception:
@@ -85,9 +85,9 @@ def _open(collection: Collection, together: InStep) -> None:
 
 
 def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
-    """Return what says whether a pass is left out that has nothing new for this process.
+    """Return a function that says whether to leave out a pass without anything new here.
 
-    See NOTE [Passes in step]. The others are asked where they do what this one does, until one of
+    See NOTE [Passes in step]. It asks the others, if they run in step with this one, until one of
     them needs a pass.
     """
     if together.is_alone:
@@ -109,14 +109,14 @@ def _run_batches(
     is_left_out: Callable[[bool], bool],
     progress: AbstractContextManager[Advance],
 ) -> None:
-    """Run the net on all batches, past the samples that are durable already, in order."""
+    """Run the net on all batches in order, without samples that are durable already."""
     net, feed = collection.net, collection.feed
     is_empty, is_advised = True, feed.to_inputs is not None
     with progress as advance:
         for batch, is_taken in feed:
             is_empty = False
             if not (is_taken or feed.is_numbering):
-                # Ids that are given need no running index.
+                # Given ids need no running index.
                 continue
             is_advised = is_advised or advise_second_element(net, batch)
             inputs = feed.inputs(batch)

@@ -25,9 +25,9 @@ class Nodes(Rows):
         The graph of each node, counted from 0 within the batch: integers ``[nodes]``. None: each
         batch is one graph, as is a batch without an entry ``batch``.
     fields : sequence of str, or mapping from str to str or callable, optional
-        What to keep about each row, ``[nodes]``.
+        The facts to keep about each row, ``[nodes]``.
     where : str or callable, optional
-        Which nodes to keep, ``[nodes]``. The others still count in ``position``.
+        The nodes to keep, ``[nodes]``. The others still count in ``position``.
 
     Notes
     -----
@@ -61,12 +61,12 @@ class Nodes(Rows):
         Parameters
         ----------
         source : Source
-            The batch, and what the network is given.
+            The batch and the network's inputs.
 
         Returns
         -------
         BatchRows
-            Which nodes are kept, and what they are.
+            The kept nodes, and the facts about them.
         """
         if self.sample is None or (self.sample == "batch" and source.find("batch") is None):
             owners, number = torch.zeros(_num_nodes(source), dtype=torch.int64, device="cpu"), 1
@@ -74,7 +74,7 @@ class Nodes(Rows):
             owners = self._owners(source)
             number = int(owners.max()) + 1 if len(owners) else 0
             given = source.find("num_graphs") if self.sample == "batch" else None
-            # The last graphs may have no nodes.
+            # The last graphs may be without nodes.
             number = max(number, given) if isinstance(given, int) else number
         rows = self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
         nodes = next((name for name, size in _lines(source).items() if size == len(owners)), "")
@@ -104,7 +104,7 @@ class Nodes(Rows):
 
 
 def _lines(source: Source) -> dict[str, int]:
-    """Return how many lines each argument of forward has, the likeliest one of nodes first."""
+    """Return the number of lines of each argument of forward, most likely nodes first."""
     given = source.tensors
     values = {"x": given["x"], **given} if "x" in given else given
     return {name: value.shape[0] for name, value in values.items() if value.ndim > 0}

@@ -1,4 +1,4 @@
-"""The options of a collection: by layer, and as settings that must agree on resuming."""
+"""The options of a collection, by layer, and as settings that must agree on resuming."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Options:
     capture : Capture
         Knows the recorded layers.
     reduce, transform, dtype, rows
-        As ``collect`` is given them.
+        As in ``collect``.
 
     Raises
     ------
     CollectError
-        They can't be done, or there is nothing to do.
+        They can't be satisfied, or there is nothing to do.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Options:
             )
         self.dtype = dtype
         self.rows = _checked(rows, self.with_inputs)
-        # All of them fresh: what is given is a pattern.
+        # All are fresh: the user's reductions are patterns.
         self.reductions: dict[DepthIdx, Reduction | list[Reduction]] = {
             label: _fresh(given) for label, given in self._by_layer(reduce, "reduce").items()
         }
@@ -76,7 +76,7 @@ class Options:
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
 
     def check_mergeable(self) -> None:
-        """Refuse reductions whose states, of different parts of the data, can't be merged."""
+        """Refuse reductions whose states for different parts of the data can't be merged."""
         for label, given in self.reductions.items():
             for one in given if isinstance(given, list) else [given]:
                 if one.why_not_merged is not None:
@@ -87,16 +87,16 @@ class Options:
 
     @property
     def has_shards(self) -> bool:
-        """Whether processes see the same samples, as far as is known, and have shards of layers."""
+        """Whether processes see the same samples, as far as is known, and layers return shards."""
         return any(self.architecture[label].shard is not None for label in self.recording)
 
     def settings(
         self, net: nn.Module, every: int, posts: Iterable[DepthIdx], **has: bool
     ) -> dict[str, Any]:
-        """Return as JSON what decides the values besides the data and the architecture.
+        """Return, as JSON, all that decides the values besides the data and the architecture.
 
-        Of functions only whether there are any: what they do can't be compared. The weights of the
-        net are missing, since looking at all of them takes its time: see `weights_digest`.
+        Functions count only by whether they are given, since they can't be compared. The weights of
+        the net are missing, since reading all of them takes time: see `weights_digest`.
         """
         reductions = {text_of(label): recipes_of(each) for label, each in self.reductions.items()}
         return {
@@ -141,7 +141,7 @@ class Options:
 
 
 def _mode_of(net: nn.Module) -> str:
-    """Return in words which modules are in training mode."""
+    """Return words on the modules that are in training mode."""
     base = "train mode" if net.training else "eval mode"
     others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
     return f"{base}, but for {', '.join(others)}" if others else base

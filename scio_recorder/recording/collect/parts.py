@@ -1,8 +1,8 @@
-"""Collecting a dataset in parts, of which any number of processes take one after the other.
+"""Collecting a dataset in parts, which any number of processes take one after the other.
 
-Each process does the same: it takes a part that nobody has, runs the network over it as `collect`
-does, resuming what another one has left, and gives the part back. Nothing is sent from process to
-process, and none waits for another before all that can be taken is done.
+Each process does the same: it takes a part that no other has, runs the network over it as `collect`
+does, resuming an abandoned one, and gives the part back. Processes send each other nothing, and
+none waits for another before all parts that can be taken are done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.tensors.arguments import whole
 
-# Between two looks for a part that can be taken: an eighth of the time that was waited so far.
+# Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
@@ -46,7 +46,7 @@ class Parts:
     make_batches : callable
         ``part -> batches``.
     num_parts : int
-        How many there are.
+        The number of parts.
     store : str or Store
         Where the recording is.
     collection : callable
@@ -73,7 +73,7 @@ class Parts:
         self._store = as_store(self.store)
 
     def collect(self, *, wait: bool, progress: bool) -> Recording:
-        """Take parts until there is none left that can be taken, and return the recording."""
+        """Take parts until none is left that can be taken, and return the recording."""
         pattern = self.collection((), 0, self._store, None)
         options = pattern.options
         options.check_mergeable()
@@ -115,7 +115,7 @@ class Parts:
             if self._medium.has(DESCRIPTION_NAME):
                 if not wait and not claims.later:
                     return
-                # By now there is a recording that empty parts can be parts of.
+                # By now there is a recording to which empty parts can belong.
                 claims.later.clear()
             elif len(claims.later) == self.num_parts:
                 raise CollectError(
@@ -141,12 +141,12 @@ class Parts:
         claims.done(lease.part)
 
     def _check_complete(self) -> None:
-        """Refuse data of another length, where all was complete before, as the outer parts tell."""
+        """Refuse data of another length if all was complete before, by the first and last part."""
         for part in sorted({0, self.num_parts - 1}):
             try:
                 batches = self.make_batches(part)
             except Exception:
-                # The data may be gone by now, and the recording is not.
+                # The data may be gone by now, but the recording is there.
                 continue
             with naming_part(part):
                 self._run(part, batches, None)
@@ -168,7 +168,7 @@ class Parts:
         self._advance(samples, num_bytes, 0)
 
     def _said(self, part: int) -> dict[str, Any]:
-        """Return what others are told about this process."""
+        """Return the facts about this process that others can read."""
         return {
             "machine": machine(),
             "host": socket.gethostname(),

@@ -1,12 +1,12 @@
-"""Telling dimensions apart that are as long as each other: by a run on inputs of another length.
+"""Distinguishing dimensions of equal length, by a run on inputs of another length.
 
 NOTE [Lengths that tell nothing]
 
 A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or ``[batch,
-queries, ...]``, and the lengths are those of ``[batch, positions, ...]`` by chance, at labelling as
-well. So the network is labelled once more, on fewer positions: what follows their number is the
-dimension of positions. That is asked only of layers whose lengths leave a doubt, and only once. A
-network that fails then, or takes more than tensors, gives no answer.
+queries, ...]``, with the lengths of ``[batch, positions, ...]`` by chance, at labelling as well. So
+the network is labelled once more, on fewer positions: the dimension that follows their number is
+that of positions. This is done only for layers whose lengths leave a doubt, and only once. A
+network that fails then, or has inputs other than tensors, gives no answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
 class Doubts:
-    """Layers whose lengths may leave a doubt, and what was found out about them.
+    """Layers whose lengths may leave a doubt, and the answers for them.
 
     Parameters
     ----------
     net : torch.nn.Module
         The network.
     layers : iterable of Layer
-        Those whose own output is kept, or reduced.
+        The layers whose own output is kept or reduced.
 
     Examples
     --------
@@ -53,18 +53,18 @@ class Doubts:
         self._answers: dict[DepthIdx, bool] = {}
 
     def settled(self, rows: BatchRows, inputs: Inputs) -> BatchRows:
-        """Return the rows of a batch, which know what was found out.
+        """Return the rows of a batch with the answers for doubtful layers.
 
         Parameters
         ----------
         rows : BatchRows
             The rows.
         inputs : Inputs
-            What the network is given for the batch.
+            The network's inputs for the batch.
         """
         doubtful = [layer for layer in self._layers if rows.is_doubtful(layer)]
         if doubtful:
-            # Each is asked about once.
+            # Each layer is examined once.
             self._layers = [layer for layer in self._layers if layer not in doubtful]
             self._answers |= _tell_positions(self._net, doubtful, inputs, rows.shape)
         return replace(rows, told=self._answers) if self._answers else rows
@@ -73,7 +73,7 @@ class Doubts:
 def _tell_positions(
     net: nn.Module, layers: Iterable[Layer], inputs: Inputs, shape: tuple[int, ...]
 ) -> dict[DepthIdx, bool]:
-    """Return whether dimension 1 counts the positions, for the layers that tell."""
+    """Return whether dimension 1 counts the positions, for the layers that show it."""
     batch, positions = shape
     fewer = next((n for n in (positions - 1, positions - 2) if n > 0 and n != batch), None)
     given = inputs.named(net)
@@ -82,7 +82,7 @@ def _tell_positions(
     narrowed = {name: _narrowed(value, shape, fewer) for name, value in given.items()}
     try:
         _, probed = label_net(net, input_data=narrowed, force_static_flow=False, verbose=0)
-    except Exception:  # no answer: it was not asked for
+    except Exception:  # no answer is needed
         return {}
     found: dict[DepthIdx, bool] = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Going on with a recording: what is committed for that, and the same data has to come again."""
+"""Resuming a recording: the committed state, and checks that the same data comes again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def state_of(
     columns: RowColumns,
     length: list[int | None],
 ) -> State:
-    """Return what goes to disk with the samples.
+    """Return the state that is written with the samples.
 
     Parameters
     ----------
     reductions, storing : mapping
-        What becomes of each layer.
+        The reductions, and the intakes that store, by layer.
     columns : RowColumns
-        What is kept of each row.
+        The columns of rows.
     length : list
         `Feed.length`.
     """
@@ -44,8 +44,8 @@ def restore_state(
     storing: Mapping[DepthIdx, StoringIntake],
     columns: RowColumns,
 ) -> None:
-    """Go on from what `state_of` returned."""
-    # Recordings made before there were rows have none.
+    """Restore the result of `state_of`."""
+    # Recordings of versions without rows have none.
     columns.names = state.get("columns", [])
     restore(reductions, state["reductions"])
     for label, intake in storing.items():
@@ -56,7 +56,7 @@ def restore_state(
 
 
 def check_order(given: Any, durable: Any, first: int) -> None:
-    """Refuse samples that are not those that are durable, of which the first one has this place."""
+    """Refuse samples that differ from the durable ones, which begin at this place."""
     for position, (one, other) in enumerate(zip(given, durable, strict=True), first):
         if one != other:
             raise CollectError(
@@ -66,7 +66,7 @@ def check_order(given: Any, durable: Any, first: int) -> None:
 
 
 def check_boundary(skip: int, number: int) -> None:
-    """Refuse a batch of which only the first samples are durable, where inputs are kept."""
+    """Refuse a batch with only its first samples durable, if inputs are kept."""
     if skip < number:
         raise CollectError(
             f"the first {skip} of {number} samples of a batch are durable already, but inputs "
@@ -77,16 +77,16 @@ def check_boundary(skip: int, number: int) -> None:
 def check_number(
     came: tuple[int, int], durable: tuple[int, int], *, is_complete: bool, is_end: bool
 ) -> None:
-    """Refuse data of which other samples, or rows of them, came than are durable.
+    """Refuse data with another number of samples, or of rows, than are durable.
 
     Parameters
     ----------
     came, durable : (int, int)
-        How many samples, and how many rows where these are counted.
+        The numbers of samples, and of rows if these are counted.
     is_complete : bool
-        Whether there can't be more than are durable.
+        Whether there can't be more than the durable ones.
     is_end : bool
-        Whether all have come.
+        Whether all samples have come.
     """
     samples, rows = (f"{came[i]}{'' if is_end else ' or more'}" for i in range(2))
     counted = (f" in {durable[1]} rows", f" in {rows} rows") if durable[1] else ("", "")

@@ -18,7 +18,7 @@ from scio_recorder.tensors.copies import is_dense
 Name: TypeAlias = str | Callable[[Any], Any]
 Fields: TypeAlias = Sequence[str] | Mapping[str, Name]
 
-# Columns that are made here, or around passes that go on with earlier samples.
+# Columns that are made here, or for passes that continue earlier samples.
 _OWN = ("sample", "position", "step")
 
 
@@ -31,17 +31,17 @@ class Source:
     net : torch.nn.Module
         The network.
     batch : any
-        What the loader gave.
+        The loader's batch.
     arguments : mapping
-        What the network's forward is given for it, by name.
+        The arguments of the network's forward for it, by name.
     number : int
         The number of the batch, for messages.
     layer : str
         The first recorded layer, for messages.
     labelled : any
-        Shapes of what the network was given at labelling, as `Layer.input_shape` has them.
+        Shapes of the network's inputs at labelling, as in `Layer.input_shape`.
     has : dict, optional
-        Whether the batches before had what a batch may lack, by name. None where each may differ.
+        Whether earlier batches had the optional entries, by name. None if each may differ.
     """
 
     net: nn.Module
@@ -54,12 +54,12 @@ class Source:
 
     @property
     def is_part(self) -> bool:
-        """Whether others may bring more of the same samples."""
+        """Whether other batches may have more rows of the same samples."""
         return False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The arguments that are tensors, and the first one of those that come as a tuple."""
+        """The tensor arguments, and the first tensor of each tuple."""
         first = {
             name: value[0] if isinstance(value, tuple) and value else value
             for name, value in self.arguments.items()
@@ -67,18 +67,18 @@ class Source:
         return {name: value for name, value in first.items() if isinstance(value, Tensor)}
 
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
-        """Return the leading dimensions that an argument had at labelling, where that can be told.
+        """Return an argument's leading dimensions at labelling, if known.
 
         Parameters
         ----------
         name : str
             The argument.
         number : int
-            How many dimensions.
+            The number of dimensions.
         """
         given, shapes = self.tensors.get(name), self.labelled
         if not isinstance(shapes, Mapping):
-            # Shapes of positional arguments in order, or that of the only one.
+            # The shapes of positional arguments in order, or the shape of the only one.
             several = shapes if isinstance(shapes, tuple) else ()
             alone = all(isinstance(length, int) for length in several)
             shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
@@ -91,7 +91,7 @@ class Source:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
         found, given = self.entry(name), self.arguments.get(name)
         if isinstance(found, Tensor) and isinstance(given, Tensor):
-            # The batch may be cut on its way to the net, as texts are that are too long.
+            # The batch may be cut on its way to the net, as texts that are too long are.
             return given if found.ndim == given.ndim and found.shape != given.shape else found
         return given if found is None else found
 
@@ -99,13 +99,13 @@ class Source:
         """Return an entry or attribute of the batch alone; None if missing."""
         if isinstance(self.batch, Mapping) and name in self.batch:
             return self.batch[name]
-        # Arrays, and tuples, have attributes of their own that nobody means.
+        # Arrays and tuples have attributes that are no entries of a batch.
         is_array = _attribute(self.batch, "__array__") is not None
         value = None if is_array else _attribute(self.batch, name)
         return None if callable(value) else value
 
     def find_in_all(self, name: str) -> Any:
-        """Return what `find` does, and refuse what only some of the batches have."""
+        """Return the result of `find`; refuse an entry that only some of the batches have."""
         value = self.find(name)
         is_there = value is not None
         if self.has is not None and self.has.setdefault(name, is_there) != is_there:
@@ -117,12 +117,12 @@ class Source:
         return value
 
     def read(self, what: str, given: Name) -> Tensor:
-        """Return what a name or a function of the batch stands for, on the host.
+        """Return the value of a name or a function of the batch, on the host.
 
         Parameters
         ----------
         what : str
-            What it is for, for messages.
+            Its purpose, for messages.
         given : str or callable
             The name or function.
         """
@@ -179,22 +179,22 @@ class Rows(abc.ABC):
         Parameters
         ----------
         source : Source
-            The batch, and what the network is given.
+            The batch and the network's inputs.
 
         Returns
         -------
         BatchRows
-            Which lines are kept, and what they are.
+            The kept lines, and the facts about them.
 
         Raises
         ------
         CollectError
-            The batch has not what is needed, or something else under its name.
+            The batch lacks a needed entry, or has something else under its name.
         """
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Say as JSON what was given, of a function only that it is one."""
+        """Return the arguments as JSON; functions count only as such."""
         fields = None if self.fields is None else [list(map(_text, p)) for p in self._pairs()]
         own = {name: _text(value) for name, value in vars(self).items() if name != "fields"}
         return {"kind": type(self).__name__, **own, "fields": fields}
@@ -204,7 +204,7 @@ class Rows(abc.ABC):
         return f"{type(self).__name__}({given})"
 
     def __post_init__(self) -> None:
-        """Refuse arguments that are no names."""
+        """Refuse arguments that are neither names nor functions."""
         for what, value in vars(self).items():
             if what != "fields" and not (
                 value is None or isinstance(value, str) or callable(value)
@@ -280,7 +280,7 @@ def _attribute(batch: Any, name: str) -> Any:
     try:
         return getattr(batch, name, None)
     except LookupError:
-        # Of a mapping whose keys are its attributes too.
+        # A mapping may have its keys as attributes too.
         return None
 
 

@@ -1,7 +1,6 @@
-"""Samplers that split a dataset between processes, and how each of them deals it out.
+"""Samplers that split a dataset between processes, and the way in which each deals it out.
 
-See the NOTE in `shares.py`. A sampler that is not known here is followed as far as it can't matter:
-it must not repeat samples.
+See the NOTE in `shares.py`. An unknown sampler is accepted as long as it repeats no samples.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torch.utils.data import IterableDataset
 from scio_recorder.recording.collect.shares import OWN_WORDS, Share, all_left, noting
 from scio_recorder.tensors.processes import Place, this_process
 
-# What decides, besides the dataset, which indices a sampler gives.
+# Attributes that, besides the dataset, decide the indices that a sampler gives.
 _SETTINGS = (
     "shuffle", "seed", "initial_seed", "epoch", "drop_last",
     "batch_size", "split_batches", "even_batches",
 )  # fmt: skip
-# Where classes are from whose samplers deal as their base class does, or as what they wrap.
+# Packages whose samplers deal like their base class, or like the sampler that they wrap.
 _FAITHFUL = ("torch.utils.data.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 _MOST_WRAPPERS = 8
 _DISPATCHES = (
@@ -48,9 +47,9 @@ def share_of(loader: Any, *, has_ids: bool) -> Share | None:
     Parameters
     ----------
     loader : any
-        What is collected.
+        The loader that is collected.
     has_ids : bool
-        Whether ids are given, by which samples of a stream can be told apart.
+        Whether ids are given, which distinguish samples of a stream.
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None:
@@ -59,7 +58,7 @@ def share_of(loader: Any, *, has_ids: bool) -> Share | None:
     source = getattr(loader, "sampler", None) if source is None else source
     found = _of_accelerate(loader, dataset, source, has_ids=has_ids)
     if found is None and isinstance(dataset, IterableDataset):
-        # Nobody can see whether it splits itself: whoever gives ids says that it does.
+        # A stream does not show whether it splits itself: given ids say that it does.
         found = Share(this_process(), is_even=False) if has_ids else None
     elif found is None:
         found = _of_sampler(source, dataset)
@@ -85,7 +84,7 @@ def _problem_of(loader: Any, place: Place) -> str | None:
 
 
 def _of_sampler(source: Any, dataset: Any) -> Share | None:
-    """Return what a sampler like ``DistributedSampler`` gives, which deals out one by one."""
+    """Return the share of a sampler like ``DistributedSampler``, which deals samples one by one."""
     chain = [source]
     while not _splits(chain[-1]):
         inner = getattr(chain[-1], "batch_sampler", None) or getattr(chain[-1], "sampler", None)
@@ -95,7 +94,7 @@ def _of_sampler(source: Any, dataset: Any) -> Share | None:
     sampler, unknown = chain[-1], _unknown(chain)
     place = Place(sampler.rank, sampler.num_replicas)
     size = len(getattr(sampler, "dataset", dataset))
-    # Without a word about it, a sampler that drops nothing may repeat something.
+    # A sampler that drops nothing may repeat samples, unless it says otherwise.
     is_even = getattr(sampler, "drop_last", False) is True
     total = size - size % place.world_size if is_even else size + 1
     total = getattr(sampler, "total_size", total)
@@ -117,7 +116,7 @@ def _splits(sampler: Any) -> bool:
 
 @dataclass
 class _Dealing:
-    """How Accelerate deals out: whole batches in turn, or a share of each batch."""
+    """The dealing of Accelerate: whole batches in turn, or a share of each batch."""
 
     place: Place
     batch_size: int
@@ -125,20 +124,20 @@ class _Dealing:
 
     @property
     def round(self) -> int:
-        """How many samples come before it is the same process's turn again."""
+        """The number of samples before it is the same process's turn again."""
         return self.batch_size * (1 if self.splits_batches else self.place.world_size)
 
     def first(self, number: int) -> int:
-        """Return the place in the list of the first sample of a batch."""
+        """Return the list index of the first sample of a batch."""
         return number * self.round + self.place.rank * (self.round // self.place.world_size)
 
 
 def _of_accelerate(loader: Any, dataset: Any, source: Any, *, has_ids: bool) -> Share | None:
-    """Return what a loader gives that Accelerate has prepared."""
+    """Return the share of a loader that Accelerate has prepared."""
     library = sys.modules.get("accelerate.data_loader")
     if library is None:
         return None
-    # What they are in truth: loaders of Accelerate claim the class of those that they wrap.
+    # Their true class: loaders of Accelerate claim the class of those that they wrap.
     if issubclass(type(loader), library.DataLoaderDispatcher):
         return Share(this_process(), problem=_DISPATCHES)
     if isinstance(dataset, library.IterableDatasetShard):
@@ -155,9 +154,9 @@ def _of_accelerate(loader: Any, dataset: Any, source: Any, *, has_ids: bool) -> 
 
 
 def _of_batches(loader: Any, source: Any) -> Share:
-    """Return what a ``BatchSamplerShard`` of Accelerate gives."""
+    """Return the share of a ``BatchSamplerShard`` of Accelerate."""
     inner, place = source.batch_sampler, Place(source.process_index, source.num_processes)
-    # Where batches have sizes of their own, they are dealt out, and repeated, whole.
+    # If batches have different sizes, they are dealt out, and repeated, as a whole.
     order: Any = getattr(inner, "sampler", None)
     is_of_batches = source.batch_size is None
     unknown = None if is_of_batches else _unknown([inner])
@@ -182,7 +181,7 @@ def _of_batches(loader: Any, source: Any) -> Share:
 
 
 class _Length:
-    """How long a stream is, known when it has ended."""
+    """The length of a stream, known when it has ended."""
 
     def __init__(self) -> None:
         self.value = sys.maxsize
@@ -193,12 +192,12 @@ class _Length:
         self._number += 1
 
     def end(self) -> None:
-        """Know the length."""
+        """Note that the length is final."""
         self.value = self._number
 
 
 def _of_stream(loader: Any, dataset: Any, *, has_ids: bool) -> Share:
-    """Return what an ``IterableDatasetShard`` of Accelerate gives."""
+    """Return the share of an ``IterableDatasetShard`` of Accelerate."""
     place, problem = Place(dataset.process_index, dataset.num_processes), None
     dealing, length = _Dealing(place, dataset.batch_size, dataset.split_batches), _Length()
     if not has_ids:
@@ -222,7 +221,7 @@ def _settings_of(sampler: Any, size: int) -> dict[str, Any]:
 
 
 def _unknown(samplers: Sequence[Any]) -> str | None:
-    """Say which sampler may order samples, and repeat some, in a way that is not known here."""
+    """Explain which sampler may repeat unknown samples; None if all are known."""
     for one in samplers:
         if not str(type(one).__iter__.__module__).startswith(_FAITHFUL):
             return (

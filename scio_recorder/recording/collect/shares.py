@@ -2,15 +2,15 @@
 
 NOTE [Repeats]
 
-A sampler that splits a dataset gives all processes equally many samples, and repeats some for that.
-It deals out one list, the dataset in some order, and goes on from its beginning where it ends. Each
-kind of sampler has its way of dealing, which tells at which place of the list a batch begins. What
-lies behind the end of the dataset is a repeat, so repeats are the last samples of a process.
-No process has to ask another for that, and no order is computed twice, which would take random
-numbers.
+A sampler that splits a dataset gives all processes equally many samples, and repeats some if
+needed. It deals out one list, the dataset in some order, and continues from its beginning after its
+end. Each kind of sampler has its way of dealing, which determines the place in the list where a
+batch begins. Places behind the end of the dataset are repeats, so repeats are the last samples of a
+process. No process must ask another for that, and no order is computed twice, which would draw
+random numbers.
 
-Which samples a batch has is noted where the loader asks for indices. It may ask ahead of what it
-gives, and it gives batches in the order in which it asked for them.
+The samples of a batch are noted when the loader asks for indices. It may ask ahead, and it gives
+batches in the order in which it asked for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OWN_WORDS = "write sample_ids= and Disk(PATH, rank=, world_size=) to say yoursel
 
 
 def all_left(number: int, before: int) -> int:
-    """Say that no repeats are coming."""
+    """Return that no repeat is coming: a number that no dataset exceeds."""
     return sys.maxsize
 
 
@@ -41,20 +41,20 @@ class Share:
     Parameters
     ----------
     place : Place
-        Which process of how many.
+        The rank of this process, and the number of processes.
     source : any, optional
-        What the loader asks for the indices of batches; None where samples have none.
+        The object that gives the loader the indices of batches; None if samples have none.
     num_left : callable, optional
-        ``number of a batch, samples before it ->`` how many samples there are from its beginning to
-        the first repeat, if no other process had any in between.
+        ``number of a batch, samples before it ->`` the number of samples from its beginning to the
+        first repeat, if other processes had none in between.
     num_repeats : int, default 0
-        How many repeats all processes have together.
+        The number of repeats of all processes together.
     settings : dict, optional
-        What decides who is given what, in which all processes must agree.
+        The settings that decide the shares, in which all processes must agree.
     problem : str, optional
-        Why it can't be known who is given what.
+        Why the shares can't be known.
     is_even : bool, default True
-        Whether all processes are given equally many batches.
+        Whether all processes have equally many batches.
     beginning : callable, optional
         Makes a context in which the loader begins.
     """
@@ -68,7 +68,7 @@ class Share:
     is_even: bool = True
     beginning: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
-    # Of the batch that is under way.
+    # The current batch's.
     _indices: list[Any] | None = None
     _number: int = 0
     _left: int = 0
@@ -79,11 +79,11 @@ class Share:
         return self.source is not None
 
     def through(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and know of each which samples it has."""
+        """Yield the batches of a loader, and note the samples of each."""
         drawn: deque[Any] = deque()
         before = 0
         with noting(self.source, drawn.append), self.beginning():
-            # The loader holds the iterator that notes, from its first batch on.
+            # From its first batch on, the loader holds the iterator that takes the notes.
             iterator = iter(batches)
             batch = next(iterator, _END)
         while batch is not _END:
@@ -101,7 +101,7 @@ class Share:
             batch = next(iterator, _END)
 
     def ids(self, number: int) -> list[Any]:
-        """Return the indices of the batch that is under way, which has so many samples."""
+        """Return the indices of the current batch, which has this many samples."""
         indices = self._indices or []
         if len(indices) != number:
             raise CollectError(
@@ -111,7 +111,7 @@ class Share:
         return indices
 
     def num_own(self, number: int) -> int:
-        """Return how many of so many samples of the batch, the first ones, are no repeats."""
+        """Return the number of samples of the batch, from the first on, that are not repeats."""
         chosen = number if self._indices is None else len(self._indices)
         own = max(0, min(self._left, chosen))
         if own in (0, chosen):
@@ -129,19 +129,19 @@ class Share:
 def noting(
     source: Any, note: Callable[[Any], object], end: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Tell what comes out of iterators over an object that are made inside the block.
+    """Observe the items of iterators over an object that are made inside the block.
 
-    The object itself becomes one of a subclass: loaders are wrapped in other loaders, which all
-    hold it, and none lets it be replaced.
+    The object's class becomes a subclass: loaders are wrapped in other loaders, which all hold the
+    object, and none allows replacing it.
 
     Parameters
     ----------
     source : any
         The object; None for nothing.
     note : callable
-        Is given what comes out, before whoever iterates.
+        Called with each item before the caller of the iterator gets it.
     end : callable, optional
-        Is called when nothing is left.
+        Called when no item is left.
     """
     if source is None:
         yield
@@ -149,7 +149,7 @@ def noting(
     kind = type(source)
 
     def noted(iterator: Any) -> Iterator[Any]:
-        # Not by `for`: what is its own iterator would be asked for another.
+        # Not by `for`, which would ask an object that is its own iterator for another one.
         while (value := next(iterator, _END)) is not _END:
             note(value)
             yield value

@@ -1,4 +1,4 @@
-"""SIGTERM, by which job schedulers end a process: in a collection it acts as Ctrl-C does."""
+"""SIGTERM, by which job schedulers end a process: in a collection it acts like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# The status that shells report of a process that SIGTERM has ended.
+# The status that shells report for a process that SIGTERM has ended.
 TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM leave the block by a `SystemExit`, so that what is at hand is saved.
+    """Let SIGTERM leave the block by a `SystemExit`, so that pending data is saved.
 
-    Without it the process would end at once. A handler of the caller's own stays in charge, and
-    threads other than the main one never see a signal.
+    Otherwise the process would end at once. The caller's own handler stays in charge, and threads
+    other than the main one never see a signal.
 
     Examples
     --------
@@ -41,6 +41,6 @@ def terminable() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # Schedulers may send it again, while what is at hand is saved.
+    # Schedulers may send it again while pending data is being saved.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)

@@ -28,18 +28,17 @@ class Tokens(Rows):
     Parameters
     ----------
     mask : str or callable, optional
-        Which positions are real tokens, ``[batch, positions]``: True, or a number other than zero.
-        By default ``attention_mask``; without one, all positions are real. If a mask is longer,
-        its last columns count.
+        The positions that are real tokens, ``[batch, positions]``: True, or a number other than
+        zero. By default ``attention_mask``; without one, all positions are real. If a mask is
+        longer, its last columns count.
     segments : str or callable, optional
         For packed documents: integers ``[batch, positions]``. Each segment of a row of the batch
         is a sample, in the order in which they begin; negative numbers are padding.
     fields : sequence of str, or mapping from str to str or callable, optional
-        What to keep about each row, ``[batch, positions]``. By default ``input_ids``, if the batch
-        has them.
+        The facts to keep about each row, ``[batch, positions]``. By default ``input_ids``, if the
+        batch has them.
     where : str or callable, optional
-        Which of the real tokens to keep, ``[batch, positions]``. The others still count in
-        ``position``.
+        The real tokens to keep, ``[batch, positions]``. The others still count in ``position``.
 
     Notes
     -----
@@ -75,12 +74,12 @@ class Tokens(Rows):
         Parameters
         ----------
         source : Source
-            The batch, and what the network is given.
+            The batch and the network's inputs.
 
         Returns
         -------
         BatchRows
-            Which tokens are kept, and what they are.
+            The kept tokens, and the facts about them.
         """
         dims = "batch", "positions"
         mask = self._mask(source)
@@ -99,7 +98,7 @@ class Tokens(Rows):
         fields = self._pairs() if self.fields is not None else _default_fields(source, name, shape)
         rows = self._rows(source, dims, shape, owners, number, fields)
         given = source.tensors.get(name)
-        # Scalars in, scalars out; of ids, layers make features.
+        # Scalars give scalars, but layers make features of ids.
         are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
         return replace(
             rows,
@@ -109,7 +108,7 @@ class Tokens(Rows):
         )
 
     def _other_half(self, source: Source, shape: tuple[int, int]) -> str | None:
-        """Return the half of a net that has a sequence of its own, unless its length differs."""
+        """Return the half of a net with a sequence of its own, if the lengths are equal."""
         if not isinstance(self.mask, str) or not _is_pair(source):
             return None
         is_decoder = self.mask.startswith("decoder")
@@ -120,7 +119,7 @@ class Tokens(Rows):
 
     def _mask(self, source: Source) -> Tensor | None:
         if isinstance(self.mask, str) and self.mask in _MASKS_OF_PAIRS and _is_pair(source):
-            # The net takes all for real where it is given none, as by generate.
+            # Without a mask, as in generate, the net treats all positions as real.
             found = source.find_in_all(self.mask)
             return None if found is None else source.tensor("mask", found)
         if self.mask is not None:
@@ -136,12 +135,12 @@ class Tokens(Rows):
         if found is None:
             return None
         if self.segments is not None and getattr(found, "ndim", 2) != 2:
-            # It says who attends to whom, which is what segments are for.
+            # It says who attends to whom, as segments do.
             return None
         return source.tensor("mask", found)
 
     def _sequence(self, source: Source, mask: Tensor | None) -> tuple[str, tuple[int, int]]:
-        """Return the argument that is the sequence of tokens, and its [batch, positions]."""
+        """Return the argument with the sequence of tokens, and its [batch, positions]."""
         names: tuple[str, ...] = _ENCODER
         if isinstance(self.mask, str):
             names = _DECODER if self.mask.startswith("decoder") else _ENCODER
@@ -152,7 +151,8 @@ class Tokens(Rows):
             others = [name for name in source.arguments if "mask" not in name]
             found = dict(list(_shapes(source, others).items())[:1])
             if callable(self.mask) and mask is not None and mask.ndim == 2:
-                # A net makes frames of a sound: whoever says which are real knows how many.
+                # A net divides sound into frames: a caller who marks the real ones knows their
+                # number.
                 longer = {n for n, shape in found.items() if shape[1] > mask.shape[1]}
                 sounds = {n for n in longer if source.tensors[n].is_floating_point()}
                 found = {n: shape for n, shape in found.items() if n not in sounds}
@@ -171,7 +171,7 @@ class Tokens(Rows):
 
 
 def _is_cut(source: Source, name: str, mask: Tensor) -> bool:
-    """Whether a mask is of a batch that is cut on its way to the net, nobody knows where."""
+    """Whether a mask belongs to a batch that is cut, at an unknown place, on its way to the net."""
     own, batch = source.entry(name), source.batch
     if own is None:
         own = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -179,14 +179,14 @@ def _is_cut(source: Source, name: str, mask: Tensor) -> bool:
 
 
 def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return [batch, positions] of the arguments that can be sequences of tokens."""
+    """Return [batch, positions] of each argument that can be a sequence of tokens."""
     given = source.tensors
     found = {name: given[name] for name in names if name in given and given[name].ndim in (2, 3)}
     return {name: (value.shape[0], value.shape[1]) for name, value in found.items()}
 
 
 def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:
-    """Return the ids of the tokens, where there are some."""
+    """Return the name of the tokens' ids, if the batch has them."""
     wanted = "decoder_input_ids" if name in _DECODER else "input_ids"
     found = source.find(wanted)
     is_fitting = isinstance(found, Tensor) and tuple(found.shape) == shape
@@ -201,7 +201,7 @@ def _is_pair(source: Source) -> bool:
 
 
 def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
-    """Return the sample of each line, -1 for padding, and how many samples there are."""
+    """Return the sample of each line, -1 for padding, and the number of samples."""
     if tuple(segments.shape) != shape or segments.is_floating_point() or segments.is_complex():
         raise CollectError(
             f"segments of rows= are {segments.dtype} of shape {tuple(segments.shape)} in batch "
