@@ -101,9 +101,11 @@ def serve(dice: random.Random) -> int:
     ours, theirs = os.pipe()
 
     def work() -> None:
-        with object_store(Traffic(at_random(dice, 0.02))) as url:
-            # No other process is at work yet.
+        traffic = Traffic()
+        with object_store(traffic) as url:
+            # Nothing tries this request again.
             by_hand(url, "PUT", "/bucket")
+            traffic.fate = at_random(dice, 0.02)
             os.write(theirs, url.encode())
             time.sleep(1e6)
 
@@ -115,6 +117,8 @@ def serve(dice: random.Random) -> int:
             setattr(claims, name, getattr(leases, name))
     claims._LATE /= 50
     requests._FIRST_PAUSE /= 50
+    # As long as a lease: whoever meets silence loses what it holds.
+    requests._SECONDS = 1
     return child
 
 
