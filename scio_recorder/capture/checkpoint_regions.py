@@ -34,7 +34,7 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.gradients import Gradients
+    from scio_recorder.capture.gradients import Gradients, Place
     from scio_recorder.capture.program import Program
     from scio_recorder.layer import DepthIdx
 
@@ -143,25 +143,26 @@ class Marks:
 class _Mark:
     """One region of one pass."""
 
-    __slots__ = ("counts", "positions", "rerun", "root", "task")
+    __slots__ = ("counts", "events", "rerun", "root", "task")
 
     def __init__(self, rerun: Rerun, root: int | None = None) -> None:
         self.rerun = rerun
-        self.positions: list[int] = []
+        # The position of each event, and the number of its call where several are at one position.
+        self.events: list[tuple[int, int]] = []
         # The backward pass in which the mark was made, if any: checkpointing in a re-run region.
         self.root = root
         self.task = -1
         self.counts: dict[tuple[int, bool], int] = {}
 
-    def next_position(self, index: int, *, starts: bool = False) -> int | None:
-        """Return the position of the next call of a module in this re-run, by starts or returns."""
+    def next_event(self, index: int, *, starts: bool = False) -> tuple[int, int] | None:
+        """Return the event of the next call of a module in this re-run, by starts or returns."""
         task = private.backward_pass()
         if task != self.task:
             self.task, self.counts = task, {}
         count = self.counts.get((index, starts), 0)
         self.counts[index, starts] = count + 1
         own = self.rerun.positions[index]
-        found = [position for position in self.positions if position in own]
+        found = [event for event in self.events if event[0] in own]
         return found[count] if count < len(found) else None
 
 
@@ -185,7 +186,7 @@ class Rerun:
         self._program = weakref.ref(program)
         self._gradients = None if gradients is None else weakref.ref(gradients)
 
-    def note(self, position: int) -> None:
+    def note(self, position: int, number: int) -> None:
         """Mark the regions around an event of the first run."""
         owner = self._owner()
         assert owner is not None, "the hooks that bring events hold it"
@@ -193,13 +194,14 @@ class Rerun:
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))
-            mark.positions.append(position)
+            mark.events.append((position, number))
 
-    def again(self, label: DepthIdx, output: Any, task: int) -> Any:
+    def again(self, place: Place, output: Any, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
-            gradients.attach(label, *flatten(output), task)
+            gradients.attach(place, *flatten(output), task)
+        label, _ = place
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
 
@@ -217,18 +219,18 @@ class Reruns(Marks):
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""
-        mark, label, _ = self._next_event(index, starts=True)
-        return None if mark is None else mark.rerun.inputs_again(label, args, kwargs)
+        mark, place, _ = self._next_event(index, starts=True)
+        return None if mark is None else mark.rerun.inputs_again(place[0], args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None leaves it as it is."""
-        mark, label, task = self._next_event(index)
-        return None if mark is None else mark.rerun.again(label, output, task)
+        mark, place, task = self._next_event(index)
+        return None if mark is None else mark.rerun.again(place, output, task)
 
     def _next_event(self, index: int, *, starts: bool = False) -> tuple[Any, Any, int]:
         """Return the mark of the nearest re-run region, and the event that comes next in it.
 
-        The event is the label of a call, and the backward pass that it belongs to.
+        The event is the place of a call, and the backward pass that it belongs to.
         """
         inner: list[Any] = []
         for region in regions() if self else ():
@@ -236,12 +238,14 @@ class Reruns(Marks):
             if mark is None:
                 inner.append(region.kept)
                 continue
-            position = mark.next_position(index, starts=starts)
-            label = None if position is None else mark.rerun.labels[position]
+            event = mark.next_event(index, starts=starts)
+            label = None if event is None else mark.rerun.labels[event[0]]
             task = private.backward_pass() if mark.root is None else mark.root
-            for around in inner if label is not None and not starts else ():
+            if event is None or label is None:
+                return None, None, task
+            for around in () if starts else inner:
                 # Checkpointing inside a checkpointed region: its own re-run comes later.
                 own = self.on(around) or self.put(around, _Mark(mark.rerun, task))
-                own.positions.append(position)
-            return (None if label is None else mark), label, task
+                own.events.append(event)
+            return mark, (label, event[1]), task
         return None, None, -1

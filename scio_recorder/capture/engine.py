@@ -247,8 +247,7 @@ class Capture:
     def _expect_rerun(self, current: Pass) -> None:
         wanted = self.program.options.gradients
         if wanted:
-            accumulates = wanted == "accumulate"
-            current.gradients = Gradients(self.gradient_hooks, accumulates=accumulates)
+            current.gradients = Gradients(self.gradient_hooks, self.program.options)
         if wanted or current.posts:
             current.rerun = Rerun(
                 self.program,

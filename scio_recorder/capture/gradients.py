@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.program import Options
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
@@ -22,6 +23,8 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
+# A layer, and the number of its call in the pass where a label stands for any number of calls.
+Place: TypeAlias = tuple[DepthIdx, int]
 
 
 class Gradients:
@@ -32,11 +35,9 @@ class Gradients:
     graph.
     """
 
-    def __init__(
-        self, hooks: weakref.ref[GradientHooks] | None = None, *, accumulates: bool = False
-    ) -> None:
-        self._delivery = _Delivery(hooks, weakref.ref(self))
-        self._accumulates = accumulates
+    def __init__(self, hooks: weakref.ref[GradientHooks] | None, options: Options) -> None:
+        self._delivery = _Delivery(hooks, weakref.ref(self), options.calls == "labelled")
+        self._accumulates = options.gradients == "accumulate"
         self._arrived: list[_Arrived] = []
         # Hooks on parameters and inputs, which outlive the pass and its graph.
         self._lasting: list[RemovableHandle] = []
@@ -46,20 +47,20 @@ class Gradients:
             handle.remove()
 
     def attach(
-        self, label: DepthIdx, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
+        self, place: Place, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
     ) -> None:
-        """Listen to the gradients of a layer's output, before anything can change it.
+        """Listen to the gradients of a call's output, before anything can change it.
 
         ``task`` is the backward pass that they belong to, if another one brings them: reentrant
         checkpointing runs backward passes inside the backward pass.
         """
         delivery = self._delivery
-        delivery.templates[label] = len(tensors), rebuild
+        delivery.templates[place] = len(tensors), rebuild
         if task is not None and task == private.backward_pass():
             delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                listener = partial(delivery.receive, label, index, task)
+                listener = partial(delivery.receive, place, index, task)
                 handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
                 if tensor.is_leaf:
                     self._lasting.append(handle)
@@ -70,27 +71,25 @@ class Gradients:
 
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that received none is absent."""
-        entries = {}
-        # In the order in which the layers returned.
-        for label, (count, rebuild) in self._delivery.templates.items():
-            if not any(label in arrived.layers for arrived in self._arrived):
-                continue
-            passes = [arrived.layers.get(label) or [None] * count for arrived in self._arrived]
+        delivery, calls = self._delivery, {}
+        for place, (count, rebuild) in delivery.templates.items():
+            passes = [arrived.calls.get(place) or [None] * count for arrived in self._arrived]
             sums = [
                 Recorded([part for part in parts if part], _sum)
                 for parts in zip(*passes, strict=True)
             ]
-            entries[label] = Recorded(sums, rebuild)
+            calls[place] = Recorded(sums, rebuild)
+        entries = delivery.by_layer(calls, self._arrived, lambda every: Recorded(every, tuple))
         return Records(architecture, entries, "gradient")
 
 
 class _Arrived:
     """The gradients of one backward pass through one forward pass that have come so far."""
 
-    __slots__ = ("__weakref__", "layers")
+    __slots__ = ("__weakref__", "calls")
 
     def __init__(self) -> None:
-        self.layers: dict[DepthIdx, list[Held | None]] = {}
+        self.calls: dict[Place, list[Held | None]] = {}
 
 
 class _Delivery:
@@ -102,12 +101,33 @@ class _Delivery:
     """
 
     def __init__(
-        self, hooks: weakref.ref[GradientHooks] | None, owner: weakref.ref[Gradients]
+        self,
+        hooks: weakref.ref[GradientHooks] | None,
+        owner: weakref.ref[Gradients],
+        counts_calls: bool,
     ) -> None:
         self._hooks = hooks
         self._owner = owner
+        self._counts_calls = counts_calls
         self._arrived: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
-        self.templates: dict[DepthIdx, tuple[int, Rebuild]] = {}
+        # In the order in which calls returned.
+        self.templates: dict[Place, tuple[int, Rebuild]] = {}
+
+    def by_layer(
+        self,
+        values: Mapping[Place, Any],
+        arrived: Sequence[_Arrived],
+        join: Callable[[list[Any]], Any],
+    ) -> dict[DepthIdx, Any]:
+        """Return the value of the only call of each layer that was reached, or all joined."""
+        reached = {label for one in arrived for label, _ in one.calls}
+        found: dict[DepthIdx, list[Any]] = {}
+        for label, number in self.templates:
+            if label in reached:
+                found.setdefault(label, []).append(values[label, number])
+        return {
+            label: calls[0] if self._counts_calls else join(calls) for label, calls in found.items()
+        }
 
     def expect(self, task: int) -> _Arrived:
         """Return the gradients that have come in a backward pass."""
@@ -115,39 +135,30 @@ class _Delivery:
         if arrived is None:
             arrived = self._arrived[task] = _Arrived()
             if self._hooks is not None and self._hooks():
-                private.call_at_end_of_backward(
-                    partial(_deliver, self._hooks, arrived, self.templates)
-                )
+                private.call_at_end_of_backward(partial(self._deliver, arrived))
         return arrived
 
-    def receive(
-        self, label: DepthIdx, index: int, task: int | None, gradient: Tensor | None
-    ) -> None:
+    def receive(self, place: Place, index: int, task: int | None, gradient: Tensor | None) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""
         if gradient is None:
             # Another output of the same node got one.
             return
         arrived = self.expect(private.backward_pass() if task is None else task)
         owner = self._owner()
-        if owner is not None and not arrived.layers:
+        if owner is not None and not arrived.calls:
             owner.begin(arrived)
-        count, _ = self.templates[label]
-        arrived.layers.setdefault(label, [None] * count)[index] = Held(gradient)
+        count, _ = self.templates[place]
+        arrived.calls.setdefault(place, [None] * count)[index] = Held(gradient)
+
+    def _deliver(self, arrived: _Arrived) -> None:
+        hooks = self._hooks and self._hooks()
+        for hook in list((hooks or {}).values()) if arrived.calls else ():
+            values = {}
+            for place, (count, rebuild) in self.templates.items():
+                parts = arrived.calls.get(place) or [None] * count
+                values[place] = rebuild([None if part is None else part.peek() for part in parts])
+            hook(self.by_layer(values, [arrived], tuple))
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
     return functools.reduce(operator.add, gradients) if gradients else None
-
-
-def _deliver(
-    hooks: weakref.ref[GradientHooks],
-    arrived: _Arrived,
-    templates: Mapping[DepthIdx, tuple[int, Rebuild]],
-) -> None:
-    for hook in list((hooks() or {}).values()) if arrived.layers else ():
-        layers = {}
-        for label, (_, rebuild) in templates.items():
-            parts = arrived.layers.get(label)
-            if parts is not None:
-                layers[label] = rebuild([None if part is None else part.peek() for part in parts])
-        hook(layers)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
-from scio_recorder.capture.gradients import Gradients
+from scio_recorder.capture.gradients import Gradients, Place
 from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
 from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
 from scio_recorder.capture.program import Program, Sink
@@ -95,19 +95,21 @@ class Pass:
         self._is_bare = False
         positions, count = self.program.positions[index], self._counts.get(index, 0)
         self._counts[index] = count + 1
+        number = 0
         if not self.program.counts_calls:
-            count = 0
+            # All calls are at one position.
+            count, number = 0, count
         label = None
         if count < len(positions):
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
-                self.rerun.note(positions[count])
+                self.rerun.note(positions[count], number)
             self._assign_inputs(index, args, positions[count], label)
         if label is None:
             self.log += index, NOTHING, 0
             return None
         handed = self.posts.after(label, output, self.program.architecture[label])
-        self.log += index, self._keep(positions[count], label, output, handed), 0
+        self.log += index, self._keep(positions[count], (label, number), output, handed), 0
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
@@ -165,7 +167,8 @@ class Pass:
         self.gradients = None
         self.rerun = None
 
-    def _keep(self, position: int, label: DepthIdx, output: Any, handed: Any) -> Any:
+    def _keep(self, position: int, place: Place, output: Any, handed: Any) -> Any:
+        label, _ = place
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
         options = self.program.options
@@ -182,7 +185,7 @@ class Pass:
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
-            self.gradients.attach(label, places, rebuild)
+            self.gradients.attach(place, places, rebuild)
         return kept
 
     def finish(self) -> tuple[Records, Records | None]:

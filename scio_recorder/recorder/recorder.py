@@ -140,7 +140,8 @@ class Recorder(
         calls : {"labelled", "any"}
             "any" is for nets in which the number of calls of a module changes from pass to pass,
             such as mixtures of experts. The record of a name is then the tuple of the outputs of
-            its calls in the pass, in order; it is empty if there was no call. No number of calls
+            its calls in the pass, in order; it is empty if there was no call. Its gradient is
+            the tuple of their gradients, None for a call that got none. No number of calls
             raises :class:`~scio_recorder.errors.FlowError`. Modules that did not run at labelling
             can be chosen too.
 
@@ -162,11 +163,6 @@ class Recorder(
             raise SelectorTypeError(f'gradients={gradients!r}: write True, False or "accumulate"')
         if calls not in ("labelled", "any"):
             raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
-        if calls == "any" and gradients:
-            raise SelectorTypeError(
-                'gradients= is for labelled calls: with calls="any", differentiate with respect to '
-                "the tensors in activations: torch.autograd.grad(loss, rnet.activations[name])"
-            )
         choose = select if calls == "labelled" else select_modules
         recording = choose(self.architecture, selectors)
         options = Options(bool(inputs), gradients, copy, bool(offload), calls)

@@ -106,6 +106,50 @@ def test_each_call_is_on_the_graph():
             assert torch.allclose(gradient, is_open * net.head.weight.sum(0), atol=1e-6)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_are_tuples_too(inplace):
+    net = Experts(inplace)
+    rnet = recorder(net, "experts.*", "act", gradients=True)
+    told: list[Any] = []
+    rnet.on_gradients(lambda gradients: told.append(gradients))
+    for route in ROUTES:
+        x = torch.randn(len(route), WIDTH)
+        rnet(x, route)[0, 0].backward()
+        # Nothing but the first row has a gradient of other than zeros.
+        weight = net.head.weight[0]
+        is_open = (net.experts[route[0]](x[0]) > 0).float()
+        expected: dict[str, list[Tensor]] = {name: [] for name in by_hand(net, x, route)}
+        for row, at in enumerate(route):
+            expected["act"].append(weight * (row == 0))
+            expected[f"experts.{at}"].append(is_open * weight * (row == 0))
+        for name in ("act", "experts.0", "experts.1", "experts.2"):
+            # No call, no gradient.
+            assert (name in rnet.gradients) == bool(expected[name])
+            pairs = zip(rnet.gradients.get(name, ()), expected[name], strict=True)
+            assert all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)
+        assert list(told[-1]) == list(rnet.gradients)
+        for label, calls in told[-1].items():
+            assert all(map(torch.equal, calls, rnet.gradients[label]))
+
+
+def test_gradients_of_calls_that_got_none():
+    net = Experts()
+    rnet = recorder(net, "experts.*", gradients="accumulate")
+    out = rnet(torch.randn(3, WIDTH), [0, 1, 0])
+    first, second = rnet.activations["experts.0"]
+    for _ in range(2):
+        (3 * second).sum().backward(retain_graph=True)
+    assert "experts.1" not in rnet.gradients
+    one, other = rnet.gradients["experts.0"]
+    assert one is None
+    assert torch.equal(other, torch.full((WIDTH,), 6.0))
+    (first.sum() + out.sum() * 0).backward()
+    one, other = rnet.gradients["experts.0"]
+    assert torch.equal(one, torch.ones(WIDTH))
+    assert torch.equal(other, torch.full((WIDTH,), 6.0))
+    assert torch.equal(rnet.gradients["experts.1"][0], torch.zeros(WIDTH))
+
+
 def test_labelled_calls_still_raise():
     rnet = recorder(Experts(), "act")
     rnet(torch.ones(3, WIDTH), [0, 1, 2])
@@ -182,6 +226,23 @@ def test_checkpointed_calls_are_changed_again(reentrant):
             found[-1] = (x.grad, *(p.grad for p in net.parameters()))
         assert len(rnet.activations["cell"]) == 3
     assert all(map(torch.equal, found[0], found[1]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_of_checkpointed_calls(reentrant):
+    net = Checkpointed()
+    rnet = Recorder(net, input_data=(torch.ones(2, WIDTH), 1, None), force_static_flow=False)
+    rnet.record("cell", calls="any", gradients=True)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    for times in (3, 1, 4):
+        y, calls = x, []
+        for _ in range(times):
+            calls.append(net.cell(y))
+            y = calls[-1].tanh()
+        expected = torch.autograd.grad(y[0].sum(), calls)
+        rnet(x, times, reentrant)[0].sum().backward()
+        assert all(map(torch.equal, rnet.gradients["cell"], expected))
+        assert len(rnet.gradients["cell"]) == times
 
 
 def test_compiled():
