@@ -251,8 +251,7 @@ class _TensorState:
             # `net.to(device)` swaps the memory under a parameter.
             if not self._tensor.is_inference():
                 self._tensor.data = self._data
-            # Whatever the version counter says: batch norm writes its statistics without a new
-            # version.
+            # Batch norm writes its statistics without a new version.
             self._data.copy_(self._values)
         if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
             self._tensor.requires_grad_(self._requires_grad)
