@@ -209,16 +209,22 @@ class _Column:
 
         Rows that may share a block are one job: two threads would both verify the block.
         """
-        near = BLOCK_BYTES // max(1, self._row_bytes)
         slots = accumulate(map(len, pieces), initial=0)
         placed = sorted(zip(pieces, slots, strict=False), key=lambda pair: pair[0].start)
         job: list[tuple[range, int]] = []
         for piece, slot in placed:
-            if job and piece.start - job[-1][0].stop > near:
+            if job and self._block_of(piece[0]) > self._block_of(job[-1][0][-1], at_end=True):
                 yield partial(self._read, job)
                 job = []
             job.append((piece, slot))
         yield partial(self._read, job)
+
+    def _block_of(self, row: int, *, at_end: bool = False) -> tuple[int, int]:
+        """Return the numbers of the chunk and of the block in which a row begins, or ends."""
+        starts = self._samples.reader.starts
+        chunk = bisect_right(starts, row) - 1
+        byte = (row - starts[chunk] + at_end) * self._row_bytes - at_end
+        return chunk, byte // BLOCK_BYTES
 
     def _read(self, job: Sequence[tuple[range, int]]) -> None:
         size, read = self._row_bytes, self._samples.reader.read_into
