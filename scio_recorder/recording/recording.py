@@ -266,7 +266,7 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
 
 
 def _states(reader: RunReader) -> list[Any]:
-    """Return the last state of each rank; of equal ones, which are common, one is read."""
+    """Return the last state of each rank; of equal ones, which are common, one is unpacked."""
     states: list[Any] = []
     last: Packed | None = None
     for state in map(reader.read_state, range(reader.world_size)):

@@ -91,18 +91,18 @@ class Alive(RowReduction):
         super().__init__(feature_dim, by=by, bounds=given)
 
     def _add(self, samples: Tensor) -> None:
-        # Units where they are: to move them last would copy everything.
+        # Units stay in their dimension: moving it to the end would copy everything.
         dim = self._feature_dim
         values = samples.flatten(1) if dim is None else samples.movedim(dim, 1)
         rows = len(values) * values.shape[2:].numel()
         if not rows:
             return
-        # What is left by the first dimension is small; to go through all of them at once is slow
-        # where the last ones are short.
+        # After reducing the first dimension little is left; reducing all dimensions at once is slow
+        # if the last ones are short.
         others = [0, *range(2, values.ndim)]
         low = values.amin(0, keepdim=True).amin(others)
         high = values.amax(0, keepdim=True).amax(others)
-        # Of booleans there is a smallest one, and no absolute value.
+        # Booleans have a smallest value, but no absolute values.
         low, high = low.to(self._dtype), high.to(self._dtype)
         active = (values > 0).sum(0, keepdim=True).sum(others)
         at_bound = torch.zeros_like(low, dtype=torch.int64)
@@ -139,12 +139,12 @@ class Alive(RowReduction):
 
 
 def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
-    """Return which units had only one value, from their extremes; none after a single value.
+    """Return the units that had only one value, from their extremes; none after a single value.
 
     Parameters
     ----------
     count : int
-        How many values of each unit were seen.
+        The number of values of each unit.
     low, high : Tensor
         The smallest and the largest, [units].
     """
@@ -163,9 +163,9 @@ def unit_dimension(type_name: str, ndim: int) -> int:
     type_name : str
         Name of the module's class.
     ndim : int
-        How many dimensions its activations have.
+        The number of dimensions of its activations.
     """
-    # LayerNorm2d of many vision models takes [samples, channels, height, width].
+    # The LayerNorm2d of many vision models takes [samples, channels, height, width].
     if type_name.endswith(("1d", "2d", "3d")):
         return min(1, ndim - 1)
     if type_name.startswith(("Linear", "LayerNorm", "RMSNorm", "Embedding")):
@@ -179,7 +179,7 @@ def with_units(samples: Tensor, dimension: int | None) -> Tensor:
 
 
 def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return which values lie at a bound, up to 1 % of the range, [...], bool.
+    """Return the values that lie at a bound, up to 1 % of the range, [...], bool.
 
     A missing bound counts as zero for the range.
 

@@ -16,7 +16,8 @@ from scio_recorder.errors import CollectError
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
 
-# float32 represents every value of these types; of anything wider float64 does, or nearly.
+# float32 represents every value of these types; float64 represents, at least nearly, those of wider
+# ones.
 _FITS_FLOAT32 = {
     torch.float32,
     torch.float16,
@@ -178,7 +179,7 @@ def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tupl
 
 
 def float32_products_are_exact(device: torch.device) -> bool:
-    """Tell whether matrix products of float32 tensors keep float32's precision here.
+    """Return whether matrix products of float32 tensors keep float32's precision here.
 
     Users may allow TensorFloat32 or bfloat16 inside products. That is fine for a network, but
     ruins a covariance.
@@ -198,7 +199,7 @@ def undisturbed(device_type: str) -> Iterator[None]:
     multiply matrices in half precision.
     """
     with contextlib.ExitStack() as stack:
-        # Every layer of every batch comes by, mostly with no mode set.
+        # Every layer of every batch passes here, mostly with no mode set.
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_grad_enabled():
@@ -239,7 +240,8 @@ def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> l
 def _plain(value: Any) -> Label:
     item = value.item() if hasattr(value, "item") else value
     for kind in (bool, int, float, str):
-        # Subclasses (numpy.str_, IntEnum) become the plain type; nan, unequal to itself, no key.
+        # Subclasses (numpy.str_, IntEnum) become the plain type; nan can't be a key, since it is
+        # unequal to itself.
         if isinstance(item, kind) and item == item:
             return kind(item)
     raise CollectError(

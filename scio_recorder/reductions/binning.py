@@ -2,11 +2,11 @@
 
 NOTE [Bins by arithmetic]
 
-Where a value falls is computed: to search for it among the edges takes several times as long. But
-what is computed is rounded, so a value right beside an edge may get to the wrong side. It never
-falls while values rise. So it is right for all values of a dtype if it is right for two of each
-edge, the nearest below and the nearest above. These are tried once. Beside the few edges where one
-of them is wrong, values are searched for. Counts are those of the search.
+The bin of a value is computed, since a search among the edges takes several times as long. But the
+computed bin is rounded, so a value right beside an edge may get to the wrong side. The bin never
+falls while values rise. So it is right for all values of a dtype if it is right for two at each
+edge, the nearest below and the nearest above. These are tried once. Beside the few edges at which
+one of them is wrong, values are searched for. So counts are those of a search.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 # Rounding moves no value further than this share of the larger end of the range.
 _SLACK = 2.0**-48
-# Where more edges are doubtful, all values are searched for.
+# If more edges are doubtful, all values are searched for.
 _MOST_DOUBTFUL = 4
-# Bins of a range that is not known yet; how many times as wide as what is known of it; and how many
-# of them at least make one bin in the end.
+# The number of fine bins over a range that is not known yet; the factor by which they exceed its
+# known part; and the least number of them that make one final bin.
 _FINE, _WIDER, _LEAST = 1 << 15, 4.0, 16
 
 
@@ -32,9 +32,9 @@ class Bins:
     Parameters
     ----------
     low, high : float
-        Where the first begins and the last ends.
+        The lower end of the first and the upper end of the last.
     count : int
-        How many there are.
+        The number of bins.
 
     Examples
     --------
@@ -44,18 +44,18 @@ class Bins:
 
     def __init__(self, low: float, high: float, count: int) -> None:
         self._count = count
-        # A range may be wider than the largest number.
+        # A range may be wider than the largest float.
         scale = 1.0 if math.isfinite(high - low) else 2.0
         self.edges = torch.from_numpy(np.linspace(low / scale, high / scale, count + 1) * scale)
         self._slack = _SLACK * max(abs(low), abs(high))
-        # Bins may be narrower than float64 can tell apart.
+        # Bins may be narrower than float64 resolves.
         self._are_apart = bool((self.edges.diff() > 4 * self._slack).all())
         self._per_bin = count / (high - low)
         self._shift = 1.0 - low * self._per_bin
         self._doubtful: dict[torch.dtype, list[tuple[float, float]] | None] = {}
 
     def tally(self, values: Tensor) -> Tensor:
-        """Return how many values [n] lie below, in each bin and above, [bins + 2]; no NaNs."""
+        """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
         if values.dtype != torch.float32:
             values = values.to(
                 torch.float32 if is_exact_in_float32(values.dtype) else torch.float64
@@ -77,12 +77,12 @@ class Bins:
         return tally
 
     def joined(self, tally: Tensor, low: float, high: float) -> tuple[Tensor, float, float] | None:
-        """Return a tally of a range that is known now, and the range; None where that can't be."""
+        """Return a tally over a range that is known now, and the range; None if impossible."""
         is_own = (low, high) == (float(self.edges[0]), float(self.edges[-1]))
         return (tally, low, high) if is_own else None
 
     def _counted(self, places: Tensor) -> Tensor:
-        # NaNs are counted behind the rest, and left out there: nothing waits for an accelerator.
+        # NaNs are counted behind the rest and left out there, so nothing waits for an accelerator.
         return torch.bincount(places, minlength=self._count + 3)[:-1]
 
     def _computed(self, values: Tensor) -> Tensor:
@@ -113,16 +113,16 @@ class Bins:
 
 
 class FineBins(Bins):
-    """Many bins over a range that is guessed, to be joined to fewer once it is known.
+    """Many bins over a guessed range, which are joined to fewer once the range is known.
 
     Their edges are multiples of their width, which is a power of two.
 
     Parameters
     ----------
     low, high : float
-        What is known of the range: the bins reach further.
+        The known part of the range; the bins reach further.
     count : int
-        How many bins there are to be in the end.
+        The final number of bins.
 
     Examples
     --------
@@ -143,19 +143,19 @@ class FineBins(Bins):
         super().__init__(low, high, _FINE)
 
     def _computed(self, values: Tensor) -> Tensor:
-        # Powers of two and whole numbers lose nothing in float32, which is twice as fast.
+        # Powers of two and whole numbers are exact in float32, which is twice as fast.
         values = values if self._fits_float32 else values.double()
         places = (values * (1 / self._width)).floor_().add_(1 - self._first)
         return places.clamp_(0, _FINE + 1).nan_to_num_(nan=_FINE + 2).int()
 
     def joined(self, tally: Tensor, low: float, high: float) -> tuple[Tensor, float, float] | None:
-        """Return a tally of bins that hold a range and little more, and where they end."""
+        """Return a tally of bins over a range and little more, and their ends."""
         begin, last = (math.floor(edge / self._width) - self._first for edge in (low, high))
         size = -(-(last + 1 - begin) // self._joined_count)
         end = begin + size * self._joined_count
         if begin < 0 or end > _FINE or size < _LEAST:
             return None
-        # In front of the counts is what lies below all of them.
+        # The first count is that of values below all bins.
         below, inside, above = tally.tensor_split((begin + 1, end + 1))
         counts = inside.view(self._joined_count, size).sum(1)
         ends = below.sum().view(1), above.sum().view(1)

@@ -17,10 +17,10 @@ from scio_recorder.reductions.base import (
 )
 from scio_recorder.reductions.samples import RowReduction
 
-# So many rows are multiplied at once: enough that the work for each block is cheap beside the
-# product, few enough that the block stays in the cache.
+# The number of rows multiplied at once: enough that the overhead of a block is small, few enough
+# that the block stays in the cache.
 _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
-# Below so many features a product costs little.
+# Below this number of features a product costs little.
 _NARROW = 64
 
 
@@ -160,7 +160,7 @@ class Covariance(RowReduction):
         super().__init__(feature_dim, by=by)
 
     def reset(self) -> None:
-        """Forget all that was seen."""
+        """Forget all data."""
         super().reset()
         self._waiting: list[Tensor] = []
 
@@ -203,7 +203,7 @@ class Covariance(RowReduction):
         return torch.tensor(codes)
 
     def _settle(self) -> None:
-        """Bring the rows that wait in the buffer into the state."""
+        """Add the rows that wait in the buffer to the state."""
         if self._buffer is None or not self._used or self._shift is None:
             return
         rows = self._buffer[: self._used]
@@ -274,14 +274,14 @@ def _add_product(total: Tensor, rows: Tensor) -> None:
     """
     width = rows.shape[1]
     if len(rows) == 1:
-        # For one row, strips cost more than the redundant half.
+        # For a single row, strips cost more than the redundant half.
         total.addmm_(rows.double().T, rows.double())
         return
-    # Few features make the product a small part of the work: float64 costs little there, and
-    # bears with single values that dwarf all others.
+    # With few features the product is a small part of the work: float64 costs little there, and
+    # tolerates single values that dwarf all others.
     if width < _NARROW or not float32_products_are_exact(rows.device):
         rows = rows.double()
-    # Narrow strips save the most; an accelerator needs wide ones to be busy.
+    # Narrow strips save the most; an accelerator needs wide ones to be fully used.
     strip = max(16, min(128, width // 4)) if rows.device.type == "cpu" else 1024
     # The last strip takes the rest: products of a few columns are slower and less precise.
     for start in range(0, max(1, width - strip + 1), strip):

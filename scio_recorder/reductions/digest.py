@@ -1,4 +1,4 @@
-"""A few bytes for each sample that tell whether it is the same, bit for bit, in another run."""
+"""A few bytes for each sample that show whether it is the same, bit for bit, in another run."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Digest(SampleReduction):
     _digests: list[Tensor]
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # nothing is combined, so any shape may follow any other
+        return ()  # samples are not combined, so any shape may follow any other
 
     def _device(self) -> None:
         # Digests stay in host memory, wherever the samples are.
         return None
 
     def _add(self, samples: Tensor) -> None:
-        # Until the first samples there is no state.
+        # Before the first samples there is no state.
         self._digests = self._digests or []
         self._digests.append(sample_digests(samples))
 

@@ -44,7 +44,7 @@ class Last(SampleReduction):
     _value: Tensor
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # nothing is combined, so any shape may follow any other
+        return ()  # samples are not combined, so any shape may follow any other
 
     def _add(self, samples: Tensor) -> None:
         self._value = samples.clone()
@@ -103,14 +103,14 @@ class Fold(SampleReduction):
         super().__init__(by=by)
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # what fits together is for the function to say
+        return ()  # the function decides which shapes fit together
 
     def _add(self, samples: Tensor) -> None:
         self._accumulator = self._fn(self._accumulator, samples.clone())
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why folds of different data can't be merged, None where they can."""
+        """Why folds of different data can't be merged; None if they can."""
         if self._merge is not None:
             return None
         return (
@@ -128,7 +128,7 @@ class Fold(SampleReduction):
 
     @classmethod
     def from_recipe(cls, **options: Any) -> Self:
-        """Return a fold to read a state with, which can't take in more."""
+        """Return a fold that can read a state, but can't add data."""
         return super().from_recipe(fn=cannot_go_on, **options)
 
     def _state(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Fold(SampleReduction):
         self._accumulator = _decode(state["_accumulator"])
 
     def _place(self, device: torch.device) -> None:
-        pass  # on which device an accumulator lies is for the function to say
+        pass  # the function decides the device of an accumulator
 
     def _device(self) -> torch.device | None:
         return None

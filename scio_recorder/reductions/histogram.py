@@ -19,14 +19,14 @@ _PORTION = 2**18
 
 
 class HistogramResult(NamedTuple):
-    """Counts [bins] (int64), edges [bins + 1] (float64), and how many lay outside the range.
+    """Counts [bins] (int64), edges [bins + 1] (float64), and the numbers of values outside.
 
     Attributes
     ----------
     counts : Tensor
         Values in each bin, [bins], int64.
     edges : Tensor
-        Where bins begin and end, [bins + 1], float64.
+        The edges of bins, [bins + 1], float64.
     below : int
         Values under the first edge.
     above : int
@@ -113,7 +113,7 @@ class Histogram(SampleReduction):
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why histograms of different data can't be merged, None where they can."""
+        """Why histograms of different data can't be merged; None if they can."""
         if self._range is not None:
             return None
         return f"{self!r} takes its range from the first batch that it sees; give range=(low, high)"
@@ -150,9 +150,9 @@ def _finite_range(samples: Tensor) -> tuple[float, float]:
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
-    """Return a range that is not empty: half more on each side as NumPy has it, if need be."""
+    """Return a nonempty range: like NumPy, widen an empty one by a half on each side."""
     if low < high:
         return low, high
-    # More where float64 would not resolve a half.
+    # More if float64 would not resolve a half.
     half = max(0.5, abs(low) * 2**-20)
     return low - half, high + half

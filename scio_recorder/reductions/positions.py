@@ -132,7 +132,7 @@ class Mean(SampleReduction):
         return (self._sum / self._count).to(self._dtype)
 
     def overall(self, result: Any) -> dict[str, float]:
-        """Return the mean of all values; for complex values it says nothing of their magnitudes.
+        """Return the mean of all values; none for complex values, whose magnitudes it doesn't show.
 
         Parameters
         ----------

@@ -78,7 +78,7 @@ class Quantiles(RowReduction):
         super().__init__(feature_dim, by=by, q=self._q)
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        # All values together are alike, whatever the shape that they come in.
+        # Without a feature dimension, values of any shape count alike.
         return () if self._feature_dim is None else super()._sample_shape(samples)
 
     def _accept(self, samples: Tensor) -> None:
@@ -135,7 +135,7 @@ class Quantiles(RowReduction):
             self._add_rows(other._waiting)
 
     def _settle(self) -> None:
-        """Bring the rows that wait in the buffer into the state, as they are."""
+        """Add the raw rows that wait in the buffer to the state."""
         if self._buffer is not None and self._used:
             self._waiting = self._buffer[: self._used].clone()
             self._used = 0
@@ -177,6 +177,6 @@ def _read(values: NDArray[Any], weights: NDArray[Any], q: NDArray[Any]) -> NDArr
     ranks = np.concatenate([[0.0], weight.cumsum() - weight / 2 - 0.5, [last]])
     known = np.concatenate([values[-2:-1], values[order], values[-1:]]).astype(np.float64)
     found: NDArray[Any] = np.interp(q * last, ranks, known)
-    # Where single values are kept beside thinned ones, the first of them has rank 0 as well.
+    # If single values are kept beside thinned ones, the first of them has rank 0 as well.
     found[q == 0], found[q == 1] = known[0], known[-1]
     return found

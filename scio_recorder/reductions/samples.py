@@ -35,8 +35,8 @@ class SampleReduction(Reduction):
     out, since `_result` is only called after samples.
     """
 
-    # Arguments of the constructor besides ``by``: functions, and plain values that can be stored,
-    # on which reductions that are merged have to agree.
+    # Arguments of the constructor besides ``by``: functions, and plain values that can be stored.
+    # Merged reductions must agree in them.
     _options: Mapping[str, Any] = MappingProxyType({})
 
     _state_names: ClassVar[tuple[str, ...]]
@@ -55,7 +55,7 @@ class SampleReduction(Reduction):
         self._by = by
         self.reset()
 
-    # What a subclass writes.
+    # Methods that a subclass writes.
 
     @abc.abstractmethod
     def _add(self, samples: Tensor) -> None:
@@ -70,13 +70,13 @@ class SampleReduction(Reduction):
         """Return the result, which must not alias the state."""
 
     def _settle(self) -> None:
-        """Bring what is still buffered into the state; called before the state is read."""
+        """Add buffered data to the state; called before the state is read."""
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         """Return the part of the shape that must be the same in every batch."""
         return tuple(samples.shape[1:])
 
-    # What a user calls.
+    # Methods that a user calls.
 
     def update(self, activation: Tensor, batch: Any = None, *, to_rows: By | None = None) -> None:
         """Add an activation [batch, ...] and, for ``by``, the batch that it came from.
@@ -193,18 +193,18 @@ class SampleReduction(Reduction):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Kind and arguments from which one like it can be made, but for functions."""
+        """The kind and arguments from which an equal one can be made, except for functions."""
         given = self._options.items()
         plain = {name: value for name, value in given if not (value is None or callable(value))}
         return {"kind": type(self).__name__, "by_class": self._by is not None, **plain}
 
     @classmethod
     def from_recipe(cls, *, by_class: bool, **options: Any) -> Self:
-        """Return a reduction to read a state with, but for functions like the one of the recipe."""
+        """Return a reduction that can read a state: that of the recipe, but without functions."""
         return cls(by=cannot_go_on if by_class else None, **options)
 
     def fresh(self) -> Self:
-        """Return a reduction of the same construction that has seen nothing."""
+        """Return an empty reduction of the same construction."""
         # A shallow copy shares the user's functions and copies no class's state; reset() then
         # binds new state and changes none in place.
         twin = copy.copy(self)
@@ -216,7 +216,7 @@ class SampleReduction(Reduction):
         said = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
         return f"{type(self).__name__}({said})"
 
-    # What is common underneath.
+    # Shared private methods.
 
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._state_names}
@@ -295,7 +295,7 @@ class SampleReduction(Reduction):
         return {label: self._members[label].compute() for label in in_order(self._members)}
 
     def _adopt(self, other: Self) -> None:
-        """Take over a copy of the state of another, on whatever device that is."""
+        """Adopt a copy of another reduction's state, on its device."""
         other._settle()
         for name in ("_count", "_shape", "_dtype", *self._state_names):
             setattr(self, name, copy.deepcopy(getattr(other, name)))
@@ -365,14 +365,14 @@ class RowReduction(SampleReduction):
         return (shape[dim],)
 
     def _rows_of(self, samples: Tensor) -> Tensor:
-        """Return samples as [rows, features]; copies only where it must."""
+        """Return samples as [rows, features], with a copy only if necessary."""
         if self._feature_dim is None:
             return samples.reshape(len(samples), -1)
         moved = samples.movedim(self._feature_dim, -1)
         return moved.reshape(-1, moved.shape[-1])
 
     def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
-        """Return the buffer; what waits in one of another dtype or device is settled first."""
+        """Return the buffer; rows that wait in one of another dtype or device are settled first."""
         wanted = self._dtype, rows.device
         if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
             self._settle()
@@ -381,9 +381,9 @@ class RowReduction(SampleReduction):
         return self._buffer
 
     def _fill(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield pieces of `rows`, the place of each in the buffer, and whether that is full then.
+        """Yield pieces of `rows`, each with its place in the buffer and whether it fills that.
 
-        It is filled exactly. Set `_used` back to 0 where it is full.
+        The buffer is filled exactly. Set `_used` back to 0 when it is full.
         """
         while len(rows):
             place = buffer[self._used : self._used + len(rows)]

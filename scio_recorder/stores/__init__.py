@@ -35,7 +35,7 @@ def as_store(given: str | Store | None) -> Store:
     ----------
     given : str, Store or None
         "auto", "device", "host", "disk:PATH", or the URL of a place in a bucket such as
-        "s3://bucket/run" (also "gs://", "az://"); a store is returned as it is.
+        "s3://bucket/run" (also "gs://", "az://"); a store is returned unchanged.
 
     Returns
     -------

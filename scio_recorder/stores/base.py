@@ -23,7 +23,7 @@ State: TypeAlias = dict[str, Any]
 
 
 class EmptyPartError(CollectError):
-    """A part has no samples, and there is no recording yet that could have it."""
+    """A part has no samples, and there is no recording yet to which it could belong."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Held:
     store : str, optional
         The name of such a store.
     rows : mapping, optional
-        What each row is, [rows] each: "sample", a position in ``sample_ids``, and others by name.
+        The facts about rows, [rows] each: "sample", a position in ``sample_ids``, and others by
+        name.
     num_rows : int, optional
         The number of rows, if they are not samples.
     """
@@ -104,15 +105,15 @@ class StoreWriter(abc.ABC):
     """Takes the batches of one job. Rows count once their batch is committed."""
 
     def __init__(self) -> None:
-        # The row at which the batch that is under way begins.
+        # The row at which the current batch begins.
         self.start = 0
         # Whether rows are counted apart from samples.
         self.counts_rows = False
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
-        # Whether what was found already holds everything, and what was committed last with it.
+        # Whether the found recording is complete already, and its last state.
         self.is_complete = False
-        # Where rows are counted apart from samples, how many were found.
+        # The number of rows that were found, if rows are counted apart from samples.
         self.num_found_rows = 0
         self.state: State | None = None
 
@@ -132,7 +133,7 @@ class StoreWriter(abc.ABC):
         Returns
         -------
         Column
-            Where each batch is put, this one too.
+            The place of each batch, including this one.
         """
 
     def commit(
@@ -152,7 +153,7 @@ class StoreWriter(abc.ABC):
         state : callable
             Returns the state that is needed to resume after this batch.
         calls : mapping, optional
-            What `KeptCalls.keep` returned for each layer whose inputs are kept, by its name.
+            The result of `KeptCalls.keep` for each layer with kept inputs, by its name.
         rows : int, optional
             The number of rows, if rows are not samples; they may belong to earlier samples.
         """
@@ -203,9 +204,9 @@ class Store(abc.ABC):
         Parameters
         ----------
         place : Place
-            Which process this is, according to the sampler that splits the dataset.
+            The place of this process, according to the sampler that splits the dataset.
         problem : str or None
-            Why the sampler does not tell which samples each process has.
+            Why the samples of each process are not known.
 
         Returns
         -------
@@ -235,7 +236,7 @@ class Store(abc.ABC):
         Parameters
         ----------
         num_parts : int
-            How many parts there are.
+            The number of parts.
         header : dict
             Settings, in which all processes must agree.
 
@@ -262,9 +263,9 @@ class Store(abc.ABC):
         Parameters
         ----------
         number, num_parts : int
-            Which part, and how many there are.
+            The number of the part, and of all parts.
         lease : Lease or None
-            The right to write it; None for one that is complete.
+            The right to write it; None if it is complete.
         """
         raise NotImplementedError
 

@@ -1,18 +1,18 @@
-"""Memory that grows without being copied: what stores write activations into.
+"""Memory that grows without being copied, into which stores write activations.
 
 NOTE [Memory of a host store]
 
-Each layer has an anonymous private mapping. Pages that were never written take no memory, so a
-capacity that is too large costs nothing, and growing remaps pages instead of copying them: one
-array a layer, and never two copies of it, even if the length is unknown. A mapping counts the
-buffers exported from it, so that it knows whether anybody still holds a tensor, a view of one, or
-a NumPy array over its memory. Only memory that nobody holds is used again.
+Each layer has an anonymous private mapping. Pages that were never written take no memory, so excess
+capacity costs nothing, and growing remaps pages instead of copying them: each layer has one array,
+and never two copies of it, even if the length is unknown. A mapping counts the buffers exported
+from it, so it knows whether anybody still holds a tensor, a view of one, or a NumPy array over its
+memory. Only memory that nobody holds is used again.
 
-Pages that are written for the first time cost more than what is written. Where the number of
-samples is known, those of the next few batches are asked for at once, which is cheaper than one by
-one, and on a thread where the system can do that for all layers in one call. Large pages were
-tried: they took a third of the time where the system had some at hand, and five times as long in a
-virtual machine whose host had given that memory to others.
+The first write to a page costs more than the data. If the number of samples is known, the pages of
+the next few batches are requested together, which is cheaper than one by one, and on a thread if
+the system can do that for all layers in one call. Large pages were tried: they took a third of the
+time if the system had some available, and five times as long in a virtual machine whose host had
+given that memory to others.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import Tensor
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.prefaulting import POPULATE, Prefaulter
 
-# No more than so many bytes of a layer at once: other threads wait meanwhile.
+# The most bytes of a layer at once, since other threads wait meanwhile.
 _MOST_READY = 1 << 24
-# Views are made, and memory is made ready, for so many batches at once; for few at first where a
-# thread does so, which nobody has been ahead of then.
+# The number of batches for which views are made, and memory is prepared, at once; few at first if a
+# thread does so, which starts without a lead.
 _FIRST_PLACES, _MOST_PLACES = 8, 64
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
 class NoRoomError(MemoryError):
-    """So many bytes can't be had; whoever knows what they are for says so."""
+    """Memory can't be allocated; the caller explains what it is for."""
 
     def __init__(self, num_bytes: int, reason: object) -> None:
         super().__init__(f"{num_bytes} bytes: {reason}")
@@ -46,19 +46,19 @@ class NoRoomError(MemoryError):
 
 
 class Buffer:
-    """Memory of a device that can be asked to become more. Growing copies, one layer at a time.
+    """Memory of a device that can grow. Growing copies, one layer at a time.
 
     Parameters
     ----------
     device : torch.device
-        Where it is.
+        The device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._raw = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, beginning with those that were there.
+        """Return at least this many bytes, beginning with the earlier ones.
 
         Tensors from earlier calls must not be used any more.
         """
@@ -72,11 +72,11 @@ class Buffer:
         return self._raw
 
     def first(self, num_bytes: int) -> Tensor:
-        """Return the first bytes, as a tensor that holds no more than these where that is free."""
+        """Return the first bytes, in a tensor of only these if that needs no copy."""
         return self._raw[:num_bytes]
 
     def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
-        """Make ready to be written what lies between two bytes, where that pays."""
+        """Prepare the memory between two bytes for writing, if that saves time."""
 
 
 def _driver() -> Any:
@@ -94,13 +94,13 @@ class _Memory(mmap.mmap):
 
 
 class HostBuffer(Buffer):
-    """Host memory, see the NOTE; ``pinned`` registers it with the GPU's driver, in exact size."""
+    """Host memory, see the NOTE; if ``pinned``, of exact size and known to the GPU's driver."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
         self._address = 0
-        # So many bytes from the beginning on are ready to be written, or soon will be.
+        # The number of bytes from the beginning that are prepared for writing, or soon will be.
         self._ready = 0
 
     @property
@@ -118,12 +118,12 @@ class HostBuffer(Buffer):
         except BufferError:
             return True
         except (OSError, SystemError, ValueError):
-            # No remapping on this system; exports are checked before that is found out.
+            # This system can't remap; exports were checked before.
             return False
         return False
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return at least so many bytes, beginning with those that were there."""
+        """Return at least this many bytes, beginning with the earlier ones."""
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         raw = self.first(self.num_bytes)
@@ -133,13 +133,13 @@ class HostBuffer(Buffer):
         return raw
 
     def first(self, num_bytes: int) -> Tensor:
-        """Return the first bytes: saving a tensor of theirs saves no more than them."""
+        """Return the first bytes; saving a tensor in them saves only these."""
         if self._memory is None or num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
     def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
-        """Take the page faults of a range at once, unless they were taken before."""
+        """Take the page faults of a range at once, unless that was done before."""
         start, stop = max(start, self._ready), min(stop, start + _MOST_READY, self.num_bytes)
         if self._memory is None or self.pinned or stop <= start or sys.platform != "linux":
             return
@@ -148,7 +148,7 @@ class HostBuffer(Buffer):
             prefaulter.ask(self._address + start, stop - start)
             return
         first = start - start % mmap.PAGESIZE
-        # Where the system knows no such advice, it refuses, and nothing is lost.
+        # A system that lacks this advice refuses it, and nothing is lost.
         with contextlib.suppress(OSError, ValueError):
             self._memory.madvise(POPULATE, first, stop - first)
 
@@ -168,7 +168,7 @@ class HostBuffer(Buffer):
     def _register(self, raw: Tensor) -> None:
         assert self._memory is not None
         status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
-        # Without registration copies are slower and as right: they wait for themselves.
+        # Without registration, copies are slower but right: each waits for its end.
         if int(status) == 0:
             self._memory.registered = raw.data_ptr()
 
@@ -181,7 +181,7 @@ class HostBuffer(Buffer):
 
 
 class ReusedMemory:
-    """Host memory by what it is for: the same is used again, unless somebody still holds it."""
+    """Host memory by purpose, which is used again unless somebody still holds it."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, HostBuffer] = {}
@@ -196,7 +196,7 @@ class ReusedMemory:
 
 def _map(num_bytes: int) -> _Memory:
     try:
-        # Shared memory, the default where there are no flags, can't grow beyond its first size.
+        # Shared memory, the default without flags, can't grow beyond its first size.
         return _Memory(-1, num_bytes, flags=_PRIVATE) if _PRIVATE else _Memory(-1, num_bytes)
     except (OSError, OverflowError, MemoryError) as error:
         raise NoRoomError(num_bytes, error) from error
@@ -210,13 +210,13 @@ class Column:
     spec : TensorSpec
         Shape and dtype of one sample.
     buffer : Buffer
-        Where they go.
+        The memory for them.
     rows : int
         Expected number of samples.
     is_exact : bool
-        Whether that is a known length rather than a guess.
+        Whether this is a known length rather than a guess.
     prefaulter : Prefaulter, optional
-        What makes memory of known length ready for the batches that come next.
+        Prepares memory of known length for the next batches.
     """
 
     __slots__ = (
@@ -240,19 +240,18 @@ class Column:
     ) -> None:
         self.spec = spec
         self._prefaulter = prefaulter
-        # Places that are made at once.
+        # The number of places that are made at once.
         self._most = _MOST_PLACES if prefaulter is None else _FIRST_PLACES
         self.capacity = 0
         self._buffer = buffer
         self._is_exact = is_exact
-        # Views for the batches that come next, the last one first: many made at once cost a third
-        # of what they cost one by one.
+        # Views for the next batches, the last one first: made together they cost a third.
         self.places: list[Tensor] = []
         self.array = torch.empty(0)
         self._reserve(max(rows, 1))
 
     def place(self, start: int, rows: int, follows: bool = False) -> Tensor:
-        """Return where the rows of a batch go; they count once the batch does.
+        """Return the place of a batch's rows, which count once the batch does.
 
         Parameters
         ----------
@@ -261,8 +260,8 @@ class Column:
         rows : int
             How many there are.
         follows : bool, default False
-            Whether the batch follows the one before and has as many rows. Then what is in
-            `places` is right for it, and for those that come next.
+            Whether the batch follows the one before and has as many rows. Then `places` are right
+            for it and for the next ones.
 
         Returns
         -------
@@ -290,29 +289,29 @@ class Column:
         return self.place(start, rows, follows).copy_(activation, True)  # does not wait for a GPU
 
     def turn_to(self, buffer: Buffer) -> Buffer:
-        """Go on in other memory, from its beginning.
+        """Continue in other memory, from its beginning.
 
         Parameters
         ----------
         buffer : Buffer
-            Where samples go from now on.
+            The memory for samples from now on.
 
         Returns
         -------
         Buffer
-            Where they went before, with what is in it.
+            The earlier memory with its content.
         """
         buffer, self._buffer = self._buffer, buffer
         self._reserve(self.capacity)
         return buffer
 
     def close(self, rows: int) -> Tensor:
-        """Return the samples that count, and let go of them.
+        """Return the samples that count, and drop the reference to them.
 
         Parameters
         ----------
         rows : int
-            How many count.
+            The number of rows that count.
 
         Returns
         -------
@@ -324,7 +323,7 @@ class Column:
             return self._view(self._buffer.first(rows * self.spec.nbytes), rows)
 
     def let_go(self) -> None:
-        """Refer to no memory any more, until more is asked for."""
+        """Drop all memory until more is requested."""
         self.places = []
         self.array = torch.empty(0)
 
@@ -334,13 +333,13 @@ class Column:
         number = min(self._most if follows else 1, (self.capacity - start) // max(1, rows))
         stop = start + number * rows
         if self._is_exact:
-            # Of batches of all sizes, nobody knows what comes next.
+            # If batches differ in size, the next places are unknown.
             self._make_ready(start, stop, rows if follows or start == 0 else 0)
         self.places = list(torch.split(self.array[start:stop], rows))
         self.places.reverse()
 
     def _make_ready(self, start: int, stop: int, rows: int) -> None:
-        """Make ready what is written next, and have a thread do so for batches that come then."""
+        """Prepare the next memory for writing, and have a thread prepare that of later batches."""
         num_bytes = self.spec.nbytes
         self._buffer.touch(start * num_bytes, stop * num_bytes)
         if self._prefaulter is not None and rows:
@@ -353,7 +352,7 @@ class Column:
         num_bytes = rows * self.spec.nbytes
         # No view may be alive while the memory moves.
         self.let_go()
-        # Tensors made in inference mode could not be used outside it.
+        # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False):
             self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)
         self.capacity = rows
@@ -363,7 +362,7 @@ class Column:
 
 
 def wait_for(devices: set[torch.device]) -> None:
-    """Wait for every copy that is under way from these devices."""
+    """Wait for every pending copy from these devices."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

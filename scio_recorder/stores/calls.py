@@ -1,4 +1,4 @@
-"""Recorded calls that can be run again: kept in memory or for a commit, and read one at a time."""
+"""Recorded calls that can run again: kept in memory or for a commit, and read one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten
 
-# Beyond this, what lies between the elements of a view is not allocated to get its strides back.
+# The most bytes between elements of a view that are allocated to restore its strides.
 _MAX_EXTENT_BYTES = 1 << 32
 
 
@@ -32,11 +32,11 @@ class KeptCall:
     Parameters
     ----------
     inputs : Inputs
-        What forward received.
+        The inputs of forward.
     moment : Moment
         The state in which the module ran.
     weights, output : str
-        Digests of the module's parameters and of what it returned, see `digest_of`.
+        Digests of the module's parameters and of its output, see `digest_of`.
     """
 
     inputs: Inputs
@@ -46,10 +46,10 @@ class KeptCall:
 
 
 class KeptCalls:
-    """Takes calls as values and tensors, which values refer to by number: in memory, or for a file.
+    """Keeps calls as values that refer to tensors by number: in memory, or for a file.
 
-    Inputs come again and again: masks, position embeddings, what two modules both receive, states
-    of generators. Tensors of the same content are kept once.
+    Many inputs repeat: masks, position embeddings, tensors that two modules receive, states of
+    generators. Tensors of the same content are kept once.
 
     Parameters
     ----------
@@ -68,17 +68,17 @@ class KeptCalls:
         self._values: list[Any] = []
         self._tensors: list[Tensor] = []
         self._numbers: dict[str, int] = {}
-        # Of calls that were committed: a batch that fails leaves none.
+        # Those of committed calls: a batch that fails leaves none.
         self._count = 0
         self.num_bytes = 0
 
     def keep(self, layer: Layer, call: KeptCall) -> dict[str, Any]:
-        """Copy the tensors of a call, and return what stands for the call in `commit`.
+        """Copy the tensors of a call, and return its value for `commit`.
 
         Raises
         ------
         CollectError
-            The module received something that can't be kept on disk.
+            The module received a value that can't be kept on disk.
         """
         inputs, moment = call.inputs, vars(call.moment)
         tree = {"args": inputs.args, "kwargs": inputs.kwargs, "moment": moment}
@@ -100,13 +100,13 @@ class KeptCalls:
         return {"leaves": kept, "call": node, "weights": call.weights, "output": call.output}
 
     def commit(self, rows: int, values: Mapping[str, Any]) -> None:
-        """Count a batch of so many samples, with what `keep` returned by layer."""
+        """Count a batch of this many samples, with the results of `keep` by layer."""
         self.rows.append(rows)
         self._values.append(values)
         self._count = len(self._tensors)
 
     def take(self) -> KeptBatches | None:
-        """Return all that was committed since the last time; None for nothing."""
+        """Return everything that was committed since the last time; None for nothing."""
         if not self.rows:
             return None
         taken = KeptBatches(self.rows, self._values, self._tensors[: self._count])
@@ -114,14 +114,14 @@ class KeptCalls:
         return taken
 
     def read(self, number: int) -> tuple[Any, Callable[[int], Tensor]]:
-        """Return the values of a batch, and what gives the tensors that they refer to."""
+        """Return the values of a batch, and a function that returns their tensors."""
         return self._values[number], self._tensors.__getitem__
 
     def _kept(self, tensor: Tensor) -> Any:
-        """Return the number, shape and strides of a tensor; one that is not plain is copied whole.
+        """Return the number, shape and strides of a tensor; a copy of one that is not plain.
 
-        Strides decide which kernel runs, and so the last bits of what it returns. Of dimensions
-        that are expanded one element is kept.
+        Strides decide which kernel runs, and so the last bits of its result. For expanded
+        dimensions one element is kept.
         """
         if not is_plain(tensor):
             if self._for_file:
@@ -153,18 +153,18 @@ class Calls:
     Parameters
     ----------
     source : KeptCalls or RunReader
-        Where they are: in memory or on disk.
+        Their source in memory or on disk.
     architecture : Architecture
         The layers.
     names : iterable of str
-        Those whose calls are kept, as they are called there.
+        The source's names of layers whose calls are kept.
 
     Attributes
     ----------
     labels : tuple of (int, int)
         The layers whose calls are kept.
     rows : sequence of int
-        How many samples each batch has.
+        The number of samples of each batch.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class Calls:
 
     @property
     def _kept(self) -> KeptCalls | KeptReader:
-        # A reader of a recording can be pickled, and a reader of its calls can't.
+        # A reader of a recording can be pickled, but a reader of its calls can't.
         return self._source if isinstance(self._source, KeptCalls) else self._source.kept
 
     def call(self, number: int, label: DepthIdx) -> KeptCall:
-        """Return the call of a layer in a batch, in memory of its own on the CPU.
+        """Return the call of a layer in a batch, in new memory on the CPU.
 
         Raises
         ------
@@ -201,7 +201,7 @@ class Calls:
 
 @dataclass
 class _Structure:
-    """What holds tensors, with empty ones in their places: unlike functions it can be pickled."""
+    """A structure with empty tensors in its places: unlike a function, it can be pickled."""
 
     value: Any
 
@@ -234,7 +234,7 @@ def _restored(leaf: Any, tensor: Callable[[int], Tensor]) -> Tensor:
 
 
 def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether no two elements share memory, and they don't lie too far apart."""
+    """Whether no two elements share memory or lie too far apart."""
     extent = 1
     for step, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and step < extent:

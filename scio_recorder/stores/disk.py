@@ -4,7 +4,7 @@ NOTE [One chunk behind]
 
 Filling a chunk waits for the net and for memory, and making a chunk durable waits for the disk. So
 a full chunk goes to a thread, and the loop fills another one in the meantime. The next chunk is
-handed over only when the last one is durable: there are never more than two, and a disk that is
+handed over only when the last one is durable. So there are never more than two, and a disk that is
 slower than the net slows the loop down.
 
 Samples and state that were handed over must not change until they are durable. After a failure
@@ -44,9 +44,9 @@ from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import Place
 
 CHUNK_BYTES = 64 << 20
-# A net that is slow, or whose layers are all reduced, loses no more than so much work.
+# The most seconds of work that a slow net, or one with only reduced layers, can lose.
 _SECONDS_BETWEEN_COMMITS = 30.0
-# A process without samples waits so long for others to begin a recording.
+# The seconds for which a process without samples waits for others to begin a recording.
 _SECONDS_OF_WAITING = 600.0
 
 
@@ -59,9 +59,8 @@ class Disk(Store):
         The folder, or the URL of a place in a bucket such as ``"s3://bucket/run"``. It is empty,
         does not exist yet, or holds a recording to resume.
     chunk_bytes : int, default 64 MiB
-        How many bytes of activations are made durable at a time, up to the next whole batch.
-        Memory holds twice as many: the bytes that are being written, and the bytes that arrive
-        meanwhile.
+        The bytes of activations that are made durable at a time, up to the next whole batch. Memory
+        holds twice as many: those that are being written, and those that arrive meanwhile.
     rank : int, optional
         The number of this process, if several fill one recording with samples of their own. By
         default it comes from a sampler that splits the dataset among processes; without such a
@@ -106,9 +105,9 @@ class Disk(Store):
         given = (0 if rank is None else rank), (1 if world_size is None else world_size)
         self.rank, self.world_size = Place.checked(*given, CollectError)
         self.is_shared = self.world_size > 1
-        # The right to write what is written, where processes take parts of a recording.
+        # The right to write, if processes take parts of a recording.
         self.lease: Lease | None = None
-        # What part after part is buffered in; None where a job has memory of its own.
+        # The memory that buffers part after part; None if a job has memory of its own.
         self.memory: ReusedMemory | None = None
 
     def placed(self, place: Place, problem: str | None) -> Disk | None:
@@ -117,9 +116,9 @@ class Disk(Store):
         Parameters
         ----------
         place : Place
-            Which process.
+            The place of this process.
         problem : str or None
-            Why nothing tells which samples it has.
+            Why its samples are not known.
 
         Returns
         -------
@@ -141,7 +140,7 @@ class Disk(Store):
         Parameters
         ----------
         num_parts : int
-            How many parts there are.
+            The number of parts.
         header : dict
             Settings, in which all processes must agree.
 
@@ -166,9 +165,9 @@ class Disk(Store):
         Parameters
         ----------
         number, num_parts : int
-            Which part, and how many there are.
+            The number of the part, and of all parts.
         lease : Lease or None
-            The right to write it; None for one that is complete.
+            The right to write it; None if it is complete.
 
         Returns
         -------
@@ -186,7 +185,7 @@ class Disk(Store):
         Parameters
         ----------
         job : Job
-            The layers, and what is known of the data.
+            The layers, and the known facts about the data.
 
         Raises
         ------
@@ -205,18 +204,18 @@ class DiskWriter(StoreWriter):
         self._architecture = job.architecture
         self._store = store
         self._path = store.path
-        # Of the net as it is now: passes in training mode change its buffers.
+        # The net's present digest: passes in training mode change its buffers.
         self._header = job.header(is_shared=store.is_shared)
         self._memory = store.memory or ReusedMemory()
         self._columns: dict[DepthIdx | str, Column] = {}
-        # The memory of each column that is written, while the other is filled.
+        # The memory of each column that is being written while the other is filled.
         self._resting: dict[DepthIdx | str, Buffer] = {}
         self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
         self._writer: RunWriter | None = None
-        # Begins with the first chunk, behind the forks of loaders.
+        # It begins with the first chunk, after the forks of loaders.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
@@ -285,14 +284,14 @@ class DiskWriter(StoreWriter):
         """Save what counts if possible, and close the folder."""
         try:
             if state is not None and self._staged:
-                # Something has failed already, and that is what must be reported.
+                # The earlier failure must be the one that is reported.
                 with contextlib.suppress(CollectError, RecordingError):
                     self._flush(state)
         finally:
             self._close()
 
     def _close(self) -> None:
-        """End the thread, and give up the lock, after the commit that may be under way."""
+        """End the thread after a commit in progress, and release the lock."""
         try:
             wait_for(self._devices)
         finally:
@@ -306,13 +305,13 @@ class DiskWriter(StoreWriter):
     def _wait(self) -> None:
         """Wait until every chunk handed over is durable; after a failure, every call raises."""
         if self._writer is not None:
-            # A forked process would wait for a thread that it has not.
+            # A forked process would wait for a thread that it lacks.
             self._writer.check_usable()
         if self._pending is not None:
             self._pending.result()
 
     def _flush(self, state: Callable[[], State]) -> None:
-        """Hand over one chunk, once the one before is durable."""
+        """Hand over one chunk once the one before is durable."""
         wait_for(self._devices)
         packed = pack(state())
         self._wait()
@@ -356,7 +355,7 @@ class DiskWriter(StoreWriter):
 
     def _begun_without_samples(self) -> RunWriter:
         if self._found is None:
-            # Whoever takes parts can look for another one meanwhile.
+            # A worker can look for another part meanwhile.
             until = time.monotonic() + (_SECONDS_OF_WAITING if self._store.lease is None else 0)
             while not holds_recording(self._path):
                 if time.monotonic() >= until:
@@ -394,5 +393,5 @@ class DiskWriter(StoreWriter):
             found = reader.read_state(self._store.rank)
             self.state = None if found is None else unpack(found)
             if not reader.complete:
-                # At once, so that another writer at work is noticed before any pass.
+                # Opened at once, so that another active writer is noticed before any pass.
                 self._writer = self._resumed()

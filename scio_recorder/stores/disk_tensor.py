@@ -26,7 +26,7 @@ _PROPERTIES = (
     *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
     *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
 )
-# Answered from the specification alone: nothing is read.
+# Answered by the specification alone, without reading.
 _ABOUT_IT = {
     Tensor.__len__,
     Tensor.dim,
@@ -42,7 +42,7 @@ _SPAN_BYTES = 16 << 20
 
 
 def bytes_of_row(samples: Tensor) -> int:
-    """Return how many bytes one row of a layer takes."""
+    """Return the number of bytes of one row of a layer."""
     return samples.dtype.itemsize * samples.shape[1:].numel()
 
 
@@ -57,7 +57,7 @@ class DiskTensor(Tensor):
     reader : RowReader
         Reads the files of the recording.
     layer : str
-        The layer's name in it, or that of a column of rows.
+        The name in it of the layer, or of a column of rows.
     """
 
     reader: RowReader
@@ -81,7 +81,7 @@ class DiskTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Read what an operation needs, and hand it ordinary tensors."""
+        """Read the data that an operation needs, and hand it ordinary tensors."""
         if func in _ABOUT_IT:
             return private.run_without_overrides(func, args, kwargs or {})
         if func is Tensor.__getitem__ and isinstance(args[0], DiskTensor):
@@ -142,15 +142,15 @@ class DiskTensor(Tensor):
         return self._gathered(index.long() % len(self))
 
     def _gathered(self, positions: Tensor) -> Tensor:
-        """Return samples in any order; those that lie in one block are read together."""
+        """Return samples in any order; those in one block are read together."""
         rows, order = positions.sort()
         row_bytes = bytes_of_row(self)
-        # Two of one block are never farther apart than this.
+        # Two samples of one block are never farther apart than this.
         apart = rows.diff() > BLOCK_BYTES // max(1, row_bytes)
-        # However many there are, so much is read at a time.
+        # The bytes that are read at a time, whatever the number of samples.
         apart |= (rows // max(1, _SPAN_BYTES // max(1, row_bytes))).diff() > 0
         edges = [0, *(apart.nonzero().squeeze(1) + 1).tolist(), len(rows)]
-        # Not every dtype can be gathered; bytes can.
+        # Not every dtype can be gathered, but bytes can.
         out = memory(len(rows) * row_bytes).view(len(rows), row_bytes)
 
         def gather(span: tuple[int, int]) -> None:
@@ -180,7 +180,7 @@ def name_in_chunk(key: DepthIdx | str) -> str:
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
     """Return the content of a recording on disk; its samples are read when they are used."""
     whole = joined(reader, architecture)
-    # Tensors made in inference mode could not be used outside it.
+    # Tensors made in inference mode could not be used outside of it.
     with torch.inference_mode(False):
         values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
         rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}

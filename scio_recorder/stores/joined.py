@@ -1,12 +1,12 @@
-"""Layers of which each process has written a shard, put together when they are read.
+"""Putting layers together, on reading, whose shards several processes have written.
 
 NOTE [Shards of activations]
 
-Under tensor parallelism all processes see the same samples, and of some layers each has a shard.
-Each writes what it has as a rank of the recording, with the ids of the same samples. The
-architecture that is kept says which layers are shards, and along which dimension. So the rows of
-such a layer are those of all ranks side by side, in the order of ranks, and of other layers those
-of the first rank.
+Under tensor parallelism all processes see the same samples, and each has a shard of some layers.
+Each writes its values as a rank of the recording, with the ids of the same samples. The kept
+architecture says which layers are shards, and along which dimension. So the rows of such a layer
+are those of all ranks side by side, in the order of ranks. The rows of other layers are those of
+the first rank.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from scio_recorder.stores.disk_format.row_reader import RowReader
 def check_shards(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
     """Refuse to write shards that could not be put together again.
 
-    To be asked ahead of all passes, and once the first has shown which layers are shards: not with
-    the first chunk, for which each process has its own time, and would leave others in a pass.
+    Call it before all passes, and once the first pass has shown which layers are shards. The first
+    chunk would be too late: processes write it at different times, so one would leave others in a
+    pass.
 
     Parameters
     ----------
     architecture : Architecture
         The labelled net.
     settings : dict
-        What the recording is made with.
+        The settings of the recording.
     store : Disk
-        Says which of how many ranks writes.
+        Knows the rank that writes, and the number of ranks.
 
     Raises
     ------
     CollectError
-        A layer is a shard, and it can't be known how the ranks' shards lie beside each other. Or
-        none is, and several ranks would write the same rows.
+        A layer is a shard, and the arrangement of the ranks' shards can't be known. Or no layer is
+        a shard, and several ranks would write the same rows.
     """
     _check_copies(architecture, settings, store)
     layers = [architecture[name] for name in settings["layers"]] if store.is_shared else []
@@ -89,18 +90,18 @@ class JoinedReader(RowReader):
     whole : RunReader
         All ranks, one after the other.
     axes : dict of str to int
-        Of each layer that is sharded, the dimension of a row, counted from the last.
+        For each sharded layer, the sharded dimension of a row, counted from the last.
 
     Raises
     ------
     ValueError
-        Ranks have other samples, or rows without such a dimension.
+        Ranks have different samples, or rows without such a dimension.
     """
 
     def __init__(self, whole: RunReader, axes: dict[str, int]) -> None:
         self._axes = axes
         self._parts = [RunReader(whole.path, rank=rank) for rank in range(whole.world_size)]
-        # An interrupted recording has as much as all ranks have.
+        # An interrupted recording has the rows that all ranks have.
         shortest = min(self._parts, key=lambda part: (part.num_samples, part.num_rows))
         ids = list(shortest.sample_ids)
         if any(list(part.sample_ids[: len(ids)]) != ids for part in self._parts):
@@ -126,22 +127,22 @@ class JoinedReader(RowReader):
             self._parts[0].read_into(out, name, start)
             return
         stop = start + len(out) // max(1, spec.nbytes)
-        # Not every dtype can be concatenated; bytes can.
+        # Not every dtype can be concatenated, but bytes can.
         shards = [part.read(name, start, stop).view(torch.uint8) for part in self._parts]
         out[:] = torch.cat(shards, self._axes[name]).view(-1).numpy()
 
     def distrust(self) -> None:
-        """Verify all blocks again when they are read next."""
+        """Forget which blocks were verified: each is verified again at its next read."""
         for part in self._parts:
             part.distrust()
 
     def fingerprint(self) -> str:
-        """Return what tells this recording, as long as it is now, from every other."""
+        """Return a digest that distinguishes this recording, at its present length, from others."""
         return "".join(part.fingerprint() for part in self._parts)
 
 
 def joined(reader: RunReader, architecture: Architecture) -> RunReader | JoinedReader:
-    """Return what reads a recording with its shards put together, and mark them no more."""
+    """Return a reader that puts a recording's shards together, and remove their marks."""
     rows = [architecture[name] for name in reader.layers]
     axes = {str(row.label): _axis(row) for row in rows if row.shard is not None}
     if reader.rank is not None or reader.world_size == 1 or not axes:

@@ -1,4 +1,4 @@
-"""Keeping activations in memory: on the device where they are, or on the host."""
+"""Keeping activations in memory, on their device or on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
 from scio_recorder.stores.room import Plan, make_plan
 
-# Batches to make room for at first where their number is not known.
+# The number of batches to make room for at first, if their number is not known.
 _GUESSED_BATCHES = 8
 
 
@@ -141,10 +141,10 @@ class Host(MemoryStore):
 
 
 class Auto(Store):
-    """Keeps everything on the GPU where half of what is free there is enough, else in host memory.
+    """Keeps everything on the GPU if half of its free memory is enough, otherwise in host memory.
 
-    Where host memory is not enough either, it raises `CollectError` with the plan in the first
-    batch, before it takes that memory. A loader of unknown length goes to host memory, unchecked.
+    If host memory is not enough either, it raises `CollectError` with the plan in the first batch,
+    before it takes that memory. A loader of unknown length goes to host memory, unchecked.
     """
 
     def open(self, job: Job) -> AutoWriter:
@@ -164,7 +164,7 @@ class Auto(Store):
 
 
 class MemoryWriter(StoreWriter):
-    """Fills one column a layer, in memory that the store gives."""
+    """Fills one column for each layer, in memory from the store."""
 
     def __init__(self, job: Job, store: MemoryStore) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class MemoryWriter(StoreWriter):
         self._devices: set[torch.device] = set()
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
-        """Make room for as many batches like the first as there will be."""
+        """Make room for the expected number of batches like the first."""
         num_batches = self._job.num_batches
         rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
@@ -193,7 +193,7 @@ class MemoryWriter(StoreWriter):
         *,
         rows: int | None = None,
     ) -> None:
-        """Make the rows of the batch that was put count, and memory ready for the next ones."""
+        """Make the rows of the current batch count, and prepare memory for the next ones."""
         super().commit(ids, state, calls, rows=rows)
         if self._prefaulter is not None:
             self._prefaulter.begin()
@@ -213,7 +213,7 @@ class MemoryWriter(StoreWriter):
         )
 
     def abandon(self, state: Callable[[], State] | None) -> None:
-        """Let go of the memory, once nothing is copied into it any more."""
+        """Drop the memory, once all copies into it have ended."""
         self._close()
         self._columns.clear()
 
@@ -233,7 +233,7 @@ class AutoWriter(MemoryWriter):
         self._known: dict[DepthIdx, int] = {}
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
-        """Make room for a layer, once it is known that there is some."""
+        """Make room for a layer, after checking that there is some."""
         if self._job.num_batches is not None and not isinstance(key, str):
             num_samples = first.shape[0] * self._job.num_batches
             self._known[key] = num_samples * spec.nbytes
@@ -248,16 +248,16 @@ class AutoWriter(MemoryWriter):
         return super().column(key, spec, first)
 
     def _row_dims(self, labelled: Any, spec: TensorSpec) -> int | None:
-        """Return how many dimensions of a layer count rows, which columns are kept of before."""
+        """Return the number of a layer's dimensions that count rows; columns come before layers."""
         if not any(isinstance(key, str) for key in self._columns):
             return None
         ndim = len(labelled.shape) if isinstance(labelled, TensorSpec) else 0
         return max(1, ndim - len(spec.shape))
 
     def _check(self, guess: Plan) -> None:
-        """Raise where already the layers that were seen don't fit."""
+        """Raise if even the layers seen so far don't fit."""
         if "host" not in replace(guess, num_bytes=self._known).stores:
-            # Of the other layers no more is known than their shapes at labelling.
+            # Of the other layers, only their shapes at labelling are known.
             plan = replace(guess, num_bytes={**guess.num_bytes, **self._known})
             raise CollectError(
                 'there is no room in memory: write store="disk:PATH", record fewer layers, or '

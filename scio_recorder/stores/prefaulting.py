@@ -1,4 +1,4 @@
-"""Taking the page faults of new memory on a thread, before somebody writes there."""
+"""Taking the page faults of new memory on a thread, before it is written to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import threading
 from functools import cache
 from queue import SimpleQueue
 
-# Linux's MADV_POPULATE_WRITE: takes many page faults at once, at a part of their price.
+# Linux's MADV_POPULATE_WRITE, which takes many page faults at once at a part of their cost.
 POPULATE = 23
-# So many bytes, in so many ranges, in one call to the system, between which a thread can end.
+# The most bytes, and ranges, in one call to the system; a thread can end between two calls.
 _MOST_BYTES, _MOST_RANGES = 1 << 26, 1024
 
 
@@ -22,11 +22,11 @@ class _Range(ctypes.Structure):
 
 
 class Prefaulter:
-    """Makes memory ready on a thread, ahead of whoever writes there.
+    """Prepares memory on a thread, ahead of the writes.
 
-    Each return from the system takes the interpreter's lock, for which the thread that computes may
-    have to wait. So many ranges go in one call. What is in memory stays as it is, so that a range
-    that has gone meanwhile does no harm.
+    Each return from the system takes the interpreter's lock, for which the computing thread may
+    have to wait. So many ranges go in one call. The content of memory does not change, so a range
+    that has been reused meanwhile does no harm.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Prefaulter:
         self._is_over = False
 
     def ask(self, address: int, num_bytes: int) -> None:
-        """Want a range to be made ready, with all others up to the next `begin`."""
+        """Request a range, to be prepared with all others up to the next `begin`."""
         self._ranges.append((address, num_bytes))
 
     def begin(self) -> None:
-        """Have the ranges made ready that were asked for."""
+        """Begin to prepare the requested ranges."""
         if self._ranges:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -51,7 +51,7 @@ class Prefaulter:
             self._ranges = []
 
     def close(self) -> None:
-        """Leave what is not ready yet."""
+        """Stop; ranges that are not ready yet stay so."""
         if self._thread is not None:
             self._is_over = True
             self._wanted.put([])
@@ -61,18 +61,18 @@ class Prefaulter:
     def _work(self) -> None:
         while not self._is_over:
             ranges = self._wanted.get()
-            # A layer asks for no more than some MiB.
+            # A layer requests no more than some MiB.
             largest = max((num_bytes for _, num_bytes in ranges), default=1)
             step = max(1, min(_MOST_RANGES, _MOST_BYTES // largest))
             for start in range(0, len(ranges), step):
-                # Where the system refuses, who writes there takes the faults.
+                # If the system refuses, the writes take the faults.
                 with contextlib.suppress(OSError):
                     if not self._is_over:
                         _populate(ranges[start : start + step])
 
 
 def _populate(ranges: list[tuple[int, int]]) -> int:
-    """Take the page faults of ranges; return of how many bytes, as far as it went."""
+    """Take the page faults of ranges; return the number of bytes that were done."""
     whole = []
     for address, num_bytes in ranges:
         first = address - address % mmap.PAGESIZE
@@ -91,7 +91,7 @@ def _populate(ranges: list[tuple[int, int]]) -> int:
 def can_prefault() -> bool:
     """Whether the system takes page faults of several ranges at once, and has a core to spare.
 
-    Linux does for a process's own memory from 6.13 on.
+    Linux does so for a process's own memory from 6.13 on.
     """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) == 1:
         return False

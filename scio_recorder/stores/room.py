@@ -17,7 +17,7 @@ from scio_recorder.layer import DepthIdx, TensorSpec, map_leaves
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.arguments import whole
 
-# The net needs memory too, and so does whatever else runs.
+# The net and other programs need memory too.
 _USABLE = {"device": 0.5, "host": 0.9, "disk": 0.95}
 
 
@@ -99,7 +99,7 @@ def make_plan(
     device : torch.device
         The net's device, whose free memory counts.
     row_dims : int, optional
-        If rows are not samples: how many of the leading dimensions count rows.
+        If rows are not samples: the number of leading dimensions that count rows.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def _free_host_bytes() -> int:
-    """Return what could be allocated without swapping, also inside a container."""
+    """Return the bytes that can be allocated without swapping, also inside a container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):

@@ -9,18 +9,18 @@ from scio_recorder.errors import CollectError, RecorderError
 
 
 def whole(name: str, value: object, least: int, error: type[RecorderError] = CollectError) -> int:
-    """Return a whole number, NumPy's among them, and refuse what is none or too small.
+    """Return a whole number, also NumPy's; refuse other values and numbers that are too small.
 
     Parameters
     ----------
     name : str
         The argument, for the message.
     value : object
-        What was given for it.
+        The given value.
     least : int
         The smallest number allowed.
     error : type, default CollectError
-        What is raised.
+        The class of the error.
 
     Returns
     -------
@@ -30,7 +30,7 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     Raises
     ------
     CollectError or `error`
-        It is no such number.
+        It is not such a number.
 
     Examples
     --------

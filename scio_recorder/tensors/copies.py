@@ -34,7 +34,7 @@ def version_counter(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but strided numbers in memory.
+    """Whether a tensor consists only of strided numbers in memory.
 
     Parameters
     ----------
@@ -76,17 +76,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a tensor as a whole that is spread over several processes; others as they are.
+    """Return the whole of a tensor that is spread over several processes; others unchanged.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        A ``DTensor``, of which all processes of its mesh call this, or any other.
+        A ``DTensor``, with which all processes of its mesh call this, or any other.
 
     Returns
     -------
     torch.Tensor
-        Off the graph where it was gathered.
+        Detached if it was gathered.
 
     Examples
     --------
@@ -94,7 +94,8 @@ def gathered(tensor: Tensor) -> Tensor:
     >>> gathered(x) is x
     True
     """
-    # DTensors are known by their method: importing their class takes long, and few have any.
+    # DTensors are recognised by their method: importing their class takes long, and few users have
+    # any.
     gather = None if type(tensor) is Tensor else getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor
@@ -104,19 +105,19 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 class StridedCopy:
-    """A copy of a plain tensor, maybe elsewhere or narrower, that comes back with its strides.
+    """A copy of a plain tensor, perhaps elsewhere or narrower, that comes back with its strides.
 
-    Strides decide which kernel runs, and so the last bits of what it returns. Elements that share
-    memory, as in an expanded tensor, still share it in the copy.
+    Strides decide which kernel runs, and so the last bits of its result. Elements that share
+    memory, as in an expanded tensor, also share it in the copy.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        What to copy, see :func:`is_plain`.
+        The tensor to copy, see :func:`is_plain`.
     device : torch.device, optional
-        Where to; the tensor's own by default.
+        The device of the copy; the tensor's own by default.
     dtype : torch.dtype, optional
-        As what; the tensor's own by default.
+        The dtype of the copy; the tensor's own by default.
     pin_memory : bool, default False
         Whether the copy goes to pinned host memory.
 
@@ -157,12 +158,12 @@ class StridedCopy:
         Parameters
         ----------
         kept : torch.Tensor, optional
-            To be used in place of what was kept.
+            Used in place of the kept tensor.
 
         Returns
         -------
         torch.Tensor
-            Off the graph; it may share memory with what was kept.
+            Detached; it may share memory with the kept tensor.
         """
         memory = self.kept if kept is None else kept
         back = memory.to(self._device, self._dtype, non_blocking=memory.is_pinned())
@@ -170,7 +171,7 @@ class StridedCopy:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return a copy off the graph, in memory of its own, with the same strides where it can have.
+    """Return a detached copy in new memory, with the same strides if possible.
 
     Parameters
     ----------
@@ -199,12 +200,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     Parameters
     ----------
     one, other : torch.Tensor
-        To compare, on one device.
+        The tensors to compare, on one device.
 
     Returns
     -------
     bool
-        Compared by value where tensors are not strided.
+        Compared by value if tensors are not strided.
 
     Examples
     --------
@@ -236,7 +237,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return all that lies in memory from a tensor's first element to its last."""
+    """Return the memory from a tensor's first element to its last."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
     steps = zip(tensor.shape, tensor.stride(), strict=True)

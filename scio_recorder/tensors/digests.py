@@ -1,11 +1,11 @@
-"""Digests of tensors, of whatever kind, of the samples in one, and of the weights of modules.
+"""Digests of tensors of any kind, of the samples in a tensor, and of the weights of modules.
 
 NOTE [Tensors are read through copies]
 
-An array over the memory of a tensor forbids the tensor's storage to be resized from then on, which
-sharded networks do with every pass. So what is digested is copied first, a piece at a time: memory
-stays bounded, and the tensor stays as it was. A tensor that holds others is digested by those.
-Where nothing is held, as on the meta device, dtype and shape are all that counts.
+An array over the memory of a tensor prevents the tensor's storage from being resized, which sharded
+networks do in every pass. So the data is copied first, a piece at a time: memory stays bounded, and
+the tensor stays as it was. A tensor that holds others is digested through those. If there is no
+data, as on the meta device, only dtype and shape count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.structures import tensors
 
-# A piece of host memory stays in the cache; one of another device pays for its way.
+# A piece of host memory stays in the cache; one of another device is worth its transfer.
 _PIECE_BYTES = {"cpu": 1 << 20}
 _OTHER_PIECE_BYTES = 1 << 25
 _NAN_BITS = {
@@ -64,9 +64,9 @@ def digest_of(value: Any) -> str:
 
 
 def sample_digests(samples: Tensor) -> Tensor:
-    """Return a digest of each sample: of dtype, shape and bits, every NaN counting as the same.
+    """Return a digest of each sample: of dtype, shape and bits, with all NaNs equal.
 
-    Two NaNs in one place differ in bits from machine to machine, and mean the same.
+    The bits of a NaN differ from machine to machine, but mean the same.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def sample_digests(samples: Tensor) -> Tensor:
 
 
 class _Latest(threading.local):
-    """The tensor of which samples were digested last, as long as it lives."""
+    """The tensor whose samples were digested last, as long as it lives."""
 
     tensor: Callable[[], Tensor | None] = staticmethod(lambda: None)
     version = 0
@@ -109,7 +109,7 @@ _LATEST = _Latest()
 
 @lru_cache
 def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Return what tells samples of one dtype and shape from all others."""
+    """Return a seed that distinguishes samples of one dtype and shape from others."""
     return xxhash.xxh3_64_intdigest(f"{dtype}{list(shape)}".encode())
 
 
@@ -120,7 +120,7 @@ def _sample_digests(samples: Tensor, seed: int) -> Tensor:
     step = max(1, piece_bytes // max(1, sample_bytes))
     for start in range(0, len(samples), step):
         own = samples[start : start + step].cpu().contiguous()
-        # A sum is NaN where a number is, and costs less than a mask.
+        # A sum is NaN if a number is, and costs less than a mask.
         if own.is_floating_point() and math.isnan(own.sum(dtype=_wide(own.dtype)).item()):
             own = _with_equal_nans(own)
         found.extend(xxhash.xxh3_64_intdigest(part, seed) for part in _parts(own, sample_bytes))
@@ -129,9 +129,9 @@ def _sample_digests(samples: Tensor, seed: int) -> Tensor:
 
 
 def _parts(tensor: Tensor, num_bytes: int) -> Iterator[memoryview]:
-    """Yield what each entry of dimension 0 has in memory, read where it lies.
+    """Yield the bytes of each entry of dimension 0, read in place.
 
-    By its address: an array over it would forbid the storage to be resized ever after.
+    They are read by address: an array would prevent resizing the storage from then on.
     """
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     whole = memoryview(memory)
@@ -146,7 +146,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _with_equal_nans(values: Tensor) -> Tensor:
-    """Return a copy in which all NaNs have the same bits, whatever a machine takes for a NaN."""
+    """Return a copy in which all NaNs have the same bits on every machine."""
     kind, number = _NAN_BITS.get(values.dtype, (values.dtype, math.nan))
     same = values.clone()
     same.view(kind).masked_fill_(values.isnan(), number)
@@ -157,7 +157,7 @@ def weights_digest(net: nn.Module) -> str:
     """Return a digest of all parameters and buffers of a net, in hexadecimal.
 
     Running statistics of normalisations in training mode are left out: every pass changes them, and
-    what these layers return does not depend on them.
+    the outputs of these layers do not depend on them.
 
     Parameters
     ----------
@@ -167,8 +167,8 @@ def weights_digest(net: nn.Module) -> str:
     Returns
     -------
     str
-        XXH3 of 128 bits. That of a sharded network says what this process holds, and begins with
-        ``local-``.
+        XXH3 of 128 bits. The digest of a sharded network covers this process's shards, and begins
+        with ``local-``.
 
     Examples
     --------
@@ -186,7 +186,7 @@ def weights_digest(net: nn.Module) -> str:
     }
     fsdp = private_distributed.fsdp_modules(net)
     for module in fsdp:
-        # Whole parameters that a pass has left in place are the same weights.
+        # Whole parameters that a pass left in place are the same weights.
         private_distributed.take_whole_parameters(module)
     digest, is_local = xxhash.xxh3_128(), bool(fsdp)
     for name, value in _named_weights(net):
@@ -206,7 +206,7 @@ def _named_weights(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Weights:
-    """Digests of modules' parameters, taken again only where these seem to have changed.
+    """Digests of modules' parameters, taken again only if these seem to have changed.
 
     Examples
     --------
@@ -225,7 +225,7 @@ class Weights:
         """Return the digest of a module's parameters."""
         parameters = list(module.parameters())
         if not all(map(is_plain, parameters)):
-            # What a wrapper holds may change without a trace on the wrapper.
+            # A tensor inside a wrapper may change without a trace on the wrapper.
             return digest_of(parameters)
         versions = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
         known = self._known.get(module)
@@ -243,13 +243,13 @@ def _add(digest: xxhash.xxh3_128, tensor: Tensor) -> None:
 
 
 def _held(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that hold all the numbers of one that may not be plain."""
+    """Yield the plain tensors with all the numbers of one that may not be plain."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if tensor.is_meta:
         return
     if flatten is not None:
         for inner in (getattr(tensor, name) for name in flatten()[0]):
-            # A mesh of devices may be among them.
+            # Other values, such as a mesh of devices, may be among them.
             if isinstance(inner, Tensor):
                 yield from _held(inner.detach())
     elif tensor.is_nested:
@@ -263,7 +263,7 @@ def _held(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether there is memory behind a tensor; that of a sharded parameter may be freed."""
+    """Whether a tensor has memory; that of a sharded parameter may be freed."""
     try:
         return tensor.untyped_storage().nbytes() > 0
     except (NotImplementedError, RuntimeError):

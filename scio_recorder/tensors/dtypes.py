@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Every dtype that this torch has, by name.
+# Every dtype of this version of torch, by name.
 DTYPES = {
     dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }

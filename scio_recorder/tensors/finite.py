@@ -1,4 +1,4 @@
-"""Whether tensors are finite: seen at the price of a sum, and told exactly where they are not."""
+"""Whether tensors are finite, at the cost of a sum; exact findings if they are not."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class NonFinite(NamedTuple):
     Parameters
     ----------
     nan, inf : int
-        How many there are.
+        Their numbers.
     first_nan, first_inf : int
-        The place of the first, in the tensor as one row; the number of elements where there is
-        none.
+        The flat index of the first; the number of elements if there is none.
     shape : tuple of int
         The shape of the tensor.
     """
@@ -38,19 +37,19 @@ class NonFinite(NamedTuple):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which of `KINDS` there are."""
+        """Those of `KINDS` that occur."""
         return frozenset(kind for kind in KINDS if getattr(self, kind))
 
 
 class Unread(NamedTuple):
-    """The same on a device that nobody has waited for yet.
+    """The same, on a device for which nothing has waited yet.
 
     Parameters
     ----------
     counts : torch.Tensor
         The first four members of a `NonFinite`, on the device.
     shape : tuple of int
-        The shape of the tensor that was looked at.
+        The shape of the examined tensor.
     """
 
     counts: Tensor
@@ -61,17 +60,17 @@ Found: TypeAlias = NonFinite | Unread | None
 
 
 def look(tensor: Tensor) -> Found:
-    """Return what of a tensor is not finite, None where everything is.
+    """Return the NaNs and infinities of a tensor; None if all is finite.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Of any kind. Integers are finite, and so is what has no values.
+        Of any kind. Integers are finite, and so are tensors without values.
 
     Returns
     -------
     NonFinite, Unread or None
-        On a device other than the CPU, what was found has yet to be `read` there.
+        On a device other than the CPU, the findings must still be `read`.
 
     Examples
     --------
@@ -89,7 +88,7 @@ def look(tensor: Tensor) -> Found:
     values = tensor.detach() if tensor.requires_grad else tensor
     if not values.is_cpu:
         return None if values.is_meta else Unread(_counts(values), tuple(values.shape))
-    # A sum is finite only if everything is, and one that is not may have overflown, as sums in half
+    # A sum is finite only if everything is. One that is not may have overflowed, as sums in half
     # precision soon do. Float8 has no sum.
     if dtype.itemsize == 1:
         values = values.float()
@@ -100,17 +99,17 @@ def look(tensor: Tensor) -> Found:
 
 
 def read(found: Sequence[Found]) -> list[NonFinite | None]:
-    """Wait for devices, once for each, and return what was found there.
+    """Wait for devices, once for each, and return the findings.
 
     Parameters
     ----------
     found : sequence of NonFinite, Unread or None
-        What `look` returned.
+        The results of `look`.
 
     Returns
     -------
     list of NonFinite or None
-        The same, of a tensor each; None where all is finite.
+        The findings for each tensor; None if it is finite.
 
     Examples
     --------
@@ -133,7 +132,7 @@ def _found(row: list[int], shape: tuple[int, ...]) -> NonFinite | None:
 
 
 def _counts(values: Tensor) -> Tensor:
-    """Return the numbers of NaNs and infinities and the places of the first, without waiting."""
+    """Return the numbers of NaNs and infinities and the indices of the first, without waiting."""
     wide = values.float() if values.dtype.itemsize == 1 else values
     masks = [mask.flatten() for mask in (wide.isnan(), wide.isinf())]
     if not wide.numel():
@@ -147,10 +146,10 @@ def _counts(values: Tensor) -> Tensor:
 
 
 def _values_of(tensor: Any) -> Tensor | None:
-    """Return the plain tensor of the values of another kind; None where there is no such thing."""
+    """Return the values of another kind of tensor as a plain one; None if it has none."""
     found: Any = None
     if hasattr(tensor, "to_local"):
-        # The shard of this process: to gather the others would take all of them.
+        # The shard of this process: gathering the others would need all processes.
         found = tensor.to_local()
     elif tensor.layout == torch.sparse_coo:
         found = tensor.coalesce().values()
@@ -162,16 +161,16 @@ def _values_of(tensor: Any) -> Tensor | None:
 
 
 class Known:
-    """Knowledge about tensors: each is looked at once, until it is written to.
+    """Findings about tensors: each is examined once, until it is written to.
 
-    A tensor made in inference mode has no version that tells of writing, and is looked at anew.
+    A tensor made in inference mode has no version that shows writes, and is examined each time.
     """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], int, Found]] = {}
 
     def look(self, tensor: Tensor) -> Found:
-        """Return what `look` does.
+        """Return the result of the function `look`.
 
         Parameters
         ----------
@@ -190,7 +189,7 @@ class Known:
         return found
 
     def note_finite(self, tensor: Tensor) -> None:
-        """Take for granted that a tensor is finite as it is now.
+        """Note that a tensor is finite in its present version.
 
         Parameters
         ----------

@@ -1,17 +1,17 @@
-"""Tensors that are held until somebody reads them, and are the reader's own from then on.
+"""Tensors that are held until they are read, and belong to the reader from then on.
 
 NOTE [What was read stays as it was read]
 
-The memory of a tensor that a layer returned can outlive the pass: it may be a running state, a
-key-value cache, an input buffer, a parameter, or what the caller got. Later passes, optimisers and
-the caller write there. So the first read hands out the tensor itself only if nothing else holds it
-or its memory, which counts of references tell. Otherwise it hands out a copy, which takes the
-tensor's place in the record. Copying at the first read costs nothing in a pass, and nothing for
-records that nobody reads.
+The memory of a layer's output can outlive the pass: it may be a running state, a key-value cache,
+an input buffer, a parameter, or the caller's result. Later passes, optimisers and the caller write
+there. So the first read hands out the tensor itself only if nothing else holds it or its memory,
+which reference counts show. Otherwise it hands out a copy, which takes the tensor's place in the
+record. Copying at the first read costs nothing in a pass, and nothing for records that are never
+read.
 
 On the graph, a clone would be downstream of the tensor, and no loss would depend on it. So the copy
 has the node of the tensor itself. Autograd makes such tensors: hooks on saved tensors put other
-memory in the place of a tensor, and what comes back from there has the node of old.
+memory in the place of a tensor, and the tensor that comes back has the original node.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_dense
 
-# What is saved at half of the price: torch takes elements of these everywhere.
+# Saving these takes half the time: torch accepts elements of these everywhere.
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 with torch.inference_mode(False):
     _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Held:
-    """A tensor as a record holds it: the only reference, and the version that it must show.
+    """A tensor in a record: the only reference to it, and the version that it must have.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        What is held.
+        The held tensor.
     version : int, optional
-        The value of its version counter that makes it intact; by default the one of now.
+        The version at which it is intact; by default the present one.
 
     Examples
     --------
@@ -67,15 +67,15 @@ class Held:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has changed the tensor in place."""
+        """Whether the tensor was not changed in place."""
         return version_of(self.tensor) == self.version
 
     def peek(self) -> Tensor:
-        """Return the tensor, which others may still change."""
+        """Return the tensor, which other code may still change."""
         return self.tensor
 
     def read(self) -> Tensor:
-        """Return the tensor, or the copy that has taken its place: nothing else can change it."""
+        """Return the tensor, or the copy in its place, which nothing else can change."""
         if not self._is_own:
             if not _is_held_alone(self):
                 self.tensor = own_copy(self.tensor)
@@ -113,7 +113,7 @@ def holder() -> Hold:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version counter, or -1 where there is none.
+    """Return the version counter, or -1 if there is none.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a copy in memory of its own that stands at the same place of the graph.
+    """Return a copy in new memory with the same place in the graph.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def own_copy(tensor: Tensor) -> Tensor:
     Returns
     -------
     torch.Tensor
-        Off the graph if the tensor is.
+        Detached if the tensor is.
 
     Examples
     --------
@@ -150,8 +150,8 @@ def own_copy(tensor: Tensor) -> Tensor:
     >>> copy.tolist(), torch.autograd.grad(out, copy)
     ([2.0, 2.0], (tensor([2., 2.]),))
     """
-    # A view of a leaf that was made without gradients says that it requires one, and has no place
-    # on a graph.
+    # A view of a leaf that was made without gradients claims to require one, but has no place in a
+    # graph.
     is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -162,8 +162,8 @@ def own_copy(tensor: Tensor) -> Tensor:
         except UnsupportedTorchError:
             raise
         except RuntimeError:
-            # Autograd can't save some kinds, like nested tensors with strides, and nothing
-            # where hooks on saved tensors are disabled: the copy is right and off the graph.
+            # Autograd can't save some kinds, such as nested tensors with strides, and saves nothing
+            # if hooks on saved tensors are disabled: then the copy is right but detached.
             pass
     return tensor.detach().clone()
 
@@ -172,7 +172,7 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return _copy_on_graph(tensor)
-    # The node that accumulates a leaf's gradient lives only as long as somebody holds it.
+    # The node that accumulates a leaf's gradient lives only while it is held.
     node = get_gradient_edge(tensor).node if tensor.is_leaf else None
     with saved_tensors_hooks(_clone, _same):
         copy = _saved(tensor)
@@ -187,20 +187,20 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
 def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
     """Keep a view's place on the graph from in-place operations, which would cut it out.
 
-    The view's own tensor is returned. Whoever holds the view, be it in a container, holds a copy
-    from then on, which is downstream.
+    The view's own tensor is returned. All other references to the view, also in containers, refer
+    to a downstream copy from then on.
 
     Parameters
     ----------
     view : torch.Tensor
-        A tensor on the graph, changed so if it is a view.
+        A tensor on the graph, which becomes that copy if it is a view.
     own_references : int
-        How many of the references to what it is a view of don't count.
+        The number of references to its base that don't count.
 
     Returns
     -------
     torch.Tensor or None
-        None where it is no view, or where this can't be done unseen: something else holds the
+        None if it is not a view, or if the exchange would be noticed: something else holds the
         memory or, inside torch, the tensor, or a copy would differ in more than its memory.
 
     Examples
@@ -214,7 +214,7 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
     if private.base_of(view) is None:
         return None
     fresh = _holders_of_fresh(is_view=True, is_on_graph=True)[1]
-    # Hooks of a view that is overwritten are not called: they must not go with its place.
+    # Hooks of an overwritten view are not called, so they must not move with its place.
     is_special = private.has_hooks(view) or view.retains_grad or view.is_conj() or view.is_neg()
     if is_special or vars(view) or _holders(view, own_references) != fresh:
         return None
@@ -229,17 +229,19 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
             increment_version(copy)
         swap_tensors(view, copy)  # type: ignore[no-untyped-call]  # torch's own
     except RuntimeError:
-        # Expanded tensors can't be written to, nor what torch itself holds be exchanged.
+        # Expanded tensors can't be written to, and tensors that torch itself holds can't be
+        # exchanged.
         return None
     return copy
 
 
 def _become(copy: Tensor, kind: type[Tensor]) -> bool:
-    """Make a plain tensor one of a subclass, and return whether that can be."""
+    """Make a plain tensor one of a subclass; return whether that is possible."""
     try:
         copy.__class__ = kind
     except TypeError:
-        # The result of a collective that is under way wraps what it waits for; the copy has waited.
+        # The result of a pending collective wraps the tensor that it waits for; the copy has
+        # waited.
         return False
     return True
 
@@ -247,20 +249,20 @@ def _become(copy: Tensor, kind: type[Tensor]) -> bool:
 def _is_held_alone(held: Held) -> bool:
     """Whether nothing else holds a tensor or its memory; in doubt the answer is no.
 
-    Autograd may hold the tensor itself where it is on the graph, since it only reads.
+    Autograd may hold the tensor itself if it is on the graph, since it only reads.
     """
     tensor = held.tensor
     fresh = _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad)
     del tensor
     if (sys.getrefcount(held.tensor), _holders(held.tensor)) != fresh:
         return False
-    # Anybody may hold memory that torch did not allocate, or that processes share.
+    # Unknown code may hold memory that torch did not allocate, or that processes share.
     memory = held.tensor.untyped_storage()
     return bool(memory.resizable()) and not (memory.device.type == "cpu" and memory.is_shared())
 
 
 def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
-    """Count what holds a tensor inside torch, what it is a view of, and the memory of both."""
+    """Count the holders, inside torch, of a tensor, of its base and of the memory of both."""
     base = private.base_of(tensor)
     based = (0, 0)
     if base is not None:
@@ -268,9 +270,9 @@ def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
     uses = 0 if tensor.requires_grad else private.use_count(tensor)
     storages = private.storage_uses(tensor)
     if base is not None and private.keeps_its_result(base):
-        # The graph holds the memory itself but where hooks make something else of it.
+        # The graph holds the memory itself, unless hooks replace it.
         storages -= private.active_saved_tensors_hooks() is None
-    # Python has one object for a storage, whoever asks for it.
+    # Python has one object for each storage.
     storage_references = 0 if storages < 0 else sys.getrefcount(tensor.untyped_storage())
     weak = weakref.getweakrefcount(tensor)
     return weak, uses, *based, storages, storage_references
@@ -278,7 +280,7 @@ def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
 
 @functools.cache
 def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int, ...]]:
-    """Count references and holders of a tensor that nothing else holds: versions differ in that."""
+    """Count references and holders of a tensor that nothing else holds, which vary by version."""
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
         held = Held((start * 2).view(1, 1) if is_view else start * 2)
@@ -286,12 +288,12 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
 
 
 def _saved(tensor: Tensor) -> Tensor:
-    """Return what autograd makes of a tensor by saving it and giving it back."""
+    """Return the tensor that autograd gives back after saving one."""
     if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
-        # Of all operations that save what they are given, this one does nothing else.
+        # Among operations that save their arguments, this one does nothing else.
         return private.saved_for(torch.take(tensor, _NO_PLACES).grad_fn)
     saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
-    # Up to torch 2.11, the node lets go of what it saved with the last tensor that leads to it.
+    # Up to torch 2.11, the node drops its saved tensor with the last tensor that leads to it.
     copy: Tensor = saving.grad_fn.saved_tensors[0]
     return copy
 
@@ -299,11 +301,11 @@ def _saved(tensor: Tensor) -> Tensor:
 class _Place:
     """A hook on the copy of a leaf, never called, that holds the node of both.
 
-    Up to torch 2.9, the node drops the hooks of the leaf when the copy goes. Next the copy lets go
-    of its own hooks, and this one gives the leaf its hooks again.
+    Up to torch 2.9, the node drops the hooks of the leaf when the copy goes. Then the copy drops
+    its own hooks, and this one restores those of the leaf.
     """
 
-    __torch_unserializable__ = True  # Else, torch.save warns.
+    __torch_unserializable__ = True  # Otherwise torch.save warns.
 
     def __init__(self, leaf: Tensor, node: Node) -> None:
         self._leaf = weakref.ref(leaf)
@@ -319,7 +321,7 @@ class _Place:
 
 
 class _Saving(torch.autograd.Function):
-    """Does nothing but save a tensor."""
+    """Only saves a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -344,7 +346,7 @@ class _Copying(torch.autograd.Function):
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    # Integers are no activations on a graph, but arguments that are saved with them.
+    # Integers are not on a graph, but may be saved arguments.
     return tensor if tensor.dtype is torch.int64 else tensor.detach().clone()
 
 

@@ -1,15 +1,15 @@
-"""The private names of torch and of the interpreter: every one that the package needs, and why.
+"""The private names of torch and of the interpreter that the package needs, and why.
 
 NOTE [Checked at first use]
 
-A private name of torch can go, or mean something else, in the next version. So nothing is looked up
-at import, and each function is tried when it is first called, on a small example whose answer is
-known. If that fails, ``UnsupportedTorchError`` names the feature that can't be had. From then on
-the bare function stands in its place in its module, so that a check costs nothing in a pass. That
-is why callers write ``private.backward_pass()``, and import no such function by its name.
+A private name of torch can go, or change its meaning, in the next version. So nothing is looked up
+at import, and each function is tried at its first call, on a small example with a known answer. If
+that fails, ``UnsupportedTorchError`` names the missing feature. From then on the bare function
+takes its place in its module, so that checks cost nothing in a pass. That is why callers write
+``private.backward_pass()``, and import no such function by its name.
 
-An example runs in a thread of its own: modes, transforms, hooks on saved tensors and the backward
-pass under way belong to a thread, and must neither see the example nor change its answer.
+An example runs in its own thread: modes, transforms, hooks on saved tensors and the current
+backward pass belong to a thread, and must neither see the example nor change its answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHECKPOINTING = "activation checkpointing"
 
 
 def unsupported(feature: str, name: str) -> UnsupportedTorchError:
-    """Return the error for a feature whose private name is gone or means something else."""
+    """Return the error for a feature whose private name is gone or has changed its meaning."""
     return UnsupportedTorchError(
         f"{feature} needs {name}, which torch {torch.__version__} on Python "
         f"{platform.python_version()} does not have, or which means something else there: use "
@@ -70,7 +70,7 @@ def _try(works: Callable[[Any], bool], function: Any, feature: str, name: str) -
         try:
             works_here = pool.submit(works, function).result()
         except Exception as error:
-            # The name is gone, or is used otherwise: whatever it raises, the feature is missing.
+            # The name is gone, or is used differently: whatever it raises, the feature is missing.
             raise unsupported(feature, name) from error
     if not works_here:
         raise unsupported(feature, name)
@@ -81,32 +81,32 @@ def _try(works: Callable[[Any], bool], function: Any, feature: str, name: str) -
 
 @checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
 def backward_pass() -> int:
-    """Return the number of the backward pass that the caller runs in, -1 outside of one."""
+    """Return the number of the backward pass around the caller; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 @checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that the caller runs in is over.
+    """Call a function when the backward pass around the caller is over.
 
-    The engine owns it: of a backward pass that fails, nothing is left.
+    The engine owns it, so a backward pass that fails leaves nothing.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 @checked("torch.autograd._get_sequence_nr", "guarding gradients", examples.counts_operations)
 def num_operations() -> int:
-    """Return how many operations autograd has noted on this thread."""
+    """Return the number of operations that autograd has noted on this thread."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in its stubs
 
 
 @checked("Node._sequence_nr", "guarding gradients", examples.tells_order_and_leaf)
 def place_of(node: Any) -> int:
-    """Return the number of operations noted before one was; more than ever are for a leaf."""
+    """Return the number of operations noted before a node; for a leaf, more than there ever are."""
     return int(node._sequence_nr())
 
 
-# -- what autograd keeps ---------------------------------------------------------------------------
+# -- tensors that autograd keeps -------------------------------------------------------------------
 
 
 @checked(
@@ -115,9 +115,9 @@ def place_of(node: Any) -> int:
     examples.is_innermost_pair,
 )
 def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the innermost hooks on saved tensors, to pack and to unpack, or None.
+    """Return the innermost hooks on saved tensors, to pack and to unpack; None if there are none.
 
-    Only these act. Activation checkpointing works by such hooks, and is recognised by them.
+    Only these act. Activation checkpointing uses such hooks, and is recognised by them.
     """
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else tuple(found)
@@ -125,7 +125,7 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
 
 @checked("Node._saved_self", "recording with gradients", examples.is_on_same_node)
 def saved_for(node: Any) -> Tensor:
-    """Return what an operation has saved of the tensor that it took, as hooks hand it out."""
+    """Return the tensor that an operation has saved of its argument, as hooks hand it out."""
     return node._saved_self  # type: ignore[no-any-return]  # nodes have no types
 
 
@@ -133,7 +133,7 @@ def saved_for(node: Any) -> Tensor:
 def keeps_its_result(tensor: Tensor) -> bool:
     """Whether the operation that made a tensor keeps the result for its own backward.
 
-    Autograd names such an attribute ``result``, numbered where there are several.
+    Autograd names such an attribute ``result``, with a number if there are several.
     """
     kind, number = type(tensor.grad_fn), tensor.output_nr
     return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
@@ -141,10 +141,10 @@ def keeps_its_result(tensor: Tensor) -> bool:
 
 @checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
 def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
-    """Return the region that a frame of ``torch.utils.checkpoint`` runs, and whether again.
+    """Return the region that a frame of ``torch.utils.checkpoint`` runs, and if it is a re-run.
 
-    The first run holds in a generator what the graph keeps of a region, and a re-run in the
-    function that was asked for what the first run saved.
+    The graph keeps an object for each region. The first run holds it in a generator, and a re-run
+    in the function that returns tensors saved by the first run.
     """
     kind = torch.utils.checkpoint._CheckpointFrame
     for value in list(frame.f_locals.values()):
@@ -159,7 +159,7 @@ def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
 
 @checked("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, examples.saves_twice)
 def region_that_saves() -> Any:
-    """Return the region whose hook on saved tensors is active, None where another's or none is."""
+    """Return the region whose hook on saved tensors is active; None for any other hook."""
     hooks = active_saved_tensors_hooks()
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
@@ -177,13 +177,13 @@ def region_that_saves() -> Any:
 
 @checked("Tensor._use_count", "recording with gradients", examples.counts_what_the_graph_holds)
 def use_count(tensor: Any) -> int:
-    """Return how many references there are to a tensor from inside torch."""
+    """Return the number of references to a tensor from inside torch."""
     return int(tensor._use_count())
 
 
 @checked("torch._C._storage_Use_Count", "recording with gradients", examples.counts_aliases)
 def storage_uses(tensor: Tensor) -> int:
-    """Return how many tensors share a tensor's memory, over a constant; -1 without storage."""
+    """Return the number of tensors that share a memory, up to a constant; -1 without storage."""
     try:
         return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
     except (NotImplementedError, RuntimeError):
@@ -192,31 +192,31 @@ def storage_uses(tensor: Tensor) -> int:
 
 @checked("UntypedStorage._cdata", "recording", examples.tells_memory_apart)
 def memory_of(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor while it lives."""
+    """Return an id of a tensor's memory, valid while it lives."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
-        # Sparse and other layouts have no storage of their own, and share none.
+        # Sparse and other layouts have no storage, and share none.
         return -id(tensor)
 
 
 @checked("Tensor._base and Tensor._is_view", "recording with gradients", examples.finds_base)
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that another is a view of, None where it is none."""
+    """Return the base of a view; None for other tensors."""
     return tensor._base if tensor._is_view() else None
 
 
-# -- what surrounds a call -------------------------------------------------------------------------
+# -- the surroundings of a call --------------------------------------------------------------------
 
 
 @checked("Tensor._backward_hooks", "recording with gradients", examples.tells_hooked_tensor)
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody listens to the gradient of a tensor."""
+    """Whether a tensor has hooks on its gradient."""
     return bool(tensor._backward_hooks)
 
 
 def renew_hooks(tensor: Tensor) -> None:
-    """Let torch know again which hooks a tensor has, where it may have dropped them inside."""
+    """Register a tensor's hooks with torch again, since it may have dropped them inside."""
     if _VERSION < (2, 10):
         tensor._backward_hooks = tensor._backward_hooks
 
@@ -229,23 +229,23 @@ def is_inside_transform() -> bool:
 
 @checked("torch._C._is_any_autocast_enabled", "recording", examples.sees_autocast)
 def is_any_autocast_on() -> bool:
-    """Whether operations run in another dtype, on any kind of device."""
+    """Whether autocast is on for any kind of device."""
     return torch._C._is_any_autocast_enabled()
 
 
 # -- modules ---------------------------------------------------------------------------------------
 
-# The dictionaries of an ``nn.Module`` that hold what others attached to it.
+# The dictionaries of an ``nn.Module`` that hold attached hooks.
 HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @checked("Module._forward_hooks", "recording", examples.finds_both_hooks)
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks that run after a module, and those ahead of it, to be changed.
+    """Return the live dictionaries of a module's forward hooks and forward pre-hooks.
 
-    By the numbers of their handles. Ours must stay behind those of others, and are removed by what
-    they are: handles get lost.
+    Their keys are the numbers of handles. Our hooks must stay behind others, and are removed by
+    identity, since handles get lost.
     """
     return module._forward_hooks, module._forward_pre_hooks
 
@@ -260,7 +260,7 @@ def remove_hook(module: nn.Module, number: int) -> None:
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Whether a module saves a buffer of its own; others are made anew with the net."""
+    """Whether a module saves one of its buffers; the others are made again with the net."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -268,7 +268,7 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
 
 
 def dynamo_is_loaded() -> bool:
-    """Whether anything can have been compiled: only then has this been imported, which is slow."""
+    """Whether anything can have been compiled: only then was dynamo imported, which is slow."""
     return "torch._dynamo.eval_frame" in sys.modules
 
 
@@ -278,7 +278,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    """Return the module that ``torch.compile`` wrapped, or the module itself."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     inner: nn.Module = module._orig_mod if is_wrapper else module  # type: ignore[assignment]  # any attribute may be a tensor
@@ -293,13 +293,13 @@ def calls_compiled(module: nn.Module) -> bool:
 
 @checked("Module._compiled_call_impl", "compiled modules", examples.finds_compiled_call)
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what a module's own ``compile`` has made, which is called in place of its hooks."""
+    """Return the function made by a module's own ``compile``, which replaces its call."""
     return module._compiled_call_impl
 
 
 @checked("Module._compiled_call_impl", "recording compiled modules", examples.is_called_instead)
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let something be called in place of a module's forward and hooks, or, with None, these."""
+    """Set the function that is called in place of a module's hooks and forward; None for these."""
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
@@ -308,14 +308,14 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 @checked("Module._call_impl", "watching", examples.runs_hooks_too)
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """Return what calls a module's hooks and its forward, whatever is called in place of both."""
+    """Return the function that calls a module's hooks and forward, even if they are replaced."""
     return module._call_impl
 
 
 def is_exporting() -> bool:
-    """Whether what runs is being exported, in code that dynamo can follow.
+    """Whether the running code is being exported; dynamo can follow this.
 
-    While dynamo compiles, torch 2.8 to 2.11 say so of everything.
+    While dynamo compiles, torch 2.8 to 2.11 always say so.
     """
     if torch.compiler.is_dynamo_compiling() and _VERSION < (2, 12):
         return False
@@ -323,14 +323,14 @@ def is_exporting() -> bool:
 
 
 try:
-    # Looked up here, as dynamo follows the function below and can't follow an import.
+    # Looked up here, since dynamo follows the function below and can't follow an import.
     from torch.utils import _pytree
 except ImportError:
     _pytree = None  # type: ignore[assignment]
 
 
 def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Take apart and rebuild the containers that torch knows, in code that dynamo can follow."""
+    """Take apart and rebuild the containers that torch knows; dynamo can follow this."""
     if _pytree is None:
         raise unsupported("recording compiled passes", "torch.utils._pytree")
     leaves, structure = _pytree.tree_flatten(value)
@@ -342,10 +342,10 @@ def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 
 @checked("GenerationMixin.generate", "rows= around generate", examples.finds_generation)
 def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
-    """Return how the caller is made to generate, and how many sequences for each prompt.
+    """Return the caller's mode of generation, and its number of sequences for each prompt.
 
-    None where it does not run inside that function of transformers. What is generated for one
-    prompt looks like several prompts to the network: only the configuration says which it is.
+    None if it does not run inside that function of transformers. To the network, several sequences
+    for one prompt look like several prompts: only the configuration shows the difference.
     """
     code, frame = inspect.unwrap(generate).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -360,31 +360,31 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
         raise unsupported("rows= around generate", "GenerationMixin.generate") from error
 
 
-# -- tensors that are more, or less, than numbers --------------------------------------------------
+# -- tensors other than arrays of numbers ----------------------------------------------------------
 
 
 @checked("Tensor._make_wrapper_subclass", "reading from disk", examples.has_shape_only)
 def make_wrapper(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return a tensor of a subclass with a shape and a dtype, and no memory."""
+    """Return a tensor of a subclass with a shape and a dtype, but no memory."""
     return kind._make_wrapper_subclass(kind, shape, dtype=dtype)
 
 
 @checked("torch._C.DisableTorchFunctionSubclass", "reading from disk", examples.passes_by)
 def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function of torch as if subclasses did not change what it does."""
+    """Call a function of torch without the overrides of subclasses."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
 @checked("TorchDispatchMode", "force_static_flow", examples.sees_operations)
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a function makes every operation of this thread."""
+    """Return a context in which a function runs every operation of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {})
 
-    # A mode that defined its method itself would be wrapped in what imports the compiler.
+    # Torch would wrap a mode with its own method in a function that imports the compiler.
     bases = type("Calling", (), {"__torch_dispatch__": dispatch}), TorchDispatchMode
     return type("Mode", bases, {})()  # type: ignore[no-any-return]  # a context manager
 
@@ -396,5 +396,5 @@ class _Traced(Tensor):
 
 @checked("torch._subclasses.FakeTensor", "force_static_flow", examples.says_it_is_fake)
 def pass_for_traced(tensor: Tensor) -> None:
-    """Make a tensor say that it is traced: libraries ask so before they look at its values."""
+    """Make a tensor claim to be traced: libraries ask before they look at its values."""
     object.__setattr__(tensor, "__class__", _Traced)

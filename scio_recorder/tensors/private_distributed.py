@@ -1,7 +1,7 @@
 """The private names of ``torch.distributed``, beside those of torch in `private`.
 
-They can't be tried on an example where they are first used, since that takes several processes: a
-name that is gone raises the same error.
+They can't be tried on an example, since that takes several processes. A name that is gone raises
+the same error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def loaded(module: str, *names: str) -> tuple[type, ...]:
-    """Return classes of a module that takes long to import; nobody has one where nobody did."""
+    """Return classes of a module that takes long to import; none if nobody has imported it."""
     found = sys.modules.get(module)
     return tuple(getattr(found, name) for name in names if hasattr(found, name))
 
@@ -43,9 +43,9 @@ def fsdp_modules(net: nn.Module) -> list[nn.Module]:
 
 
 def fsdp_notes(module: Any) -> list[Any]:
-    """Return the objects in which ``fully_shard`` notes passes of a module, none for FSDP1.
+    """Return the objects in which ``fully_shard`` notes passes of a module; none for FSDP1.
 
-    Those of single parameters are left out: they know no passes.
+    Those of single parameters are left out, since they note no passes.
     """
     if not hasattr(module, "reshard"):
         return []
@@ -59,7 +59,7 @@ def fsdp_notes(module: Any) -> list[Any]:
 
 
 def ending(notes: list[Any]) -> Callable[[], None]:
-    """Return what lets passes that fail from now on be over as far as FSDP knows."""
+    """Return a function that ends, for FSDP, passes that fail from now on."""
     states = {note: vars(note)["_training_state"] for note in notes if _is_state(note)}
 
     def end() -> None:
@@ -74,12 +74,12 @@ def _is_state(note: Any) -> bool:
 
 
 def take_whole_parameters(module: Any) -> None:
-    """Let a module that FSDP has sharded hold its own shards of parameters only."""
+    """Let a module that FSDP has sharded hold only its own shards of parameters."""
     if hasattr(module, "reshard"):
         module.reshard()
         return
     handle = _handle_of(module)
-    # Before its first pass, it holds nothing else and can't be told to.
+    # Before its first pass it holds nothing else, and the call would fail.
     if handle is not None and module._is_root is not None:
         with _naming("FlatParamHandle.reshard"):
             handle.reshard(handle.uses_sharded_strategy)
@@ -87,7 +87,7 @@ def take_whole_parameters(module: Any) -> None:
 
 
 def flat_parameters(module: Any) -> list[nn.Parameter]:
-    """Return what FSDP1 has made of the parameters of a module, none for FSDP2."""
+    """Return the flat parameters that FSDP1 has made of a module's; none for FSDP2."""
     handle = None if hasattr(module, "reshard") else _handle_of(module)
     with _naming("FlatParamHandle.flat_param"):
         return [] if handle is None else [handle.flat_param]
@@ -99,12 +99,12 @@ def _handle_of(module: Any) -> Any:
 
 
 def is_inside_fsdp(module: nn.Module) -> bool:
-    """Whether a module runs as FSDP lets it only where what FSDP wrapped around it is called."""
+    """Whether a module only works during calls of FSDP's wrapper around it."""
     return bool(vars(module).get("_is_fsdp_managed_module", False))
 
 
 class NotReplicated(nn.Module):
-    """A recorder, of which ``torch.nn.DataParallel`` makes no replicas."""
+    """A module of which ``torch.nn.DataParallel`` makes no replicas."""
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         raise UnsupportedNetError(

@@ -1,6 +1,6 @@
-"""An example for each private name, with a known answer: whether the name means what it must.
+"""An example with a known answer for each private name, which checks its meaning.
 
-Examples use what torch has made public, so that they are no victims of what they look for.
+Examples use only public names of torch, so they don't suffer from the changes that they look for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def leaf_and_output() -> tuple[Tensor, Any]:
 
 
 def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
-    """Return what a function returns that is called when the gradient of a tensor comes."""
+    """Return the result of a function that is called when the gradient of a tensor comes."""
     found: list[Any] = []
     handle = tensor.register_hook(lambda gradient: found.append(function()))
     tensor.backward(retain_graph=True)
@@ -87,7 +87,7 @@ def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
 
 
 def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
-    """Return what a function returns in a checkpointed region, at first and when it runs again."""
+    """Return a function's results in both runs of a checkpointed region."""
     found = []
 
     def region(x: Tensor) -> Tensor:

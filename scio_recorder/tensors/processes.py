@@ -1,4 +1,4 @@
-"""Which of how many processes this is, as ``torch.distributed`` has been told."""
+"""The place of this process among several, according to ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scio_recorder.tensors.arguments import whole
 
 
 class Place(NamedTuple):
-    """The number of a process among so many, counted from 0."""
+    """The number of a process, counted from 0, and the number of processes."""
 
     rank: int
     world_size: int
 
     @classmethod
     def checked(cls, rank: Any, world_size: Any, error: type[RecorderError]) -> Self:
-        """Return the place that arguments name, and raise an error where there is none such."""
+        """Return the place that arguments name; raise an error for an impossible one."""
         place = cls(whole("rank", rank, 0, error), whole("world_size", world_size, 1, error))
         if place.rank >= place.world_size:
             raise error(
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 def this_process() -> Place:
-    """Return the place of this process, the only one where nothing has been initialised.
+    """Return the place of this process, which is the only one if nothing was initialised.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Structures that hold tensors: taken apart, and built again with others in their place.
+"""Taking structures of tensors apart, and building them again with other tensors.
 
 Networks return tensors, tuples, named tuples, dictionaries, dataclasses (transformers'
 ``ModelOutput``), objects such as key-value caches, and any nesting of these. Constructors are never
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
-# Objects that are never opened: they hold no activations of their own, or must keep their identity.
+# Objects that are never opened: they hold no activations, or must keep their identity.
 _OPAQUE = (
     nn.Module,
     type,
@@ -48,7 +48,7 @@ _OPAQUE = (
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
-# Those that have no attributes.
+# The bases without attributes.
 _BARE = (dict, list)
 _HEAP_TYPE = 1 << 9
 
@@ -88,7 +88,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
             leaves.append(tensor)
         return slots[id(tensor)]
 
-    # The template holds no tensor, and nothing that is put into the old structure later.
+    # The template holds no tensor, and nothing that the old structure receives later.
     template = _Copy(Tensor, put_slot).of(value)
     return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).of(template)
 
@@ -99,7 +99,7 @@ def tensors(value: Any) -> list[Tensor]:
     Parameters
     ----------
     value : Any
-        What :func:`flatten` takes.
+        As for :func:`flatten`.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     function : callable
         ``Tensor -> Any``; called once for each distinct tensor.
     value : Any
-        What :func:`flatten` takes.
+        As for :func:`flatten`.
 
     Returns
     -------
@@ -154,20 +154,20 @@ class _Slot:
 
 
 class _Copy:
-    """One copy of a structure, with something else in the place of each leaf of a kind.
+    """One copy of a structure, with a replacement for each leaf of a kind.
 
-    Each container and object is met once. So the new structure refers to itself, and to a part
-    twice, just where the old one does.
+    Each container and object is copied once. So the new structure shares parts, and refers to
+    itself, exactly as the old one does.
     """
 
     def __init__(self, kind: type, replace: Callable[[Any], Any]) -> None:
         self._kind = kind
         self._replace = replace
-        # By the identity of the old object, which is held, so that no other takes its identity.
+        # By the id of the old object, which is held, so that no other object takes its id.
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any, is_inside: bool = False) -> Any:
-        """Return the copy of a part; inside an object that is open or not."""
+        """Return the copy of a part; ``is_inside`` an opened object or not."""
         if isinstance(value, self._kind):
             return self._replace(value)
         if value is None or isinstance(value, _OPAQUE):
@@ -176,7 +176,7 @@ class _Copy:
             return value.copy()
         if id(value) not in self._made:
             new = self._container(value, is_inside)
-            # It may have been made while its own parts were.
+            # It may have been made while its parts were.
             self._made.setdefault(id(value), (value, new))
         return self._made[id(value)][1]
 
@@ -190,7 +190,7 @@ class _Copy:
             if kind in (tuple, set, frozenset) or hasattr(kind, "n_sequence_fields"):
                 return kind(parts)
             return self._with_attributes(tuple.__new__(kind, parts), value, is_inside)
-        # What can hold itself is put in its place before it is filled.
+        # An object that can hold itself takes its place before it is filled.
         if kind is MappingProxyType:
             behind: dict[Any, Any] = {}
             new: Any = self._started(value, MappingProxyType(behind))
@@ -211,8 +211,8 @@ class _Copy:
         base: Any = next((base for base in _CONTAINERS if isinstance(value, base)), object)
         is_container = base is not object or dataclasses.is_dataclass(value)
         if not is_container:
-            # What an open object holds may be filled with tensors later, as the parts of a
-            # key-value cache are, and is copied even while it is empty.
+            # A container in an opened object may receive tensors later, like the parts of a
+            # key-value cache, so it is copied even while it is empty.
             may_fill = not isinstance(value, Enum) and (is_inside or _can_be_filled(value))
             if not _is_plain_kind(kind) or not (may_fill or self._holds_leaf(value, set())):
                 return value
@@ -223,7 +223,7 @@ class _Copy:
         if base is list:
             list.extend(new, (self.of(item, is_inside) for item in list.__iter__(value)))
         if base in _DICTS:
-            # Read as the base does: transformers' ModelOutput overrides access by key.
+            # Read by the base's method: transformers' ModelOutput overrides access by key.
             for key, item in base.items(value):
                 base.__setitem__(new, key, self.of(item, is_inside))
         if kind in _BARE:
@@ -251,7 +251,7 @@ class _Copy:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield what a container or object holds."""
+    """Yield the contents of a container or object."""
     kind = type(value)
     base: Any = next((base for base in (dict, list, tuple) if isinstance(value, base)), None)
     if base is dict or kind is MappingProxyType:
@@ -264,7 +264,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _can_be_filled(value: Any) -> bool:
-    """Whether an object has containers, as an empty key-value cache has."""
+    """Whether an object has containers, as an empty key-value cache does."""
     own = getattr(value, "__dict__", {}).values()
     return any(isinstance(item, list | dict | set | deque) for item in own)
 
@@ -279,6 +279,6 @@ def _slot_names(value: Any) -> Iterator[str]:
 
 
 def _is_plain_kind(kind: type) -> bool:
-    """Whether instances are nothing but their attributes, so that copying these copies them."""
-    # Classes defined in Python, all the way up: others keep state where it can't be seen.
+    """Whether instances consist only of their attributes, so that copying these copies them."""
+    # All bases must be defined in Python: other classes keep state that can't be seen.
     return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])

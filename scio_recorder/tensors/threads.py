@@ -1,4 +1,4 @@
-"""How many threads torch computes with, and work that several threads share."""
+"""The number of threads with which torch computes, and work that several threads share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _T = TypeVar("_T")
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread inside the block.
 
-    On small tensors, threads spend their time waiting for one another, and where other processes
-    want the same cores they wait a hundred times longer than they compute.
+    On small tensors, threads spend their time waiting for one another. If other processes want the
+    same cores, they wait a hundred times longer than they compute.
 
     Examples
     --------
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 
 def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
-    """Call ``work`` with each item, in so many threads at once; raise what any of them raises.
+    """Call ``work`` with each item in this many threads at once; raise the first error.
 
     Examples
     --------
@@ -47,7 +47,7 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
         for item in items:
             work(item)
         return
-    # Each takes the next one, so that none waits for a slow one.
+    # Each thread takes the next item, so that none waits for a slow one.
     left = iter(items)
 
     def work_on() -> None:
@@ -56,13 +56,13 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
                 work(item)
         except BaseException:
             for _ in left:
-                # What is left would be of no use.
+                # The remaining items would be useless.
                 pass
             raise
 
     others = []
     with ThreadPoolExecutor(min(threads, len(items)) - 1) as pool:
-        # Where no thread can be had, all of the work is left for this one.
+        # If no thread can be started, all of the work is left for this one.
         with suppress(RuntimeError):
             others += [pool.submit(work_on) for _ in range(min(threads, len(items)) - 1)]
         work_on()

@@ -166,8 +166,7 @@ def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     Parameters
     ----------
     parameters : iterable of torch.Tensor
-        The parameters of a net. A net that differentiates in its forward adds to gradients in
-        place.
+        The parameters of a net, whose forward may differentiate and add to gradients in place.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
@@ -251,7 +250,7 @@ class _TensorState:
             # `net.to(device)` swaps the memory under a parameter.
             if not self._tensor.is_inference():
                 self._tensor.data = self._data
-            # Batch norm writes its statistics without a new version.
+            # Regardless of versions: batch norm writes its statistics without a new one.
             self._data.copy_(self._values)
         if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
             self._tensor.requires_grad_(self._requires_grad)
@@ -291,8 +290,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     Parameters
     ----------
     net : torch.nn.Module
-        The net, which may hold tensors inside a graph. Anything else that ``copy.deepcopy`` refuses
-        raises.
+        The net, which may hold tensors inside a graph. All else that ``deepcopy`` refuses raises.
     keep_hooks : bool
         Whether the copy has copies of the user's hooks, or none.
 

@@ -1,4 +1,4 @@
-"""Beginning a recording, alone or together with others: who is first creates it."""
+"""Beginning a recording, alone or together with others: the first one creates it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from scio_recorder.stores.disk_format.run import Run, scan
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
 
 PARTS_NAME = "parts.safetensors"
-# What there can be before there is a recording, of writers that were killed too.
+# Names that may exist before there is a recording, left by killed writers too.
 _REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
 _REMAINS_OF_PARTS = re.compile(r"lease-.*|parts\.safetensors(\..*\.tmp)?", re.ASCII)
 
 
 def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
-    """Begin a recording in parts, before anything has run, or join those who have.
+    """Begin a recording in parts before anything has run, or join the processes that have.
 
     Raises
     ------
     RecordingError
-        Those have another number of parts, or other settings; or there is something else.
+        They have another number of parts or other settings, or there is something else.
     """
     given = parse(dump({"parts": num_parts, "header": header}))
     stored = agreed(medium)
@@ -48,7 +48,7 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
 
 
 def agreed(medium: Medium) -> dict[str, Any] | None:
-    """Return what a recording in parts was begun with, even if only ranks have begun it."""
+    """Return the settings of a recording in parts, even if only ranks have begun it."""
     if medium.has(PARTS_NAME):
         with parsing(medium.path_of(PARTS_NAME)):
             said = TensorFile(medium, PARTS_NAME).content
@@ -60,7 +60,7 @@ def agreed(medium: Medium) -> dict[str, Any] | None:
 
 
 def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse to go on with what was recorded with other settings."""
+    """Refuse to continue a recording with other settings."""
     found = differences(_briefly(stored), _briefly(given))
     if found:
         way = ""
@@ -75,14 +75,14 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
 
 
 def _briefly(header: dict[str, Any]) -> dict[str, Any]:
-    """Return what must agree; the fingerprint stands for the network, which would fill pages."""
+    """Return the settings that must agree, with the fingerprint in place of the architecture."""
     architecture = header.get("architecture")
     fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
     return {**header, "architecture": fingerprint}
 
 
 def _check_empty(medium: Medium, *, is_in_parts: bool) -> None:
-    """Refuse a place that holds something else than what a recording begins with."""
+    """Refuse a place that holds anything but the beginning of a recording."""
     with accessing(medium.path):
         others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
     if is_in_parts:
@@ -92,9 +92,9 @@ def _check_empty(medium: Medium, *, is_in_parts: bool) -> None:
 
 
 def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: bool = False) -> Run:
-    """Return the recording of this description: created now, or by another rank.
+    """Return the recording of this description, created now or by another rank.
 
-    Of several that create it at once the first one does, and the others join it.
+    If several create it at once, the first one does, and the others join it.
     """
     if not folder.has(DESCRIPTION_NAME):
         _check_empty(folder, is_in_parts=is_in_parts)
@@ -107,7 +107,7 @@ def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: b
 
 
 def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
-    """Refuse a rank to begin in what another has created."""
+    """Refuse a rank that can't join the recording that another has created."""
     if given.world_size == run.description.world_size == 1:
         raise RecordingError(
             f"{path} already holds a recording; resume it or choose another folder"

@@ -1,15 +1,14 @@
-"""Buckets of objects, on S3, Google's or Azure's stores, in which a recording lies as in a folder.
+"""Buckets of objects on S3, Google's or Azure's stores, which hold a recording like a folder.
 
 NOTE [A put without an answer]
 
-A put acts once at most, since it is conditional: where there is an object of the name, it fails.
-But the answer can be lost, on its way or with the connection, and a request can arrive twice. Then
-the put has acted, and what is seen is a failure, or that there is such an object, which looks as if
-another writer had been first. So each put carries a text of its own, which the object keeps beside
-its content: whoever finds it there has been first.
+A put acts at most once, since it is conditional: it fails if there is an object of the name. But
+the answer can be lost, and a request can arrive twice. Then the put has acted, but the writer sees
+a failure, or an existing object, as if another writer had been first. So each put carries a unique
+text, which the object keeps beside its content: a writer that finds its own text there was first.
 
-An object is there whole or not at all, and durable when it is there. There are no locks: what keeps
-two writers apart is the put alone.
+An object exists as a whole or not at all, and is durable when it exists. There are no locks: only
+the put keeps two writers apart.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _URL = re.compile(r"(s3|gs|az)://", re.ASCII)
-# What a store takes in one request; uploads in several are not conditional everywhere.
+# The bytes that a store takes in one request; uploads in several are not conditional everywhere.
 _MAX_BYTES = 5_000_000_000
-# What an object says besides its content: a name that all stores and proxies let pass.
+# The key of an object's metadata: a name that all stores and proxies accept.
 _PUT_BY = "scioput"
-# Names that one request lists.
+# The number of names that one request lists.
 _PAGE = 1000
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether this names a place in a bucket, and no folder.
+    """Whether a text names a place in a bucket, not a folder.
 
     Examples
     --------
@@ -63,10 +62,10 @@ class Bucket(Medium):
     Raises
     ------
     RecordingError
-        It is no such URL.
+        It is not such a URL.
     """
 
-    # A request takes some time, and then as long as this.
+    # Beside its fixed time, a request takes as long as reading this many bytes.
     span_bytes = 16 << 20
     num_readers = NUM_REQUESTS
 
@@ -74,7 +73,7 @@ class Bucket(Medium):
         scheme, _, place = url.partition("://")
         bucket, *folders = place.rstrip("/").split("/")
         if not bucket or any(sign in url for sign in "@?#") or {"", ".", ".."} & {*folders}:
-            # It may hold a password, so that it is not repeated.
+            # It may hold a password, so the message does not repeat it.
             raise RecordingError(
                 'the place of a recording in a bucket is written like "s3://bucket/run", and '
                 "credentials are taken from the environment"
@@ -90,7 +89,7 @@ class Bucket(Medium):
 
     @property
     def is_open(self) -> bool:
-        """Whether this very process can write: one that was forked from it could do so twice."""
+        """Whether this very process can write: a forked one could write twice."""
         return self._process == os.getpid()
 
     def make(
@@ -111,13 +110,13 @@ class Bucket(Medium):
         def next_page(library: ModuleType, store: ObjectStore, folder: str) -> Any:
             nonlocal pages
             if pages is None:
-                # Names come in order, and from the middle of the list on if that is asked for.
+                # Names come in order, on request from the middle of the list on.
                 begin = {"offset": last} if last else {}
                 pages = iter(library.list(store, folder or None, chunk_size=_PAGE, **begin))
             try:
                 return next(pages, ())
             except BaseException:
-                # The rest is asked for again.
+                # The rest is requested again.
                 pages = None
                 raise
 
@@ -131,7 +130,7 @@ class Bucket(Medium):
 
     @contextmanager
     def open(self, name: str, stamp: object = None) -> Iterator[Object]:
-        """Open an object for reading: nothing is asked for before it is read."""
+        """Open an object for reading; nothing is requested before it is read."""
         yield Object(self, name, stamp)
 
     def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
@@ -150,7 +149,7 @@ class Bucket(Medium):
         self.make(name, lambda library, store, path: library.delete(store, path))
 
     def check_writable(self, rank: int) -> None:
-        """Refuse a bucket that can't be written to, or whose puts are not conditional."""
+        """Refuse a bucket that is not writable, or whose puts are not conditional."""
         name, was_refused = f"lock-{rank:05d}", False
         with accessing(self.path):
             for _ in range(2):
@@ -191,11 +190,11 @@ class Bucket(Medium):
 
 
 def _put_by(library: ModuleType, store: ObjectStore, path: str) -> str | None:
-    """Return whose put an object is of; see the NOTE."""
+    """Return the text of the put that made an object; see the NOTE."""
     try:
         found: str | None = library.get(store, path, options={"head": True}).attributes.get(_PUT_BY)
     except FileNotFoundError:
-        # Two puts at once can hinder each other.
+        # Two simultaneous puts can hinder each other.
         raise PassingError("an object that is there already is not there") from None
     return found
 
@@ -206,11 +205,11 @@ class Object:
     Parameters
     ----------
     bucket : Bucket
-        Where it is.
+        The bucket that holds it.
     name : str
         Its name.
     stamp : object
-        What it has to be, None where that is not known.
+        The expected stamp; None if it is not known.
     """
 
     def __init__(self, bucket: Bucket, name: str, stamp: object) -> None:
@@ -219,19 +218,19 @@ class Object:
 
     @property
     def num_bytes(self) -> int:
-        """How long it is."""
+        """Its length."""
         length: int = self.stamp[0]
         return length
 
     @property
     def stamp(self) -> Any:
-        """What changes when there is another object in its place."""
+        """A value that changes when another object takes its place."""
         if self._stamp is None:
             self._get({"head": True})
         return self._stamp
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer where it ends."""
+        """Return ``count`` bytes from ``offset`` on, or fewer if it ends before."""
         if self._stamp is not None:
             count = min(count, self.num_bytes - offset)
         return bytes(self._range(offset, count)) if count > 0 else b""
@@ -252,7 +251,7 @@ class Object:
             return memoryview(b"")
 
     def _get(self, options: Mapping[str, Any], num_bytes: int = 0) -> Any:
-        # By its tag, it is the same one in every request.
+        # The tag ensures that it is the same one in every request.
         tag = None if self._stamp is None else self.stamp[1]
         wanted = {**options, **({} if tag is None else {"if_match": tag})}
 
@@ -269,18 +268,18 @@ class Object:
 
 
 class _Pieces:
-    """What is written of an object, as it lies in the memory of others, until it is put."""
+    """The pieces of an object, in the caller's memory, until it is put."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, memoryview]] = []
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Take note of what lies at ``offset``."""
+        """Note the piece at ``offset``."""
         self._pieces.append((offset, memoryview(data)))
 
     def begin_writing(self, offset: int, count: int) -> None:
-        """Do nothing: an object goes its way whole."""
+        """Do nothing: an object is sent as a whole."""
 
     def in_order(self) -> list[memoryview]:
-        """Return what was written, from the first byte to the last."""
+        """Return the pieces from the first byte to the last."""
         return [data for _, data in sorted(self._pieces, key=lambda piece: piece[0])]

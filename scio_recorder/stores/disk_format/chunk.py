@@ -1,4 +1,4 @@
-"""One commit of a recording: what it says of its samples, and its file."""
+"""One commit of a recording: its facts about its samples, and its file."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
 class Chunk:
-    """A commit. What it says stands in its file, and once its rank is complete in the manifest too.
+    """A commit. Its facts are in its file, and once its rank is complete also in the manifest.
 
     Parameters
     ----------
     medium : Medium
-        Where its file is.
+        The place of its file.
     description : Description
-        What the recording says about itself.
+        The description of the recording.
     rank, number, samples_before : int
-        Whose it is, the how manyth, and how many samples the earlier ones hold.
+        Its rank, its number, and the number of samples in earlier ones.
     stated : tuple, optional
-        The checksum of its file, and what the manifest says that it says. Then the file is opened
-        when data is read.
+        The checksum of its file, and its facts according to the manifest. Then the file is opened
+        only when data is read.
 
     Attributes
     ----------
     ids : range, array.array or tuple
         The ids of its samples.
     num_rows : int
-        How many rows each of its layers has: those of its samples, unless rows are counted apart.
+        The number of rows of each layer: that of its samples, unless rows are counted apart.
     batches : list of int or None
-        How many samples each batch has of which something is kept; None where nothing is.
+        The number of samples of each batch, if something is kept for batches; otherwise None.
     state : dict or None
-        The value that was committed along, and in which file its tensors are.
+        The committed state, and the name of the file with its tensors.
     checksum : str
-        That of the header of its file, and so of all.
+        The checksum of its file's header, and so of everything.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Chunk:
 
     @property
     def said(self) -> dict[str, JSON]:
-        """What it says of its samples, as its file has it."""
+        """Its facts about its samples, as in its file."""
         rows = None if self._description.rows is None else self.num_rows
         return said_of(ids_to_json(self.ids), rows, self.batches, self.state)
 
     @property
     def file(self) -> TensorFile:
-        """Its file, which is opened now if it has not been."""
+        """Its file, which is opened now if necessary."""
         return self.look_into()
 
     def look_into(self) -> TensorFile:
-        """Open its file unless that has been done, compare it with what was stated, return it."""
+        """Open its file if necessary, compare it with the manifest, and return it."""
         if self._file is None:
             file, said = self._opened()
             with parsing(self.path):
@@ -96,12 +96,12 @@ class Chunk:
         return self._file
 
     def distrust(self) -> None:
-        """Verify each block again when it is read next."""
+        """Forget which blocks were verified: each is verified again at its next read."""
         if self._file is not None:
             self._file.distrust()
 
     def verify(self) -> int:
-        """Check every block, also those that were before; return how long the file is."""
+        """Check every block, even if checked before; return the length of the file."""
         return self.file.verify()
 
     def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
@@ -110,7 +110,7 @@ class Chunk:
             place = self._description.place(self.rank, self._number, self.samples_before)
             if {key: file.content[key] for key in place} != place:
                 raise ValueError("it does not belong here, or samples before it are lost")
-            # Recordings made before there were rows don't mention them.
+            # Recordings of versions without rows don't mention them.
             said, file.content = {"rows": None, **file.content}, {}
             return file, {key: said[key] for key in said_of(None, None, None, None)}
 
@@ -145,5 +145,5 @@ class Chunk:
 
 
 def said_of(ids: JSON, rows: JSON, batches: JSON, state: JSON) -> dict[str, JSON]:
-    """Return what a commit says of its samples, as its file and the manifest have it."""
+    """Return a commit's facts about its samples, as in its file and the manifest."""
     return {"ids": ids, "rows": rows, "batches": batches, "state": state}

@@ -1,4 +1,4 @@
-"""Which part a worker takes next: any number of workers, none of which knows the others."""
+"""Choosing the part that a worker takes next, among any number of independent workers."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from scio_recorder.stores.disk_format.lease import (
 )
 from scio_recorder.stores.disk_format.medium import Medium
 
-# Names are searched all at once, one a line: there may be 100,000, and workers look time and again.
+# Names are searched all at once, one in each line: there may be 100,000, and workers look often.
 _MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.MULTILINE)
 _LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
-# After so many parts that others were faster to take, and one more for each thousand names that
-# listing costs a request for, looking again is cheaper than trying.
+# After this many parts that others were faster to take, and one more for each thousand names, which
+# cost a request to list, looking again is cheaper than trying.
 _FAILURES = 8
-# By then whoever lives has renewed a lease.
+# After this many seconds, a living worker has renewed its lease.
 _LATE = 1.5 * RENEWED_EVERY
 
 
 def complete_parts(medium: Medium) -> list[int]:
-    """Return which parts are complete."""
+    """Return the complete parts."""
     return list(map(int, _MANIFEST_NAMES.findall("\n".join(medium.names("manifest-")))))
 
 
 def newest_leases(medium: Medium) -> dict[int, int]:
-    """Return the number of the newest lease of each part that somebody has taken."""
+    """Return the number of the newest lease of each part that was taken."""
     # Names are sorted: the newest of a part comes last.
     found = _LEASE_NAMES.findall("\n".join(medium.names(PREFIX)))
     return {int(part): int(number) for part, number in found}
 
 
 class _Seen(NamedTuple):
-    """The newest lease of a part, and since when it has been seen to be that."""
+    """The newest lease of a part, and when it was first seen."""
 
     number: int
     since: float
@@ -54,9 +54,9 @@ class _Seen(NamedTuple):
 class Claims:
     """Takes parts for one worker.
 
-    A worker goes from part to part, from a random one on, and to another random one where it finds
-    that somebody else is before it: so workers part, and a part costs the same few requests however
-    many there are. When all parts are complete, there is one thing more to take: the index of the
+    A worker goes from part to part, beginning with a random one. It goes to another random one when
+    it meets another worker. So workers spread out, and a part costs the same few requests however
+    many there are. When all parts are complete, one more thing can be taken: the index of the
     recording, which counts as the part behind the last.
 
     Parameters
@@ -64,13 +64,13 @@ class Claims:
     medium : Medium
         Where the recording is.
     num_parts : int
-        How many parts it has.
+        The number of its parts.
     holder : callable
-        ``part ->`` what others are told about this worker.
+        ``part ->`` the facts about this worker that others can read.
     clock : callable
         Returns seconds.
     dice : random.Random, optional
-        Decides where to begin.
+        Chooses the first part.
     """
 
     def __init__(
@@ -85,12 +85,11 @@ class Claims:
         self._medium, self._holder, self._clock = medium, holder, clock
         self._dice = dice or random.Random()
         self.num_parts = num_parts
-        # Parts known to be complete, and those that are of no use to try: bytes, which are
-        # searched fast.
+        # Parts known to be complete, and parts not worth trying: bytes, which are searched fast.
         self._done = bytearray(num_parts + 1)
         self._busy = bytearray(num_parts + 1)
         self._leases: dict[int, _Seen] = {}
-        # Parts that this worker has reason not to try for now.
+        # Parts that this worker has put off for now.
         self.later: set[int] = set()
         self._at = self._dice.randrange(num_parts)
         self._failures = 0
@@ -98,19 +97,19 @@ class Claims:
 
     @property
     def num_done(self) -> int:
-        """How many parts are known to be complete."""
+        """The number of parts known to be complete."""
         return self._done.count(1, 0, self.num_parts)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do for anybody."""
+        """Whether nothing is left to do for any worker."""
         return bool(self._done[self.num_parts])
 
     def take(self) -> Lease | None:
-        """Return a lease of a part that is not complete, None where none can be taken now."""
+        """Return a lease of a part that is not complete; None if none can be taken now."""
         lease = self._take_free()
         if lease is None and not self.is_finished:
-            # Perhaps some were given back meanwhile, or their holders are gone.
+            # Some may have been given back meanwhile, or their holders may be gone.
             self._look_at_leases()
             lease = self._take_free() or self._take_over()
         return lease
@@ -120,12 +119,12 @@ class Claims:
         self._done[part] = self._busy[part] = 1
 
     def put_off(self, part: int) -> None:
-        """Try a part no more until `later` is cleared."""
+        """Put a part off until `later` is cleared."""
         self.later.add(part)
         self._busy[part] = 1
 
     def clear_away(self) -> None:
-        """Remove the leases that those who were killed have left, where all parts are complete."""
+        """Remove the leases that killed workers have left, if all parts are complete."""
         for name in self._medium.names(PREFIX):
             with suppress(OSError):
                 self._medium.unlink(name)
@@ -152,10 +151,10 @@ class Claims:
         return None if at < 0 else at
 
     def _take_over(self) -> Lease | None:
-        """Take a part from somebody who is gone."""
+        """Take a part from a worker that is gone."""
         for part, seen in self._left_behind():
             if self._clock() - self._looked_at > TAKEN_WITHIN:
-                # What was seen may have changed too much; see the NOTE on leases.
+                # The look may be too old; see the NOTE on leases.
                 return None
             lease = self._try(part, seen.number + 1)
             if lease is not None and self._clock() - self._looked_at <= TAKEN_WITHIN:
@@ -172,7 +171,7 @@ class Claims:
         for part, seen in found:
             name, age = lease_name(part, seen.number), self._looked_at - seen.since
             if age > _LATE and self._is_done(part):
-                # Its holder died, or was stopped, between its last commit and giving the part back.
+                # Its holder died or was stopped between its last commit and giving the part back.
                 continue
             if age >= STALE_AFTER or (
                 self._medium.is_abandoned(name)
@@ -181,8 +180,8 @@ class Claims:
                 yield part, seen
 
     def _try(self, part: int, number: int) -> Lease | None:
-        """Take a part, unless it is complete or somebody else is faster."""
-        # Without a lease on it first: most that others were faster to take are complete by now.
+        """Take a part, unless it is complete or another worker is faster."""
+        # This comes before a lease: most parts that others were faster to take are complete by now.
         if self._is_done(part):
             return None
         lease = Lease(self._medium, part, number, lambda: self._holder(part), self._clock)
@@ -201,7 +200,7 @@ class Claims:
         return bool(self._done[part])
 
     def _look(self) -> None:
-        """List what is complete and what is leased."""
+        """List the complete parts and the leases."""
         self._failures = 0
         for part in complete_parts(self._medium):
             if part < self.num_parts:
@@ -211,7 +210,7 @@ class Claims:
     def _look_at_leases(self) -> None:
         self._looked_at = self._clock()
         newest = newest_leases(self._medium)
-        # By then the names had been listed: it may have been the newest for as long.
+        # The names had been listed by then, so it may have been the newest since then.
         now, before = self._clock(), self._leases
         self._leases = {}
         self._busy = bytearray(self._done)

@@ -22,19 +22,19 @@ from scio_recorder.stores.disk_format.tensor_file import (
 DESCRIPTION_NAME = "recording.safetensors"
 INDEX_NAME = "index.safetensors"
 FORMAT = "scio-recording"
-# That of recordings whose rows are samples, and that of those which have rows of their own.
+# The formats of recordings whose rows are samples, and of those with rows of their own.
 VERSION, VERSION_WITH_ROWS = 2, 3
 MAX_RANKS = 100_000
-# What a chunk calls the values that are kept of its batches.
+# The name in a chunk of the values that are kept of its batches.
 VALUES = "#values"
 
 
 def row_column(name: str) -> str:
-    """Return what a chunk calls a column that has one entry a row."""
+    """Return the name in a chunk of a column with one entry for each row."""
     return f"@{name}"
 
 
-# The column that says of which sample a row is.
+# The column that names the sample of each row.
 SAMPLE = row_column("sample")
 _FIRST_COLUMN = ("sample", TensorSpec((), torch.int64))
 
@@ -50,7 +50,7 @@ def state_name(rank: int, token: str) -> str:
 
 
 def manifest_name(rank: int) -> str:
-    """Return the name of the file that says that a rank is complete."""
+    """Return the name of the file that marks a rank as complete."""
     return f"manifest-{rank:05d}.safetensors"
 
 
@@ -62,12 +62,12 @@ class Description:
     world_size: int
     layers: dict[str, TensorSpec]
     header: dict[str, JSON]
-    # The columns that say what a row is; None where it is a sample.
+    # The columns of facts about rows; None if a row is a sample.
     rows: dict[str, TensorSpec] | None = None
 
     @property
     def table(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of one row of all that a chunk holds of rows, in its order."""
+        """Shape and dtype of one row of each layer and column of a chunk, in its order."""
         return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
 
     def to_json(self) -> dict[str, JSON]:
@@ -84,8 +84,8 @@ class Description:
 
     @classmethod
     def from_json(cls, value: Any) -> Description:
-        """Return what `to_json` wrote."""
-        # Recordings made before there were rows don't mention them.
+        """Return the description that `to_json` wrote."""
+        # Recordings of versions without rows don't mention them.
         rows = None if value.get("rows") is None else table_from_json(value["rows"])
         version = VERSION if rows is None else VERSION_WITH_ROWS
         if value["format"] != FORMAT or expect(value["version"], int) != version:
@@ -96,7 +96,7 @@ class Description:
         layers = table_from_json(value["layers"])
         if any(name.startswith(("#", "@")) for name in layers):
             raise ValueError("a layer's name begins with # or @, as those of other tensors do")
-        # Where all layers are reduced, rows may be counted alone.
+        # If all layers are reduced, rows may only be counted.
         first = next(iter(rows.items()), None) if rows is not None else None
         if rows is not None and (rows or layers) and first != _FIRST_COLUMN:
             raise ValueError("the first column of rows is not sample, a number of 64 bits")
@@ -105,26 +105,26 @@ class Description:
         )
 
     def check_rank(self, path: str, rank: int) -> None:
-        """Refuse a rank that the recording was not created for."""
+        """Refuse a rank for which the recording was not created."""
         if not 0 <= rank < self.world_size:
             raise RecordingError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
 
     def place(self, rank: int, number: int, samples_before: int) -> dict[str, JSON]:
-        """Return what a chunk says of where it belongs."""
+        """Return the place of a chunk, as its file states it."""
         place = {"rank": rank, "number": number, "samples_before": samples_before}
         return {"run": self.run, **place}
 
     def manifest(self, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
-        """Return what a manifest says of which commits there are."""
+        """Return the list of commits, as a manifest states it."""
         return {"run": self.run, "rank": rank, "samples": samples, "chunks": list(checksums)}
 
     def state_place(self, rank: int, token: str) -> dict[str, JSON]:
-        """Return what the tensors of a state say of where they belong."""
+        """Return the place of a state's tensors, as their file states it."""
         return {"run": self.run, "rank": rank, "state": token}
 
 
 def read_description(medium: Medium) -> Description:
-    """Return what a recording says about itself."""
+    """Return the description of a recording."""
     try:
         file = TensorFile(medium, DESCRIPTION_NAME)
     except RecordingError as error:

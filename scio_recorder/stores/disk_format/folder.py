@@ -2,9 +2,9 @@
 
 NOTE [One atomic act]
 
-A file is put in place once, whole and durable, under a name that nobody has used: `Folder.put`. It
-is never appended to, and nothing is renamed over it. Of two who put a file of one name one fails.
-That is all that the format asks of the medium, besides listing names, reading, and removing.
+A file is put in place once, whole and durable, under an unused name: `Folder.put`. It is never
+appended to, and nothing is renamed over it. If two writers put a file of one name, one of them
+fails. The format needs nothing else of the medium but listing names, reading, and removing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class File:
     path : str
         Its path, for messages.
     descriptor : int
-        What it is read through. Whoever gives it closes it.
+        The descriptor for reading. Its owner closes it.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -50,11 +50,11 @@ class File:
         if not stat.S_ISREG(status.st_mode):
             raise RecordingError(f"{path} is not a regular file")
         self.num_bytes = status.st_size
-        # What is written into a file changes one or the other.
+        # Writing into a file changes one or the other.
         self.stamp = status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer where the file ends."""
+        """Return ``count`` bytes from ``offset`` on, or fewer if the file ends before."""
         out = bytearray(max(0, min(count, self.num_bytes - offset)))
         self.fill(memoryview(out), offset)
         return bytes(out)
@@ -74,7 +74,7 @@ class FileInPlace:
     Parameters
     ----------
     descriptor : int
-        Whoever gives it closes it.
+        The descriptor for writing. Its owner closes it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -88,12 +88,12 @@ class FileInPlace:
             view, offset = view[done:], offset + done
 
     def begin_writing(self, offset: int, count: int) -> None:
-        """Let the disk begin with what lies in memory."""
+        """Let the disk begin to write."""
         system.write_behind(self.descriptor, offset, count)
 
 
 class Folder(Medium):
-    """An open folder. It is closed by `close`, or when nobody refers to it any more.
+    """An open folder. It is closed by `close`, or when the last reference is gone.
 
     Names are resolved relative to the descriptor, so that nothing outside the folder can be
     reached.
@@ -102,27 +102,27 @@ class Folder(Medium):
     has_locks = True
 
     def __init__(self, path: str) -> None:
-        # This path alone may lead through links: the user has named it.
+        # Only this path may lead through links: the user has named it.
         self.path = path
-        # The folder, and by their names the files that are locked.
+        # The folder, and the locked files by name.
         self._descriptors = {"": system.open_file(path, _FOLDER)}
         self._closing = weakref.finalize(self, _close_all, self._descriptors)
         self.close = self._closing.__call__
 
     @property
     def is_open(self) -> bool:
-        """Whether this very process can use it: a forked one can't."""
+        """Whether this very process can use it; a forked one can't."""
         return self._closing.alive
 
     @property
     def descriptor(self) -> int:
-        """The descriptor to resolve names against."""
+        """The descriptor relative to which names are resolved."""
         if not self._descriptors:
             raise RecordingError(f"{self.path} has been closed; open it again")
         return self._descriptors[""]
 
     def lock(self, name: str) -> None:
-        """Keep other writers out for as long as this process has the folder open.
+        """Keep other writers out while this process has the folder open.
 
         Raises
         ------
@@ -139,7 +139,7 @@ class Folder(Medium):
             raise RecordingError(message) from cause
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names in the folder that begin so, sorted."""
+        """Return the names in the folder with a prefix, sorted."""
         found = system.list_names(self.descriptor)
         return sorted(name for name in found if name.startswith(prefix))
 
@@ -160,8 +160,8 @@ class Folder(Medium):
         with self._put_in_place(name, owner) as descriptor:
             try:
                 written = write(FileInPlace(descriptor))
-                # Linux reports a failed sync once and then takes the lost pages for written, so
-                # that it is never tried again with this file.
+                # Linux reports a failed sync once and then treats the lost pages as written, so
+                # this file is never synced again.
                 system.fsync(descriptor)
             finally:
                 close_quietly(descriptor)
@@ -169,11 +169,11 @@ class Folder(Medium):
         return written
 
     def claim(self, name: str, content: bytes) -> None:
-        """Put a small file in place, and hold a lock on it, by which others see that we live."""
+        """Put a small file in place, and hold a lock on it, which shows others that we live."""
         descriptor = -1
         try:
             with self._put_in_place(name, "claim") as descriptor:
-                # Where a file system has no locks, others wait for what they can see.
+                # On a file system without locks, others rely on renewals.
                 with suppress(OSError):
                     system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 FileInPlace(descriptor).write(0, content)
@@ -200,7 +200,7 @@ class Folder(Medium):
 
     @contextmanager
     def _put_in_place(self, name: str, owner: str) -> Iterator[int]:
-        """Create a file for the block to write, and give it its name behind the block."""
+        """Create a file for the block to write, and give it its name after the block."""
         temporary = f"{name}.{owner}-{uuid.uuid4().hex[:16]}.tmp"
         try:
             yield system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
@@ -214,7 +214,7 @@ class Folder(Medium):
             raise
 
     def unfinished(self, owner: str) -> list[str]:
-        """Return the files of an owner that have been begun and have no name of their own yet."""
+        """Return the files of an owner that were begun and have no final name yet."""
         written = re.compile(rf".+\.{re.escape(owner)}-[0-9a-f]{{16}}\.tmp", re.ASCII)
         return list(filter(written.fullmatch, self.names()))
 
@@ -230,12 +230,12 @@ class Folder(Medium):
         system.fsync(self.descriptor)
 
 
-# Folders that are written.
+# Folders that are being written.
 _LOCKED: weakref.WeakSet[Folder] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    # A forked data loader worker would keep the lock alive after its parent was killed, and
+    # Otherwise a forked data loader worker would keep the lock after its parent was killed, and
     # nothing could be resumed until the worker noticed.
     for folder in list(_LOCKED):
         folder.close()
@@ -250,18 +250,18 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 
 def close_quietly(descriptor: int) -> None:
-    """Close a file of which nothing is waiting to be written, so that a failure means nothing."""
+    """Close a file without pending data, so that a failure means nothing."""
     with suppress(OSError):
         system.close(descriptor)
 
 
 def make_folder(path: str) -> None:
-    """Create a folder and those above it that are missing, and make their names durable."""
+    """Create a folder and missing ones above it, and make their names durable."""
     parent = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(path):
         make_folder(parent)
         with suppress(FileExistsError):
-            # Unless another process just has.
+            # Another process may just have created it.
             system.mkdir(path)
     if parent != path:
         with closing(Folder(parent)) as folder:

@@ -44,7 +44,7 @@ class SampleIds(Sequence[int | str]):
             self._ends.append(len(self) + len(part))
 
     def join(self, others: SampleIds) -> None:
-        """Append those that another writer gave, which may be of another type."""
+        """Append the ids of another writer, which may be of another type."""
         if len(self) + len(others) > MAX_SIZE:
             raise ValueError(_TOO_MANY)
         ends = [self._ends[-1] + end for end in others._ends[1:]]
@@ -52,7 +52,7 @@ class SampleIds(Sequence[int | str]):
         self._ends += ends
 
     def check(self, part: Ids) -> None:
-        """Raise `ValueError` for ids of another type than the others, or for too many."""
+        """Raise `ValueError` for ids of another type than the earlier ones, or for too many."""
         if (
             len(part)
             and self._parts
@@ -91,7 +91,7 @@ class SampleIds(Sequence[int | str]):
         return f"SampleIds([{few}{', ...' if len(self) > 6 else ''}], {len(self)} in all)"
 
     def repeated(self) -> int | str | None:
-        """Return an id that is there twice, None where there is none.
+        """Return an id that occurs twice; None if there is none.
 
         Examples
         --------
@@ -128,7 +128,7 @@ class SampleIds(Sequence[int | str]):
 
 
 def to_ids(ids: Sequence[Any]) -> Ids:
-    """Return ids in the form in which they are kept.
+    """Return ids in their compact form.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def ids_to_json(ids: Ids) -> JSON:
 
 
 def ids_from_json(value: Any) -> Ids:
-    """Return what `ids_to_json` was given; `ValueError` for anything else."""
+    """Return the ids from the result of `ids_to_json`; `ValueError` for anything else."""
     if isinstance(value, dict):
         start, count = expect(value["start"], int), expect(value["count"], int)
         if abs(start) > 1 << 63 or not 0 <= count <= MAX_SIZE:
@@ -170,8 +170,8 @@ def ids_from_json(value: Any) -> Ids:
 
 
 def joined_ids(parts: Sequence[Ids]) -> Ids:
-    """Return ids one after the other, as a range where they are one."""
-    # Passes that go on with earlier samples have no new ones.
+    """Return ids one after the other, as a range if they form one."""
+    # Passes that continue earlier samples have no new ones.
     parts = [part for part in parts if len(part)]
     ranges = [part for part in parts if isinstance(part, range)]
     if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):

@@ -17,7 +17,7 @@ from scio_recorder.stores.disk_format.tensor_file import prepared
 
 
 def put_together(medium: Medium, lease: Lease) -> None:
-    """Put an index of all parts in place, by which a recording is opened in one go.
+    """Put an index of all parts in place, with which opening reads a single file.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Checksums, JSON that is bounded and strict, and structures of plain values and tensors as JSON.
+"""Checksums, bounded and strict JSON, and structures of plain values and tensors as JSON.
 
-No class is named in what is written, and nothing but values of Python's and torch's own comes back,
-so that reading runs nobody's code. ``docs/disk-format.md`` specifies it.
+Files name no class, and reading gives only values of Python's and torch's own types, so reading
+runs no foreign code. ``docs/disk-format.md`` specifies the form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | 
 DIGITS = 16
 MAX_FILE_BYTES = 64 << 20
 MAX_DEPTH = 64
-# Products of sizes below this stay exact in every program that reads them as doubles.
+# Sizes below this stay exact in every program that reads them as doubles.
 MAX_SIZE = 1 << 48
 
 _T = TypeVar("_T")
@@ -45,7 +45,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def dump(value: object) -> bytes:
-    """Return the canonical form: ASCII, no spaces, keys in the order given.
+    """Return the canonical form: ASCII, no spaces, keys in the given order.
 
     Raises
     ------
@@ -58,8 +58,8 @@ def dump(value: object) -> bytes:
 def parse(data: bytes) -> Any:
     """Return the value of a JSON text; `ValueError` for any text that `dump` would not write.
 
-    Constants outside the standard, repeated keys and deep nesting are refused: the first two are
-    read differently by different programs, the last exhausts the stack.
+    Constants outside of the standard, repeated keys and deep nesting are refused: programs differ
+    in reading the first two, and the last exhausts the stack.
     """
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
@@ -67,14 +67,14 @@ def parse(data: bytes) -> Any:
 
 
 def expect(value: Any, kind: type[_T]) -> _T:
-    """Return ``value`` if it is of just this type (a bool is no int); `ValueError` if not."""
+    """Return ``value`` if it is of exactly this type (a bool is not an int); else `ValueError`."""
     if type(value) is not kind:
         raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
 
 
 def differences(stored: Any, given: Any, path: str = "") -> list[str]:
-    """Say where two JSON values differ, one line for each place."""
+    """Return the places where two JSON values differ, one line for each."""
     if isinstance(stored, dict) and isinstance(given, dict):
         lines = []
         for key in stored | given:
@@ -99,7 +99,8 @@ def _short(value: object) -> str:
 def _depth(data: bytes) -> int:
     if b"\\" in data:
         data = _STRING.sub(b"", data)
-    # Where no quotation mark can stand inside a text, what else is in texts goes first: it is much.
+    # If no text contains a quotation mark, the content of texts is removed first: it is most of the
+    # JSON.
     signs = data.translate(None, _NO_SIGNS).replace(b'""', b"")
     brackets = numpy.frombuffer(_STRING.sub(b"", signs), numpy.uint8)
     is_opening = (brackets == ord("[")) | (brackets == ord("{"))
@@ -133,12 +134,12 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     value : Any
         Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors.
     tensor : callable
-        Gives the number by which a tensor is referred to.
+        Returns the number that refers to a tensor.
 
     Raises
     ------
     UnkeepableError
-        There is something else in it; the message is the name of its type.
+        It holds something else; the message is the name of its type.
 
     Examples
     --------
@@ -165,19 +166,19 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
 
 
 def decode(node: Any, tensor: Callable[[int], Tensor]) -> Any:
-    """Return what `encode` was given.
+    """Return the value of a node.
 
     Parameters
     ----------
     node : JSON
-        What it returned.
+        The result of `encode`.
     tensor : callable
-        Gives the tensor of a number.
+        Returns the tensor of a number.
 
     Raises
     ------
     ValueError, TypeError, LookupError, RuntimeError
-        If it is no node.
+        If it is not a node.
     """
     if isinstance(node, list):
         return [decode(item, tensor) for item in node]
@@ -202,7 +203,7 @@ class Packed(NamedTuple):
 
 
 def pack(state: Any) -> Packed:
-    """Return the state of a collection as it is committed, with copies of its tensors.
+    """Return the state of a collection for a commit, with copies of its tensors.
 
     Examples
     --------
@@ -228,7 +229,7 @@ def pack(state: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Return what `pack` was given."""
+    """Return the value that was packed."""
     numbers = range(len(packed.tensors))
     try:
         return decode(packed.value, lambda number: packed.tensors[numbers[number]])

@@ -2,20 +2,20 @@
 
 NOTE [How a part is held]
 
-Who holds a part has put an object ``lease-PART-NUMBER`` where there was none of this name. It puts
-one of the next number every 15 s. Nobody compares clocks: others take a part over, by putting the
-number that comes next, once its newest number has been the same for 60 s of *their* clock. Of all
-who put a number one succeeds. A holder that has not renewed for 45 s of *its* clock writes nothing
-more, and when it finds that somebody else has put the next number it knows that it holds no longer.
+The holder of a part has put an object ``lease-PART-NUMBER`` under an unused name. It puts one with
+the next number every 15 s. Nobody compares clocks: others take a part over, by putting the next
+number, once its newest number has been the same for 60 s of *their* clock. If several put a number,
+one succeeds. A holder that has not renewed for 45 s of *its* clock writes nothing more. If it finds
+that another worker has put the next number, it knows that it has lost the part.
 
-A worker may be stopped between looking and acting, for however long. What decides is therefore the
-commit, which is put under the next number of its part where there is none: of two who believe that
-they hold a part, the second to commit fails. A manifest counts as it is: a commit that comes behind
-it was never reported durable, since whoever put it looks at its lease again before it reports.
+A worker may be stopped for any time between looking and acting. So the commit decides, which is put
+under the next unused number of its part: if two workers believe that they hold a part, the second
+to commit fails. A manifest counts as it is: a commit behind it was never reported durable, since
+its writer checks its lease again before it reports.
 
-Objects that are removed can be put again. So number 0, by which a part is taken that nobody has,
-stays until the part is given back, and so do the two newest; and a number is put to take a part
-over only within 10 s of the look that showed the one before, in which no holder gets farther.
+Objects that were removed can be put again. So number 0, with which a free part is taken, stays
+until the part is given back, and so do the two newest. And a number is put to take a part over only
+within 10 s of the look that showed the one before, too short for a holder to renew twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STALE_AFTER = 60.0
 TAKEN_WITHIN = 10.0
 
 PREFIX = "lease-"
-# Those that put a lease under a name are asked who they are, which is a few words.
+# The most bytes of a lease: it describes its holder in a few words.
 _MAX_BYTES = 4096
 _TRIES = 3
 _LOOKS_EVERY = 3.0
@@ -51,20 +51,20 @@ def lease_name(part: int, number: int) -> str:
 
 
 def seconds() -> float:
-    """Return the time of a clock that goes on while the machine sleeps, where there is one."""
+    """Return the time of a clock that also runs while the machine sleeps, if there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @cache
 def machine() -> str:
-    """Return what tells this machine from others, as long as it is not started again."""
+    """Return an id of this machine that lasts until it is restarted."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()
 
 
 def holder_of(medium: Medium, name: str) -> dict[str, Any]:
-    """Return what a lease says about who holds it: nothing if it has gone, or says nothing."""
+    """Return a lease's facts about its holder: empty if it is gone or unreadable."""
     try:
         with medium.open(name) as file:
             said = parse(file.read(0, _MAX_BYTES))
@@ -81,9 +81,9 @@ class Lease:
     medium : Medium
         Where the recording is.
     part, number : int
-        Of which part it is, and the number of its first object.
+        The part, and the number of the lease's first object.
     holder : callable
-        Returns what others are told about the holder.
+        Returns the facts about the holder that others can read.
     clock : callable
         Returns seconds.
     """
@@ -97,15 +97,15 @@ class Lease:
         clock: Callable[[], float],
     ) -> None:
         self.part = part
-        # Whether somebody else has held the part and gone.
+        # Whether an earlier holder of the part is gone.
         self.is_inherited = number > 0
         self._medium, self._holder, self._clock = medium, holder, clock
         self._token, self._since = uuid.uuid4().hex, time.time()
         self._numbers = [number]
-        # A renewal counts from before its request was made: nobody can have seen it earlier.
+        # A renewal counts from the time before its request: nobody can have seen it earlier.
         self._renewed_at = clock()
         self._why_lost: str | None = None
-        # Renewing, in another thread, and giving back exclude each other.
+        # Renewing, which another thread does, and giving back exclude each other.
         self._lock = threading.Lock()
 
     def take(self) -> bool:
@@ -113,7 +113,7 @@ class Lease:
         return self._put(self._numbers[0])
 
     def renew(self) -> None:
-        """Renew the lease if that is due, or note that it is lost; what fails is tried again."""
+        """Renew the lease if that is due, or note that it is lost; failures are retried later."""
         with self._lock:
             now = self._clock()
             age = now - self._renewed_at
@@ -138,7 +138,7 @@ class Lease:
     def check(self) -> None:
         """Raise `RecordingError` unless this surely holds the part.
 
-        A commit is checked before and after it: one that was overtaken is not reported.
+        Checks come before and after a commit, so an overtaken one is not reported.
         """
         age = self._clock() - self._renewed_at
         if self._why_lost is None and age > TRUSTED_FOR:
@@ -153,8 +153,8 @@ class Lease:
     def give_back(self) -> None:
         """Let others take the part, at once."""
         with self._lock:
-            # What is lost belongs to others. The newest goes first: what is left where this is
-            # killed meanwhile is older, and no lease that begins anew has a smaller number.
+            # A lost part belongs to others. The newest object goes first: if this is killed
+            # meanwhile, older ones remain, and no new lease has a smaller number.
             if self._why_lost is None and self._clock() - self._renewed_at <= TRUSTED_FOR:
                 for number in reversed(self._numbers):
                     self._unlink(number)
@@ -177,13 +177,13 @@ class Lease:
         return False
 
     def _unlink(self, number: int) -> None:
-        # What stays makes others wait, and does no other harm.
+        # A remaining object makes others wait, and does no other harm.
         with suppress(OSError):
             self._medium.unlink(lease_name(self.part, number))
 
 
 class Keeper:
-    """Renews the lease that is held, from a thread, as long as a ``with`` block lasts."""
+    """Renews the held lease, from a thread, inside a ``with`` block."""
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
@@ -200,7 +200,7 @@ class Keeper:
 
     @contextmanager
     def holding(self, lease: Lease) -> Iterator[None]:
-        """Hold a lease for the length of the block."""
+        """Hold a lease inside the block."""
         self._lease = lease
         try:
             yield

@@ -1,7 +1,7 @@
 """The medium of a recording, which keeps files under plain names.
 
-Names are those that the format itself makes up, never text out of a file. A missing file is a
-`FileNotFoundError` everywhere, and one that is there already a `FileExistsError`.
+The format itself makes all names, never from text in a file. A missing file is a
+`FileNotFoundError` in every medium, and an existing one a `FileExistsError`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def accessing(path: str) -> Iterator[None]:
 
 @contextmanager
 def parsing(path: str) -> Iterator[None]:
-    """Raise what a damaged or hostile file provokes in the block as a `RecordingError`."""
+    """Raise errors that a damaged or hostile file causes in the block as a `RecordingError`."""
     try:
         with accessing(path):
             yield
-    # The contents of a file may have any type in any place, so that reading them can fail in any
-    # of these ways; nothing but the parsing of one file stands inside such a block.
+    # A file may contain any type at any place, so reading it can fail in any of these ways. Such a
+    # block contains only the parsing of one file.
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
         reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
         raise RecordingError(f"{path} is damaged: {reason:.200}") from cause
 
 
 class OpenFile(Protocol):
-    """A file that is read."""
+    """A file that is open for reading."""
 
     @property
     def path(self) -> str:
@@ -54,45 +54,45 @@ class OpenFile(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """How long it is."""
+        """Its length."""
 
     @property
     def stamp(self) -> object:
-        """What changes when something is written into it."""
+        """A value that changes when the file is written to."""
 
     def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer where the file ends."""
+        """Return ``count`` bytes from ``offset`` on, or fewer if the file ends before."""
 
     def fill(self, out: memoryview, offset: int) -> None:
         """Read into memory from ``offset`` on."""
 
 
 class NewFile(Protocol):
-    """A file that is being written, and not in place yet."""
+    """A file that is being written and is not in place yet."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write the whole of ``data`` at ``offset``; it stays as it is until the file is put."""
+        """Write all of ``data`` at ``offset``; it must not change until the file is put."""
 
     def begin_writing(self, offset: int, count: int) -> None:
-        """Hint that what was written there can go its way; it proves nothing."""
+        """Hint that the written data can be sent on; this guarantees nothing."""
 
 
 class Medium(abc.ABC):
-    """Where files are put once, whole and durable, under names that nobody has used.
+    """A place where files are put once, whole and durable, under unused names.
 
     Attributes
     ----------
     path : str
-        Where it is, for messages.
+        Its place, for messages.
     """
 
     path: str
     # Ends all use of it.
     close: Callable[[], object]
-    # How many bytes are best read at a time, and how many reads are worth having under way at once.
+    # The best number of bytes to read at a time, and of reads to run at once.
     span_bytes = 1 << 20
     num_readers = 1
-    # Whether `lock` keeps others out.
+    # Whether `lock` keeps other writers out.
     has_locks = False
 
     def path_of(self, name: str) -> str:
@@ -106,7 +106,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names that begin so, sorted."""
+        """Return the names with a prefix, sorted."""
 
     @abc.abstractmethod
     def open(self, name: str, stamp: object = None) -> AbstractContextManager[OpenFile]:
@@ -115,9 +115,9 @@ class Medium(abc.ABC):
         Parameters
         ----------
         name : str
-            Its name. Where there is none, that can also show at the first read.
+            Its name. If there is none, the error may only come at the first read.
         stamp : optional
-            Its stamp when it was opened before: a file that has become another one is refused.
+            Its stamp at an earlier opening: a file that has changed since is refused.
         """
 
     def has(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class Medium(abc.ABC):
         name : str
             Its name.
         owner : str
-            Whose it is, which is in the name that it has until it is whole.
+            Its owner, which is part of its temporary name.
         write : callable
             Writes it.
 
@@ -155,7 +155,7 @@ class Medium(abc.ABC):
 
     @abc.abstractmethod
     def claim(self, name: str, content: bytes) -> None:
-        """Put a small file in place, as `put` does, that need not outlive this process.
+        """Put a small file in place, as `put` does, that need not survive this process.
 
         Raises
         ------
@@ -164,19 +164,19 @@ class Medium(abc.ABC):
         """
 
     def is_abandoned(self, name: str) -> bool:
-        """Whether the process of this machine that claimed a name is known to be gone."""
+        """Whether the process that claimed a name was on this machine and is gone."""
         return False
 
     def unfinished(self, owner: str) -> list[str]:
-        """Return the names of files that this owner began to put, and that are not whole."""
+        """Return the names of unfinished files that this owner began to put."""
         return []
 
     @abc.abstractmethod
     def unlink(self, name: str) -> None:
-        """Remove a file; where there is none, that may be a `FileNotFoundError`."""
+        """Remove a file; a missing one may be a `FileNotFoundError`."""
 
-    def lock(self, name: str) -> None:  # noqa: B027 - a medium without locks has nothing to do
-        """Keep other writers out for as long as this process uses the medium, where it can.
+    def lock(self, name: str) -> None:  # noqa: B027 - a medium without locks does nothing
+        """Keep other writers out while this process uses the medium, if it can.
 
         Raises
         ------
@@ -184,8 +184,8 @@ class Medium(abc.ABC):
             If another writer holds the lock.
         """
 
-    def check_writable(self, rank: int) -> None:  # noqa: B027 - shows by itself in a folder
-        """Refuse, before anything runs, a place where the files of a rank can't be put."""
+    def check_writable(self, rank: int) -> None:  # noqa: B027 - creating a folder shows it
+        """Refuse a place where a rank can't put its files, before anything runs."""
 
-    def sync(self) -> None:  # noqa: B027 - nothing to do where what is visible is durable
-        """Make what is found durable: its writer may have been killed before it was."""
+    def sync(self) -> None:  # noqa: B027 - does nothing if visible files are durable
+        """Make found files durable: their writer may have been killed before they were."""

@@ -14,19 +14,19 @@ from scio_recorder.stores.disk_format.medium import Medium, accessing
 
 
 def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium:
-    """Return what is at a place, open.
+    """Return the open medium at a place.
 
     Parameters
     ----------
     path : str or path-like
         A folder, or a URL such as ``"s3://bucket/run"``.
     makes_it : bool, default False
-        Whether to create folders that are missing.
+        Whether to create missing folders.
 
     Raises
     ------
     RecordingError
-        There is no such folder, or the URL is none.
+        There is no such folder, or the URL is invalid.
     """
     place = os.fspath(path)
     if sys.byteorder != "little":
@@ -54,14 +54,14 @@ def holds_recording(path: str | os.PathLike[str]) -> bool:
 
 
 def check_writable(path: str, rank: int) -> None:
-    """Refuse a bucket in which nothing can be put; a folder shows that when it is made."""
+    """Refuse a bucket that is not writable; creating a folder shows whether it is."""
     if is_url(path):
         with closing(medium_at(path)) as medium:
             medium.check_writable(rank)
 
 
 def for_others(path: str) -> str:
-    """Return what a place is called by processes that are at work in other folders.
+    """Return the name of a place for processes with other working directories.
 
     Examples
     --------

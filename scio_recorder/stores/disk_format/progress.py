@@ -1,4 +1,4 @@
-"""How far those have come who fill a recording in parts."""
+"""The progress of workers that fill a recording in parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Holder:
     Parameters
     ----------
     part : int
-        Which part.
+        The number of the part.
     host : str
         The machine's name.
     pid : int
@@ -30,7 +30,7 @@ class Holder:
     is_gone : bool
         Whether the process is known to have ended, so that another one can take the part.
     parts_per_second, samples_per_second : float
-        What it has done so far, over how long it has been at work.
+        Its work so far, divided by the time that it has worked.
     """
 
     part: int
@@ -49,9 +49,9 @@ class Progress:
     Parameters
     ----------
     num_parts, num_done : int
-        How many parts there are, and how many of them are complete.
+        The number of parts, and of complete ones.
     holders : list of Holder
-        One for each part that somebody has taken.
+        One for each part that is taken.
     """
 
     num_parts: int
@@ -60,23 +60,23 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """How many samples are recorded a second, by all who are at work."""
+        """The samples that all present workers together record in a second."""
         return sum(one.samples_per_second for one in self.holders if not one.is_gone)
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the rest takes those who are at work; None before one has completed a part."""
+        """The time that present workers need for the rest; None before one has completed a part."""
         rate = sum(one.parts_per_second for one in self.holders if not one.is_gone)
         return (self.num_parts - self.num_done) / rate if rate else None
 
 
 def progress_of(medium: Medium) -> Progress:
-    """Look how far a recording has come that is filled in parts, or by ranks.
+    """Return the progress of a recording that is filled in parts or by ranks.
 
     Raises
     ------
     RecordingError
-        There is none.
+        There is no recording.
     """
     begun = agreed(medium)
     if begun is None:
@@ -107,6 +107,6 @@ def _holder(medium: Medium, part: int, number: int) -> Holder | None:
 
 
 def _number(said: dict[str, Any], key: str) -> float:
-    """Return a number that a holder says, which anybody may have written: 0 if it is none."""
+    """Return a number from a holder's description, which is not trusted: 0 if it is invalid."""
     value = said.get(key)
     return value if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

@@ -1,4 +1,4 @@
-"""Reading a recording, complete or interrupted: lazily, and never wrong data."""
+"""Reading a recording, complete or interrupted, lazily and verified."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class KeptBatches(NamedTuple):
     Parameters
     ----------
     rows : sequence of int
-        How many samples each batch has.
+        The number of samples of each batch.
     values : sequence of JSON
         One for each batch.
     tensors : sequence of Tensor
-        Those that the values refer to, by position.
+        The tensors that values refer to by position.
     """
 
     rows: Sequence[int]
@@ -43,7 +43,7 @@ class KeptBatches(NamedTuple):
 
 
 class KeptReader:
-    """Reads what is kept of each batch of a recording, one at a time.
+    """Reads the kept values of batches of a recording, one at a time.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class KeptReader:
     Raises
     ------
     ValueError
-        If something is kept of some samples only.
+        If values are kept for only some of the samples.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
@@ -63,11 +63,11 @@ class KeptReader:
         self._starts = list(accumulate((len(one.batches) for one in self._chunks), initial=0))
         if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
             raise ValueError("something is kept of some batches and not of others")
-        # Cache: batches are mostly read in order.
+        # Cache: batches are usually read in order.
         self._last: tuple[Chunk, list[JSON]] | None = None
 
     def read(self, number: int) -> tuple[JSON, Callable[[int], Tensor]]:
-        """Return the value of a batch, not to be changed, and what reads tensors it refers to.
+        """Return the value of a batch, not to be changed, and a function that reads its tensors.
 
         Raises
         ------
@@ -94,7 +94,7 @@ class KeptReader:
 
 
 class FileReport(NamedTuple):
-    """What `RunReader.verify` found: ``problem`` is None where a file is as it was written."""
+    """The result of `RunReader.verify` for a file; ``problem`` is None if the file is intact."""
 
     name: str
     num_bytes: int
@@ -105,7 +105,7 @@ class RunReader(RowReader):
     """A recording that is open for reading.
 
     Opening reads the description, the manifests and the header of every chunk; data is read when it
-    is asked for. No code of the recording is run, and nothing outside its folder is touched.
+    is requested. No code of the recording is run, and nothing outside of its folder is touched.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class RunReader(RowReader):
     verify
         Whether to read all data now and check it.
     rank
-        Whose part to read, None for all of it.
+        The rank whose part to read; None for the whole recording.
 
     Attributes
     ----------
@@ -123,19 +123,19 @@ class RunReader(RowReader):
     layers : dict of str to TensorSpec
         Shape and dtype of one row of each layer.
     rows : dict of str to TensorSpec, or None
-        The columns that say what a row is, such as of which sample; None where it is a sample.
+        The columns of facts about rows, such as their samples; None if a row is a sample.
     table : dict of str to TensorSpec
-        All that can be read of rows: layers, and columns by their names in chunks.
+        Everything that can be read of rows: layers, and columns by their names in chunks.
     sample_ids : SampleIds
         The ids of all samples, in order.
     num_rows : int
-        How many rows there are: as many as samples, unless they are counted apart.
+        The number of rows, which is that of samples unless rows are counted apart.
     complete : bool
         Whether every rank that is read has finished.
     kept : KeptReader
-        What is kept of each batch, besides samples.
+        The kept values of each batch, besides samples.
     starts : list of int
-        How many rows precede each chunk, and how many there are in all.
+        The number of rows before each chunk, and of all rows.
 
     Raises
     ------
@@ -186,12 +186,12 @@ class RunReader(RowReader):
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self.sample_ids)
 
     @property
     def world_size(self) -> int:
-        """How many ranks write this recording."""
+        """The number of ranks that write this recording."""
         return self._run.description.world_size
 
     @property
@@ -206,22 +206,22 @@ class RunReader(RowReader):
             self._count_on(out.view(numpy.int64), chunk)
 
     def distrust(self) -> None:
-        """Verify all blocks again when they are read next."""
+        """Forget which blocks were verified: each is verified again at its next read."""
         for chunk in self._chunks:
             chunk.distrust()
 
     def fingerprint(self) -> str:
-        """Return what tells this recording, as long as it is now, from every other."""
+        """Return a digest that distinguishes this recording, at its present length, from others."""
         return checksum("".join(chunk.checksum for chunk in self._chunks).encode())
 
     def read_state(self, rank: int = 0) -> Packed | None:
-        """Return the state that one rank committed last, or None where it committed none."""
+        """Return the last state that a rank committed; None if it committed none."""
         return read_state(self._medium, self._run, rank)
 
     def verify(self) -> Iterator[FileReport]:
         """Read every byte of data and compare it with its checksum, file by file.
 
-        The other files have been checked whole at opening.
+        The other files were fully checked at opening.
         """
         for rank, chunks in self._run.chunks.items():
             for chunk in chunks:
@@ -231,7 +231,7 @@ class RunReader(RowReader):
                 yield _report(name, partial(_verify, self._medium, name))
 
     def close(self) -> None:
-        """Close what it is read from; tensors that were read stay."""
+        """Close the medium; tensors that were read stay."""
         self._medium.close()
 
     def __enter__(self) -> Self:
@@ -244,7 +244,7 @@ class RunReader(RowReader):
         return partial(RunReader, rank=self.rank), (for_others(self.path),)
 
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
-        """Count samples over all ranks; a chunk counts those of its own."""
+        """Count samples over all ranks; a chunk counts those of its own rank."""
         if samples.min() < 0 or samples.max() >= chunk.samples_before + len(chunk.ids):
             raise RecordingError(
                 f"{chunk.path} is damaged: it has rows of samples that don't exist yet"

@@ -1,7 +1,7 @@
-"""Requests to stores of objects: tried again where that can help, and what failed in plain words.
+"""Requests to object stores, which are repeated if that can help; failures in plain words.
 
-Whoever they are refused to is told why, and no secret is: credentials come from the environment,
-and what a store answers is quoted in parts that can't hold them.
+Errors say why a request was refused, and reveal no secret: credentials come from the environment,
+and only parts of a store's answer that can't hold them are quoted.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# The first pause is as long, and each is twice the one before: six seconds in all.
+# The first pause in seconds, and each is twice the one before: six seconds in all.
 _FIRST_PAUSE, _TRIES = 0.1, 7
-# A request of a few bytes has as long; one of many has a second more for each so many bytes.
+# The time limit of a small request in seconds, and the bytes for which a large one has one second
+# more.
 _SECONDS, _BYTES_A_SECOND = 15, 1 << 20
-# Under way at once in this process: each holds what it reads in memory.
+# The most requests at once in this process: each holds the bytes that it reads in memory.
 NUM_REQUESTS = 16
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,200})")
-# What a URL can hold besides a place: a password before an @, a signature behind a question mark.
+# Secrets that a URL can hold: a password before an @, a signature after a question mark.
 _CONFIDENTIAL = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s)]*")
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
 _SECRET = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIALS|SIGNATURE)")
-# Answers to a request that may be answered otherwise the next time.
+# Answers after which another try may succeed.
 _PASSING = {"408", "409", "425", "429"}
 _PASSING_CODES = {"RequestTimeout", "OperationAborted"}
-# Where machines in a cloud ask for credentials if the environment has none.
+# The address where machines in a cloud ask for credentials if the environment has none.
 _ASKED_FOR_CREDENTIALS = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal")
 
 
 class PassingError(Exception):
-    """An answer that may be another one the next time."""
+    """An answer after which another try may succeed."""
 
 
 class Requests:
@@ -73,10 +74,10 @@ class Requests:
         Parameters
         ----------
         request : callable
-            ``obstore, store -> answer``. It can act more than once: also one that fails may have
+            ``obstore, store -> answer``. It can act more than once: even a failed one may have
             acted.
         num_bytes : int, default 0
-            How much is sent or received, which takes its time.
+            The number of sent or received bytes, which extend the time limit.
 
         Raises
         ------
@@ -87,27 +88,27 @@ class Requests:
         """
         for attempt in range(_TRIES):
             if attempt:
-                # Of many who are told to come again, not all do so at once.
+                # Randomly, so that many clients don't all come back at once.
                 time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             try:
                 library = self._library()
                 with _slots(os.getpid()):
                     return request(library, self._client(num_bytes))
-            # The library's errors are other classes in a process that has been forked.
+            # The library's errors have other classes in a forked process.
             except Exception as error:
                 problem, is_passing = _understood(error)
             if not is_passing:
                 break
-        # Outside of the block, so that the answer itself is not shown along.
+        # Outside of the block, so that the error does not show the answer itself.
         raise problem
 
     def _client(self, num_bytes: int) -> ObjectStore:
-        # Which other processes and tests may change, and users with new credentials.
+        # The environment may change: by tests, or by users with new credentials.
         environment = (item for item in os.environ.items() if item[0].startswith(_SETTINGS))
         try:
             return _client(os.getpid(), self._url, _seconds(num_bytes), frozenset(environment))
         except Exception as error:
-            # Not even a request could be made of what the environment says.
+            # The environment's settings did not even allow a request.
             raise OSError(errno.EINVAL, _in_words(str(error))) from None
 
     def _library(self) -> ModuleType:
@@ -116,7 +117,7 @@ class Requests:
 
 
 def _understood(error: Exception) -> tuple[OSError, bool]:
-    """Return an error that says what is wrong, and whether that may pass."""
+    """Return an error that explains an answer, and whether another try may succeed."""
     kind, text = type(error).__name__, str(error)
     said = _in_words(text)
     if type(error) is OSError:
@@ -147,7 +148,7 @@ def _understood(error: Exception) -> tuple[OSError, bool]:
 
 
 def _in_words(text: str) -> str:
-    """Return what an answer says, without what is nobody's business."""
+    """Return the message of an answer without secrets."""
     found = [pattern.search(text) for pattern in (_STATUS, _CODE, _MESSAGE)]
     words = [match[1] for match in found if match is not None]
     said = _CONFIDENTIAL.sub("", ": ".join(words) or text.partition("\n")[0])
@@ -159,13 +160,13 @@ def _in_words(text: str) -> str:
 
 def _seconds(num_bytes: int) -> int:
     more = num_bytes // _BYTES_A_SECOND
-    # Rounded up, so that there are few different ones.
+    # Rounded up, so that there are few different limits.
     return 1 << (2 * _SECONDS + more).bit_length() if more else _SECONDS
 
 
 @cache
 def _slots(process: int) -> threading.BoundedSemaphore:
-    # Whoever held that of the parent is not in a process that has been forked.
+    # In a forked process, the thread that held the parent's does not exist.
     return threading.BoundedSemaphore(NUM_REQUESTS)
 
 
@@ -178,7 +179,7 @@ def _client(
     options: dict[str, Any] = {"timeout": f"{seconds}s", "connect_timeout": "5s"}
     if any(value.startswith("http://") for value in endpoints):
         options["allow_http"] = True
-    # What failed is tried again in one place, which knows what may have acted.
+    # Only one place repeats requests, since it knows which may have acted.
     found: ObjectStore = store.from_url(url, client_options=options, retry_config=_NO_RETRIES)
     return found
 
@@ -190,8 +191,8 @@ _NO_RETRIES = {"max_retries": 0}
 def _library(process: int) -> ModuleType:
     """Return obstore, for this process.
 
-    Its threads stay behind in a fork, and those who call it there wait for them forever. A copy of
-    the file with its code is another library to the system, which starts threads of its own.
+    A fork does not copy its threads, and calls there would wait for them forever. The system treats
+    a copy of the library's file as another library, which starts threads of its own.
     """
     if not _forked_with_it:
         return importlib.import_module("obstore")
@@ -217,7 +218,7 @@ _loading = threading.Lock()
 def _note_fork() -> None:
     global _forked_with_it, _loading
     _forked_with_it = "obstore._obstore" in sys.modules
-    # A thread of the parent may have held it.
+    # A thread of the parent may have held the lock.
     _loading = threading.Lock()
 
 

@@ -24,32 +24,32 @@ class RowReader(abc.ABC):
     path : str
         The folder.
     table : dict of str to TensorSpec
-        Shape and dtype of one row of all that can be read of rows.
+        Shape and dtype of one row of everything that can be read.
     starts : sequence of int
-        How many rows precede each file, and how many there are in all.
+        The number of rows before each file, and of all rows.
     """
 
     path: str
     table: Table
     starts: Sequence[int]
-    # How many bytes are best read at a time, and how many files at once.
+    # The best number of bytes to read at a time, and of files at once.
     span_bytes = BLOCK_BYTES
     num_readers = 1
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.starts[-1]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop``, in memory of their own.
+        """Return rows ``start`` to ``stop`` in new memory.
 
         Raises
         ------
         LayerNotFoundError, IndexError
-            If there is nothing of this name or there are no such rows.
+            If there is no such name or there are no such rows.
         RecordingError
-            If the data is not what was written.
+            If the data differs from the written data.
         """
         spec = self._spec(name)
         if not 0 <= start <= stop <= self.num_rows:
@@ -79,11 +79,11 @@ class RowReader(abc.ABC):
 
     @abc.abstractmethod
     def distrust(self) -> None:
-        """Verify again what is read next."""
+        """Forget which data was verified: it is verified again at its next read."""
 
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """Return what tells these rows, as they are now, from all others."""
+        """Return a digest that distinguishes these rows, in their present state, from others."""
 
     def _spec(self, name: str) -> TensorSpec:
         if name not in self.table:

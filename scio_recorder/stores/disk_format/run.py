@@ -1,4 +1,4 @@
-"""A recording as it is found: its description, and what each rank has committed."""
+"""A recording as it is found: its description, and the commits of each rank."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from scio_recorder.stores.disk_format.tensor_file import TensorFile
 from scio_recorder.tensors.threads import for_each
 
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
-# What an index calls the contents of all manifests.
+# The name in an index of the contents of all manifests.
 MANIFESTS = "manifests"
 
 
 @dataclass
 class Run:
-    """A recording: its description, and the ranks that were looked at."""
+    """A recording: its description, and the ranks that were read."""
 
     description: Description
-    # Their commits, in order, and who of them is complete.
+    # The ranks' commits, in order, and the complete ranks.
     chunks: dict[int, list[Chunk]] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank that was looked at has finished."""
+        """Whether every rank that was read has finished."""
         return self.closed == self.chunks.keys()
 
     def all_chunks(self) -> Iterator[Chunk]:
@@ -61,32 +61,31 @@ class Run:
         return ids
 
     def manifest(self, rank: int) -> dict[str, JSON]:
-        """Return what the manifest of a rank says of which commits there are."""
+        """Return the list of commits for the manifest of a rank."""
         chunks = self.chunks[rank]
         samples = sum(len(chunk.ids) for chunk in chunks)
         return self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
 
     def first_samples(self) -> dict[int, int]:
-        """Return for each rank how many samples come before its own."""
+        """Return the number of samples before those of each rank."""
         counts = [sum(len(chunk.ids) for chunk in chunks) for chunks in self.chunks.values()]
         return dict(zip(self.chunks, accumulate(counts, initial=0), strict=False))
 
     def last_state(self, rank: int) -> Any:
-        """Return what a rank committed last besides samples, or None."""
+        """Return the last state that a rank committed; None if there is none."""
         return next((one.state for one in reversed(self.chunks[rank]) if one.state), None)
 
     def state_file(self, rank: int) -> str | None:
-        """Return the name of the file with the tensors of that, if there is one."""
+        """Return the name of the file with the tensors of that state, if any."""
         last = self.last_state(rank)
         return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
 @contextmanager
 def _garbage_left() -> Iterator[None]:
-    """Let no garbage be collected in the block, which makes a lot that is none.
+    """Suspend garbage collection inside the block, which makes many objects that stay.
 
-    Where there are 100,000 parts, looking through all of it again and again takes as long as the
-    rest.
+    With 100,000 parts, examining them again and again would take as long as the rest.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -99,17 +98,17 @@ def _garbage_left() -> Iterator[None]:
 
 @_garbage_left()
 def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = True) -> Run:
-    """Read all about a recording, or one rank's part, but the data itself.
+    """Read everything about a recording, or one rank's part, except the data.
 
     Parameters
     ----------
     medium : Medium
         Where it is.
     rank : int, optional
-        Whose part.
+        The rank whose part to read.
     looks_into_chunks : bool, default True
-        Whether to compare what manifests say with the chunks now, where there is no index, and not
-        when data is read.
+        Whether to compare manifests with the chunks now, if there is no index, rather than when
+        data is read.
 
     Raises
     ------
@@ -119,7 +118,7 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
     run = Run(read_description(medium))
     has_index = rank is None and medium.has(INDEX_NAME)
     if rank is not None:
-        # Without a list of names, of which there can be hundreds of thousands.
+        # Without listing names, since there can be hundreds of thousands.
         _read_rank(medium, run, rank, None)
     elif has_index:
         _read_index(medium, run)
@@ -135,7 +134,7 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
 
 
 def _counted(medium: Medium, description: Description, names: Set[str]) -> dict[int, int]:
-    """Return how many commits each rank has, by the highest number among the names."""
+    """Return the number of commits of each rank, by the highest number among the names."""
     counts: dict[int, int] = {}
     for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
         owner, number = int(match[1]), int(match[2])
@@ -146,10 +145,10 @@ def _counted(medium: Medium, description: Description, names: Set[str]) -> dict[
 
 
 def _read_rank(medium: Medium, run: Run, rank: int, names: Set[str] | None, count: int = 0) -> None:
-    """Read what a rank has committed: what its manifest says, or what there is."""
+    """Read a rank's commits: those in its manifest, or those that exist."""
     name = manifest_name(rank)
-    # A writer may go on while names are listed, so that they need not be those of one instant:
-    # commits are looked for by their numbers.
+    # A writer may continue while names are listed, so the list need not be of one instant: commits
+    # are looked for by their numbers.
     if medium.has(name) if names is None else name in names:
         with parsing(medium.path_of(name)):
             _read_manifest(medium, run, rank, TensorFile(medium, name).content)
@@ -162,9 +161,9 @@ def _read_rank(medium: Medium, run: Run, rank: int, names: Set[str] | None, coun
 
 
 def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
-    """Read what a complete rank says, or its commits where it says too little of them.
+    """Read the manifest of a complete rank, or its commits if the manifest lacks their facts.
 
-    Commits behind those that are listed never counted: somebody had lost the right to write.
+    Commits behind the listed ones never counted: their writer had lost the right to write.
     """
     checksums, commits = expect(said["chunks"], list), said.get("commits")
     stated = [None] * len(checksums) if commits is None else zip(checksums, commits, strict=True)
@@ -181,7 +180,7 @@ def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
 
 
 def _read_index(medium: Medium, run: Run) -> None:
-    """Read of all ranks what their manifests say."""
+    """Read the contents of all ranks' manifests from the index."""
     with parsing(medium.path_of(INDEX_NAME)):
         file = TensorFile(medium, INDEX_NAME)
         manifests = expect(parse(file.read(MANIFESTS).numpy().tobytes()), list)
@@ -194,7 +193,7 @@ def _read_index(medium: Medium, run: Run) -> None:
 
 
 def read_state(medium: Medium, run: Run, rank: int) -> Packed | None:
-    """Return what a rank committed last besides samples, verified."""
+    """Return the last state that a rank committed, verified."""
     last, name = run.last_state(rank), run.state_file(rank)
     if last is None or name is None:
         return None if last is None else Packed(last["value"], [])

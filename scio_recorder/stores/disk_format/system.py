@@ -1,7 +1,7 @@
 """The operating-system calls of the disk format, in one place.
 
-Everything that touches the file system goes through these names, so that a test can make any single
-one of them fail, fall short or never return.
+Every access to the file system goes through these names, so that a test can make any one of them
+fail, fall short or never return.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ write = os.pwrite
 
 
 def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
-    """Fill ``out`` from ``offset`` on; return how many bytes were read, 0 at its end."""
+    """Fill ``out`` from ``offset`` on; return the number of bytes read, 0 at the end."""
     return os.preadv(descriptor, [out], offset)
 
 
 def rename_new(old: str, new: str, folder: int) -> None:
-    """Give a file in a folder another name; `FileExistsError` if there is one of that name."""
+    """Rename a file in a folder; `FileExistsError` if there is one of the new name."""
     if _renameat2 is not None:
         if not _renameat2(folder, old.encode(), folder, new.encode(), _NO_REPLACE):
             return
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(code, os.strerror(code))
-    # The file system can't do that at once: for a moment the file has both names.
+    # The file system can't do that in one step: for a moment the file has both names.
     os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder)
     os.unlink(old, dir_fd=folder)
 
 
 def write_behind(descriptor: int, start: int, length: int) -> None:
-    """Let the disk begin with what lies in memory, where the system can; it proves nothing.
+    """Let the disk begin to write, if the system can; this guarantees nothing.
 
-    A sync that follows has less to wait for, and reports what went wrong meanwhile.
+    A later sync waits for less, and reports errors that happened meanwhile.
     """
     if _sync_file_range is not None:
         offset, count = ctypes.c_int64(start), ctypes.c_int64(length)

@@ -1,11 +1,12 @@
-"""Files of tensors: written from tensors' own memory, read into that of others, and checked.
+"""Files of tensors, which are written from tensors' memory, read into given memory, and checked.
 
 NOTE [A file that says all about itself]
 
 Each is a safetensors file whose metadata has three texts: the checksum of the header, those of all
-blocks of the data, and ``content``, which is JSON: a table of the tensors in torch's words, and
-whatever the commit consists of besides. Table and content determine every byte of the header. So a
-reader does not believe a header: it writes the header again from what it has parsed, and compares.
+blocks of the data, and ``content``, which is JSON: a table of the tensors in torch's terms, and
+everything else that the commit consists of. Table and content determine every byte of the header.
+So a reader does not trust a header: it writes the header again from the parsed content, and
+compares.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Table: TypeAlias = Mapping[str, TensorSpec]
 
 BLOCK_BYTES = 1 << 20
 MAX_DIMENSIONS = 64
-# Where the header fills whole pages the data begins aligned, and is read faster.
+# If the header fills whole pages, the data begins aligned, and is read faster.
 _PAGE_BYTES = 4096
-# So many bytes at a time go to the disk while the next are copied to the system's cache.
+# The bytes that go to the disk at a time while the next are copied to the system's cache.
 _BEHIND_BYTES = 8 << 20
-# From so many reads on, a second thread pays for its start wherever the files are.
+# The number of reads from which a second thread is worth its start on any medium.
 _READS_FOR_TWO = 6
 
 _BEFORE_CHECKSUM = b'{"__metadata__":{"xxh3_64":"'
@@ -57,7 +58,7 @@ _BEFORE_CONTENT = b'","content":'
 _CHECKSUM_AT = 8 + len(_BEFORE_CHECKSUM)
 _BLOCKS_AT = _CHECKSUM_AT + DIGITS + len(_BEFORE_BLOCKS)
 
-# What safetensors calls each dtype; None for those that it lacks, which are kept as bytes.
+# The name of each dtype in safetensors; None for those that it lacks, which are kept as bytes.
 _FORMAT_NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -88,7 +89,7 @@ def table_to_json(table: Table) -> list[JSON]:
     Raises
     ------
     ValueError
-        For a dtype or a name that the format can't hold.
+        The format can't hold a dtype or a name.
 
     Examples
     --------
@@ -102,7 +103,7 @@ def table_to_json(table: Table) -> list[JSON]:
             raise ValueError("the name __metadata__ has a meaning of its own in safetensors files")
         if not name.isascii() and name != name.encode(errors="replace").decode():
             raise ValueError(f"the name {name!r} can't be written as UTF-8")
-    # Objects have no order for every reader of JSON, and the order places the data.
+    # Not every reader of JSON keeps the order in objects, and the order places the data.
     return [
         [name, {"dtype": dtype_name(spec.dtype), "shape": list(spec.shape)}]
         for name, spec in table.items()
@@ -131,7 +132,7 @@ def _spec_from_json(value: Any) -> TensorSpec:
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Return shapes and dtypes of tensors; `ValueError` for what is not numbers in memory."""
+    """Return shapes and dtypes of tensors; `ValueError` for those without numbers in memory."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
             raise ValueError(f"{name} has no plain memory to write; make it an ordinary tensor")
@@ -139,20 +140,20 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 class Layout:
-    """How tensors lie in a file, and what stands in front of them; see the NOTE.
+    """The places of tensors in a file, and the header in front of them; see the NOTE.
 
-    Tensors of wider elements come first, which keeps every one of them aligned.
+    Tensors with wider elements come first, which keeps all of them aligned.
 
     Parameters
     ----------
     table : mapping of str to TensorSpec
-        What the file holds.
+        The tensors in the file.
     """
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        # Of each tensor, in the order in the file: where it begins behind the header, and the
-        # number of its first block.
+        # For each tensor, in the file's order: its offset behind the header, and the number of its
+        # first block.
         self.starts: dict[str, tuple[int, int]] = {}
         self.num_bytes = self.num_blocks = 0
         for name, spec in sorted(table.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -161,12 +162,12 @@ class Layout:
             self.num_blocks += -(-spec.nbytes // BLOCK_BYTES)
 
     def header(self, content: Mapping[str, JSON], blocks: str | None = None) -> bytes:
-        """Return what precedes the data: it is as long whatever the checksums of blocks are.
+        """Return the header, whose length does not depend on the checksums of blocks.
 
         Parameters
         ----------
         content : mapping of str to JSON
-            What the file says besides; `ValueError` if that is too much.
+            The rest of the content; `ValueError` if it is too large.
         blocks : str, optional
             The checksums of all blocks in one text.
         """
@@ -191,7 +192,7 @@ class Layout:
 
 
 def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
-    """Return the layout, the checksums of blocks and the content that a header states."""
+    """Return the layout, the checksums of blocks and the content of a header."""
     blocks, _, rest = header[_BLOCKS_AT:].decode("ascii").partition(_BEFORE_CONTENT.decode())
     text, _ = JSONDecoder().raw_decode(rest)
     content = expect(parse(expect(text, str).encode("ascii")), dict)
@@ -204,9 +205,9 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
 def prepared(
     tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
 ) -> Callable[[NewFile], str]:
-    """Return what writes a file and returns the checksum of its header.
+    """Return a function that writes a file and returns the checksum of its header.
 
-    `ValueError` or `TypeError` for what no file can hold: before anything is written.
+    Values that no file can hold are a `ValueError` or `TypeError` before anything is written.
     """
     layout = Layout(table_of(tensors))
     layout.header(content)
@@ -243,9 +244,9 @@ def _checksum_of(header: bytes) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    # A conjugate or negative view reads as its base does until it is resolved.
+    # A conjugate or negative view has the bytes of its base until it is resolved.
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # One element may have any stride, and no view of another dtype then.
+    # A single element may have any stride, which prevents a view of another dtype.
     flat = plain.as_strided((plain.numel(),), (1,))
     array: NDArray[numpy.uint8] = flat.view(torch.uint8).numpy()
     return array.data
@@ -253,31 +254,30 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def memory(num_bytes: int) -> Tensor:
     """Return bytes to read into."""
-    # NumPy asks the system for large pages, which are made ready in a part of the time. An array of
-    # no bytes would have no stride, and no view of another dtype.
+    # NumPy asks the system for large pages, which are prepared in a part of the time. An empty
+    # array would have no stride, and no view of another dtype.
     return torch.from_numpy(numpy.empty(max(1, num_bytes), numpy.uint8))[:num_bytes]
 
 
 class TensorFile:
-    """A file of tensors: its header has been read and checked, its data is when it is asked for.
+    """A file of tensors with a checked header, whose data is read when it is requested.
 
-    Data is read into the memory in which it is handed out, and checked there: what was checked is
-    what the caller gets, whatever happens to the file meanwhile. The file is open only while it is
-    read.
+    Data is read into the caller's memory and checked there: the caller gets the checked bytes,
+    whatever happens to the file meanwhile. The file is open only while it is read.
 
     Attributes
     ----------
     table : dict of str to TensorSpec
         Its tensors.
     content : dict of str to JSON
-        What it says besides.
+        The rest of its content.
     checksum : str
-        That of its header, and so of all.
+        The checksum of its header, and so of everything.
 
     Raises
     ------
     RecordingError
-        If the file is not of the length that its header states, or that is damaged.
+        If the length of the file differs from its header, or the header is damaged.
     """
 
     def __init__(self, medium: Medium, name: str) -> None:
@@ -302,23 +302,23 @@ class TensorFile:
         spans = range(start - start % BLOCK_BYTES, start + len(out), step)
         with self._opened() as file:
             work = partial(self._copy_span, file, out, name, start)
-            # In two threads, neither the system nor the checksum holds the other up.
+            # In two threads, the system and the checksum don't wait for each other.
             threads = max(self._medium.num_readers, 1 + (len(spans) >= _READS_FOR_TWO))
             for_each(work, spans, threads)
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, in memory of its own."""
+        """Return a whole tensor in new memory."""
         spec = self.table[name]
         data = memory(spec.nbytes)
         self.copy_into(data.numpy(), name, 0)
         return data.view(spec.dtype).view(spec.shape)
 
     def distrust(self) -> None:
-        """Verify each block again when it is read next: what is on a disk can go bad."""
+        """Forget which blocks were verified: data on a disk can go bad between two reads."""
         self._verified = bytearray(len(self._verified))
 
     def verify(self) -> int:
-        """Check every block, also those that were before; return how long the file is."""
+        """Check every block, even if checked before; return the length of the file."""
         self.distrust()
         step = self._medium.span_bytes
         scratch = numpy.empty(step, numpy.uint8)
@@ -336,13 +336,13 @@ class TensorFile:
     def _copy_span(
         self, file: OpenFile, out: NDArray[numpy.uint8], name: str, start: int, span: int
     ) -> None:
-        """Copy what lies in the blocks from ``span`` on, which are read in one go."""
+        """Copy the bytes of the blocks in ``span``, which are read in one go."""
         length = self.table[name].nbytes
         offset, first_block = self._layout.starts[name]
         low, high = max(start, span), min(start + len(out), span + self._medium.span_bytes)
         blocks = range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
         is_known = self._verified[first_block + blocks.start : first_block + blocks.stop]
-        # A block at either end is read whole, unless it has been verified.
+        # A block at either end is read as a whole, unless it was verified.
         begin = low if is_known[0] else blocks.start * BLOCK_BYTES
         end = high if is_known[-1] else min(blocks.stop * BLOCK_BYTES, length)
         part = out[low - start : high - start]

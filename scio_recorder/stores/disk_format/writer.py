@@ -39,8 +39,8 @@ _STATE = re.compile(r"state-\d{5}-[0-9a-f]{16}\.safetensors", re.ASCII)
 class RunWriter:
     """Writes one rank's part of a recording; made by `create` or `resume`.
 
-    Use it from one thread at a time of the process that made it. Leaving a ``with`` block closes it
-    as `abort` does, so that a recording is complete only where `finish` was called.
+    Use it from one thread at a time, in the process that made it. Leaving a ``with`` block closes
+    it as `abort` does, so a recording is complete only if `finish` was called.
 
     Attributes
     ----------
@@ -65,11 +65,11 @@ class RunWriter:
     def _begin(self, rank: int, new: Description | None) -> None:
         medium, self._rank = self._medium, rank
         if new is None:
-            # Before the lock, lest a file appears in a folder that holds something else.
+            # Before the lock, so that no file appears in a folder that holds something else.
             read_description(medium).check_rank(medium.path, rank)
         if self._lease is None:
             medium.lock(f"lock-{rank:05d}")
-        # Without a lock, another writer may be at work that has lost its lease, or never had one.
+        # Without a lock, another writer may be active that has lost its lease, or never had one.
         self._is_alone = self._lease is None and medium.has_locks
         if new is None:
             run = scan(medium, rank)
@@ -78,16 +78,16 @@ class RunWriter:
         if new is None and run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self._description = run.description
-        # The checksum of each commit, and what it says of its samples.
+        # The checksum of each commit, and its facts about its samples.
         self._commits = [(chunk.checksum, chunk.said) for chunk in run.all_chunks()]
         self.sample_ids = run.sample_ids()
         self._is_finishing = False
-        # The files with the tensors of the last states, of which the last one counts.
+        # The files with the tensors of the last states; only the last one counts.
         self._states = list(filter(None, [run.state_file(rank)]))
-        # Those that others have left and that count no more, unless one of them still commits.
+        # Obsolete files of other writers, unless one of them still commits.
         self._orphans: list[str] = []
         if self._lease is None or self._lease.is_inherited or self._commits:
-            # What was found need not be durable: its writer may have been killed before that.
+            # Found files need not be durable: their writer may have been killed before that.
             medium.sync()
             self._clear()
 
@@ -103,22 +103,22 @@ class RunWriter:
         rank: int = 0,
         lease: Lease | None = None,
     ) -> Self:
-        """Start a recording in a folder that is empty or not there yet, or join in one of several.
+        """Start a recording in an empty or missing folder, or join one of several ranks.
 
         Parameters
         ----------
         path
-            The folder, of which missing ones above it are created, or the URL of a place in a
-            bucket.
+            The folder, which is created if it is missing, with those above it; or the URL of a
+            place in a bucket.
         layers
             Shape and dtype of one row of each layer.
         header
-            Settings to keep with the recording; those who join must give the same.
+            Settings to keep with the recording; ranks that join must give the same.
         rows
-            Where rows are not samples: the columns that say what each is, "sample" first.
+            If rows are not samples: the columns of facts about each, "sample" first.
         world_size
-            How many ranks will write. With several, each begins like this, in any order: the first
-            creates the recording, the others join it.
+            The number of ranks that will write. Each calls this, in any order: the first creates
+            the recording, the others join it.
         rank
             Whose part to write.
         lease
@@ -127,16 +127,16 @@ class RunWriter:
         Raises
         ------
         CollectError
-            If a dtype, a name or the header can't be written.
+            A dtype, a name or the header can't be written.
         RecordingError
-            If the folder is not empty, holds samples of this rank or a recording that differs, or
-            can't be written to.
+            The folder is not empty, holds samples of this rank or a different recording, or is not
+            writable.
         """
         columns = None if rows is None else dict(rows)
         run = uuid.uuid4().hex
         description = Description(run, world_size, dict(layers), dict(header), columns)
         try:
-            # What other types JSON took for its own now reads as it will be read back.
+            # Values that JSON converted to its own types now equal those that will be read back.
             description = Description.from_json(parse(dump(description.to_json())))
             prepared({}, description.to_json())
         except (TypeError, ValueError, RecursionError) as cause:
@@ -147,7 +147,7 @@ class RunWriter:
     def resume(
         cls, path: str | os.PathLike[str], *, rank: int = 0, lease: Lease | None = None
     ) -> Self:
-        """Go on with a recording; what is there is not touched.
+        """Continue a recording; its files are not changed.
 
         Parameters
         ----------
@@ -161,14 +161,14 @@ class RunWriter:
         Raises
         ------
         RecordingError
-            If there is no recording, it is damaged, this rank of it is complete, or another writer
-            is at work on it.
+            There is no recording, it is damaged, this rank of it is complete, or another writer is
+            active.
         """
         return cls(os.fspath(path), rank, None, lease)
 
     @property
     def durable(self) -> int:
-        """How many samples of this rank are durable."""
+        """The number of this rank's durable samples."""
         return len(self.sample_ids)
 
     def append(
@@ -180,32 +180,32 @@ class RunWriter:
         state: Packed | None = None,
         kept: KeptBatches | None = None,
     ) -> None:
-        """Write one chunk: it is durable, all of it, when this returns, and else not there.
+        """Write one chunk, which is durable as a whole when this returns, and otherwise absent.
 
         Parameters
         ----------
         tensors
-            For each layer a tensor ``[rows, ...]`` of the dtype given at creation, on any
-            device, and the columns of rows by what `row_column` calls them; not to be changed
-            while this runs.
+            For each layer a tensor ``[rows, ...]`` of the dtype given at creation, on any device,
+            and the columns of rows by the names from `row_column`; not to be changed while this
+            runs.
         sample_ids
-            One for each sample that is new.
+            One for each new sample.
         rows
-            How many there are, where they are not samples. Those of samples of earlier chunks may
-            be among them.
+            The number of rows, if they are not samples. They may belong to samples of earlier
+            chunks.
         state
             Committed together with the chunk; replaces the state committed before.
         kept
-            Committed together with the chunk, and never replaced: something of each whole batch of
-            the chunk. It has to be given with every chunk or with none.
+            Committed together with the chunk, and never replaced: values of each whole batch of the
+            chunk. They must be given with every chunk or with none.
 
         Raises
         ------
         CollectError
-            If the tensors are not those that the recording was created for.
+            The tensors are not those for which the recording was created.
         RecordingError
-            If the disk fails or is full. What was durable still is, and the same chunk can be
-            appended again. None can where it is not known whether this one is there.
+            The disk fails or is full. Durable chunks stay, and the same chunk can be appended
+            again, unless it is unknown whether it was written.
         """
         self.check_usable()
         if self._is_finishing:
@@ -223,7 +223,7 @@ class RunWriter:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
                 place = self._description.state_place(self._rank, token)
                 files.insert(0, (state_name(self._rank, token), prepared(named, place)))
-                # It has stayed for readers who had just come upon it.
+                # It stayed for readers that had just found it.
                 self._remove(self._states[:-1])
                 del self._states[:-1]
         except (TypeError, ValueError) as cause:
@@ -238,7 +238,7 @@ class RunWriter:
         self._remove_orphans()
 
     def finish(self) -> None:
-        """Declare this rank's part complete; the recording is when all of them are.
+        """Declare this rank's part complete; the recording is complete when all parts are.
 
         If this fails, it can be called again, or the recording resumed.
         """
@@ -252,7 +252,7 @@ class RunWriter:
         try:
             write = prepared({}, {**content, "commits": [said for _, said in self._commits]})
         except ValueError:
-            # That is too much for a header: readers look into the commits.
+            # This is too large for a header, so readers open the commits.
             write = prepared({}, {**content, "commits": None})
         self._put(manifest_name(self._rank), write)
         self._remove(self._states[:-1])
@@ -260,14 +260,14 @@ class RunWriter:
         self.abort()
 
     def _put(self, name: str, write: Callable[[NewFile], str]) -> str:
-        """Put a file in place, unless the right to do so is lost by then."""
+        """Put a file in place, unless the lease is lost by then."""
         with accessing(self._medium.path):
             if self._lease is not None:
                 self._lease.check()
             try:
                 written = self._medium.put(name, f"{self._rank:05d}", write)
             except OSError:
-                # Whoever has taken the part over has removed what was not in place yet.
+                # The worker that took the part over has removed the unfinished file.
                 if self._lease is not None:
                     self._lease.check()
                 raise
@@ -276,7 +276,7 @@ class RunWriter:
             return written
 
     def abort(self) -> None:
-        """Close the files; what is durable stays and can be resumed."""
+        """Close the files; durable chunks stay, and the recording can be resumed."""
         self._medium.close()
 
     def __enter__(self) -> Self:
@@ -287,7 +287,7 @@ class RunWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether this very process can write with it: a forked one can't."""
+        """Whether this very process can write with it; a forked one can't."""
         return self._medium.is_open
 
     def check_usable(self) -> None:
@@ -301,7 +301,7 @@ class RunWriter:
     def _checked(
         self, tensors: Mapping[str, Tensor], samples: int, rows: int | None
     ) -> dict[str, Tensor]:
-        """Return the tensors in the order of the layers; `ValueError` unless they fit."""
+        """Return the tensors in the order of the layers; `ValueError` if they don't fit."""
         if (rows is None) != (self._description.rows is None):
             raise ValueError(
                 f"rows={rows}, but the recording was created with other rows or without"
@@ -330,7 +330,7 @@ class RunWriter:
         token: str | None,
         kept: KeptBatches | None,
     ) -> dict[str, JSON]:
-        """Return what a chunk says besides its tensors."""
+        """Return the content of a chunk besides its tensors."""
         saved: JSON = None if state is None else {"value": state.value, "file": token}
         # Read at once as it will be read: what is nested too deeply is refused.
         parse(dump({"state": saved}))
@@ -348,8 +348,8 @@ class RunWriter:
         found = self._medium.names(state_name(self._rank, "").partition(".")[0])
         self._orphans = [name for name in found if _STATE.fullmatch(name) and name not in kept]
         self._remove(self._medium.unfinished(f"{self._rank:05d}"))
-        # Another writer may be about to commit, and to refer to a state; it can't any more behind
-        # a commit or the end of ours.
+        # Another writer may be about to commit and to refer to a state, which is impossible after a
+        # commit or the end of ours.
         if self._is_alone:
             self._remove_orphans()
 
@@ -359,13 +359,13 @@ class RunWriter:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            # What can't be removed now does no harm.
+            # A file that can't be removed now does no harm.
             with suppress(OSError):
                 self._medium.unlink(name)
 
 
 def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
-    """Return what the file of a chunk of so many samples holds; `ValueError` if it can't."""
+    """Return the kept tensors for a chunk's file; `ValueError` if they don't fit its samples."""
     if len(kept.values) != len(kept.rows) or sum(kept.rows) != rows:
         raise ValueError(f"batches of {list(kept.rows)} samples are kept with {rows} samples")
     text = dump(list(kept.values))
