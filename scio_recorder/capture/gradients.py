@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from scio_recorder.capture.program import Options
 from scio_recorder.layer import DepthIdx
@@ -60,7 +60,8 @@ class Gradients:
             delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                listener = partial(delivery.receive, place, index, task)
+                # Else, saving what the network returned warns of the hook.
+                listener = unserializable_hook(partial(delivery.receive, place, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
                 handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
                 if tensor.is_leaf:
                     self._lasting.append(handle)

@@ -70,6 +70,7 @@ class _Listener:
     """A hook that is called with the gradient of one output of one node."""
 
     __slots__ = ("_entries", "_is_on_leaf", "hook")
+    __torch_unserializable__ = True  # Else, torch.save warns.
 
     def __init__(self, *, is_on_leaf: bool = False) -> None:
         self._entries: list[tuple[_Call, int]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,3 +284,12 @@ def test_training_is_the_same_with_and_without() -> None:
 
     pairs = zip(train(True), train(False), strict=True)
     assert all(same_bits(one, other) for one, other in pairs)
+
+
+def test_what_a_recorded_net_returns_is_saved_without_a_warning(tmp_path: Path) -> None:
+    rnet = recorded(mlp(), "*")
+    output = rnet(torch.ones(2, 3, dtype=torch.float64))
+    torch.save([output, rnet.activations["0"]], tmp_path / "output.pt")
+    saved, record = torch.load(tmp_path / "output.pt")
+    assert torch.equal(saved, output)
+    assert torch.equal(record, rnet.net[0](torch.ones(2, 3, dtype=torch.float64)))

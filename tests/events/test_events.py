@@ -202,6 +202,13 @@ def test_a_returned_parameter_keeps_no_hook_and_no_old_calls() -> None:
     assert len(events) == 6
 
 
+def test_what_a_tracked_net_returns_is_pickled_without_a_warning() -> None:
+    net = nn.Linear(3, 2)
+    with track(net):
+        output = net(torch.ones(1, 3))
+    assert torch.equal(pickle.loads(pickle.dumps(output)), output)
+
+
 def test_modules_called_several_times_and_several_backward_passes() -> None:
     shared = nn.Linear(3, 3)
     with track(nn.Sequential(shared, nn.Tanh(), shared), include="0") as events:
