@@ -70,7 +70,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, zero where a dimension varies."""
+        """Bytes of its elements; zero if a dimension varies."""
         return math.prod(max(0, length) for length in self.shape) * self.dtype.itemsize
 
     def of(self, rows: int) -> TensorSpec:

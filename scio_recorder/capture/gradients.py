@@ -23,7 +23,7 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
-# A layer, and the number of its call in the pass where a label stands for any number of calls.
+# A layer, and the number of its call in the pass if a label stands for any number of calls.
 Place: TypeAlias = tuple[DepthIdx, int]
 
 

@@ -45,7 +45,7 @@ class _Call:
 
     module: nn.Module
     end: int = 0
-    # None where it has to run.
+    # None if it has to run.
     kept: Kept | None = None
 
 

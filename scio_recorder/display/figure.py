@@ -103,7 +103,7 @@ class LayerSummary:
     num_bytes: int | None = None
     values: Values = Values()
     finite: Values | None = None
-    """Statistics of the finite values alone, where there are others."""
+    """Statistics of the finite values alone, if there are others."""
     units: Units | None = None
     bars: Bars | None = None
     notes: Sequence[str] = ()

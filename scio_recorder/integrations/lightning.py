@@ -159,7 +159,7 @@ class LayerStatsMonitor(Callback):
         pl_module : LightningModule
             The model.
         optimizer : torch.optim.Optimizer
-            Whose step it is.
+            The optimizer that makes the step.
         """
         self._stepped = True
 

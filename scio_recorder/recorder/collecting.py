@@ -270,7 +270,7 @@ class Collecting(Reading):
         Parameters
         ----------
         num_samples : int
-            How many samples.
+            The number of samples.
 
         Returns
         -------

@@ -199,7 +199,7 @@ def undisturbed(device_type: str) -> Iterator[None]:
     multiply matrices in half precision.
     """
     with contextlib.ExitStack() as stack:
-        # Every layer of every batch passes here, mostly with no mode set.
+        # Every layer of every batch passes here, usually with no mode set.
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         if torch.is_grad_enabled():

@@ -137,12 +137,12 @@ class Mean(SampleReduction):
         Parameters
         ----------
         result : any
-            What `compute` returned.
+            The result of `compute`.
 
         Returns
         -------
         dict
-            Empty where there is nothing to say, as with ``by``.
+            Empty if there is nothing to say, as with ``by``.
         """
         is_told = isinstance(result, Tensor) and result.numel() and not result.is_complex()
         return {"mean": float(result.double().mean())} if is_told else {}
@@ -225,12 +225,12 @@ class Moments(SampleReduction):
         Parameters
         ----------
         result : any
-            What `compute` returned.
+            The result of `compute`.
 
         Returns
         -------
         dict
-            Empty where there is nothing to say, as with ``by``.
+            Empty if there is nothing to say, as with ``by``.
         """
         if not isinstance(result, MomentsResult) or not result.mean.numel():
             return {}

@@ -276,7 +276,7 @@ class Store(abc.ABC):
         Parameters
         ----------
         job : Job
-            The layers, and what is known about the data.
+            The layers, and the known facts about the data.
 
         Returns
         -------

@@ -258,7 +258,7 @@ class Column:
         start : int
             The first of them.
         rows : int
-            How many there are.
+            The number of rows.
         follows : bool, default False
             Whether the batch follows the one before and has as many rows. Then `places` are right
             for it and for the next ones.
@@ -282,7 +282,7 @@ class Column:
         start : int
             The first of them.
         rows : int
-            How many there are.
+            The number of rows.
         follows : bool, default False
             As for `place`.
         """

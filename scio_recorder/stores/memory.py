@@ -32,12 +32,12 @@ class MemoryStore(Store):
         Parameters
         ----------
         job : Job
-            The layers, and what is known of the data.
+            The layers, and the known facts about the data.
 
         Returns
         -------
         StoreWriter
-            What takes the batches.
+            The writer that takes the batches.
         """
         return MemoryWriter(job, self)
 
@@ -48,9 +48,9 @@ class MemoryStore(Store):
         Parameters
         ----------
         key : (int, int) or str
-            The layer, or the name of what is known of each row.
+            The layer, or the name of a column of rows.
         device : torch.device
-            Where the net computes it.
+            The device on which the net computes it.
 
         Returns
         -------
@@ -78,9 +78,9 @@ class Device(MemoryStore):
         Parameters
         ----------
         key : (int, int) or str
-            The layer, or the name of what is known of each row.
+            The layer, or the name of a column of rows.
         device : torch.device
-            Where the net computes it.
+            The device on which the net computes it.
 
         Returns
         -------
@@ -127,14 +127,14 @@ class Host(MemoryStore):
         Parameters
         ----------
         key : (int, int) or str
-            The layer, or the name of what is known of each row.
+            The layer, or the name of a column of rows.
         device : torch.device
-            Where the net computes it.
+            The device on which the net computes it.
 
         Returns
         -------
         HostBuffer
-            That of a recording that nobody holds any more, where there is some.
+            The memory of a recording that nobody holds any more, if there is any.
         """
         pinned = device.type == "cuda" if self._pin_memory is None else self._pin_memory
         return self._memory.buffer(key, pinned and torch.cuda.is_available())
@@ -153,12 +153,12 @@ class Auto(Store):
         Parameters
         ----------
         job : Job
-            The layers, and what is known of the data.
+            The layers, and the known facts about the data.
 
         Returns
         -------
         StoreWriter
-            What takes the batches.
+            The writer that takes the batches.
         """
         return AutoWriter(job)
 

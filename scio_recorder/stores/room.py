@@ -28,7 +28,7 @@ class Plan:
     Parameters
     ----------
     num_samples : int
-        How many samples there will be.
+        The expected number of samples.
     num_bytes : mapping of (int, int) to int
         The bytes of all samples of each layer.
     free_bytes : mapping of str to int
@@ -95,7 +95,7 @@ def make_plan(
     labels : sequence of (int, int)
         The requested layers.
     num_samples : int
-        How many samples there will be.
+        The expected number of samples.
     device : torch.device
         The net's device, whose free memory counts.
     row_dims : int, optional

@@ -157,7 +157,7 @@ class Findings(LayerMapping[LayerDifference]):
     first : FirstDifference or None
         The layer that makes the difference.
     num_samples : int
-        How many samples were compared.
+        The number of compared samples.
     rtol, atol : float
         The tolerances.
     unmatched : Unmatched
@@ -169,7 +169,7 @@ class Findings(LayerMapping[LayerDifference]):
         The first layer to return that differs in a batch in which its inputs are equal. If there
         is none, the first to return that differs. None only if no layer differs.
     num_samples : int
-        How many samples were compared.
+        The number of compared samples.
     rtol, atol : float
         The tolerances.
     unmatched : Unmatched

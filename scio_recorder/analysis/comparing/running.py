@@ -37,7 +37,7 @@ class Sides:
     Parameters
     ----------
     reference, candidate : Side
-        What is compared.
+        The sides to compare.
     floor : Side or None
         A side that differs from the reference by noise alone.
     """
@@ -111,7 +111,7 @@ def compare_sides(
     Parameters
     ----------
     sides : Sides
-        What is compared.
+        The sides to compare.
     match : Match
         How names correspond.
     tolerance : Tolerance

@@ -91,7 +91,7 @@ class GuardedGradients:
         call : Call
             The call, as it ended.
         output : Any
-            What it returned.
+            Its output.
         """
         passing.call = call
         waiting: list[Any] = []

@@ -170,7 +170,7 @@ def estimates(
 def _change(
     own: Tensor, other: Tensor, is_on_graph: bool, slope: Tensor | None, layer: Layer
 ) -> Tensor | None:
-    """Return the gradient times the difference where there is one; None if the metric stays."""
+    """Return the gradient times the difference; None if the metric does not change."""
     differs = own != other
     if not differs.any():
         return None

@@ -221,7 +221,7 @@ def _inputs(name: str, given: Any) -> Inputs:
 
 
 def _on_graph(tensor: Tensor) -> Tensor:
-    """Make an input require gradients where it can, so that layers without parameters do too."""
+    """Make an input require gradients if it can, so that layers without parameters do too."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     # Not a leaf: modules may work in place on their inputs.

@@ -370,7 +370,7 @@ def refusing_calls(net: nn.Module) -> Iterator[None]:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Return a copy outside any graph that requires a gradient where a leaf does."""
+    """Return a detached copy that requires a gradient if the tensor is a leaf that does."""
     clone = tensor.detach().clone()
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 

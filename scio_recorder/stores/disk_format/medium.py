@@ -145,7 +145,7 @@ class Medium(abc.ABC):
         Returns
         -------
         Any
-            What ``write`` returned.
+            The result of ``write``.
 
         Raises
         ------

@@ -82,7 +82,7 @@ class Requests:
         Raises
         ------
         FileNotFoundError, FileExistsError, PermissionError
-            That is the answer.
+            The answer says so.
         OSError
             There is another answer, or none after several tries.
         """

@@ -120,7 +120,7 @@ class RunWriter:
             The number of ranks that will write. Each calls this, in any order: the first creates
             the recording, the others join it.
         rank
-            Whose part to write.
+            The rank whose part to write.
         lease
             The right to write it, in place of a lock.
 
@@ -154,7 +154,7 @@ class RunWriter:
         path
             The folder.
         rank
-            Whose part to write.
+            The rank whose part to write.
         lease
             The right to write it, in place of a lock.
 
@@ -332,7 +332,7 @@ class RunWriter:
     ) -> dict[str, JSON]:
         """Return the content of a chunk besides its tensors."""
         saved: JSON = None if state is None else {"value": state.value, "file": token}
-        # Read at once as it will be read: what is nested too deeply is refused.
+        # Read at once, as readers will do: values that are nested too deeply are refused.
         parse(dump({"state": saved}))
         return {
             **self._description.place(self._rank, len(self._commits), self.durable),
@@ -369,7 +369,7 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     if len(kept.values) != len(kept.rows) or sum(kept.rows) != rows:
         raise ValueError(f"batches of {list(kept.rows)} samples are kept with {rows} samples")
     text = dump(list(kept.values))
-    # Read at once as it will be read: what is nested too deeply is refused.
+    # Read at once, as readers will do: values that are nested too deeply are refused.
     parse(text)
     tensors = {f"#{number}": tensor for number, tensor in enumerate(kept.tensors)}
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
