@@ -273,7 +273,7 @@ class Capture:
         records = Records(self.program.architecture, what=what)
         if self._latest.is_exported:
             records.why_none = (
-                "the latest call was exported, and what is exported runs elsewhere: call the "
+                "the latest call was exported, and an exported program runs elsewhere: call the "
                 "recorder itself to record"
             )
         return records

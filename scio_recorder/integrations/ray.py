@@ -23,6 +23,7 @@ from scio_recorder.errors import (
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
 from scio_recorder.recording.collect.options import Reduce, Transforms
+from scio_recorder.recording.collect.parts import check_make_batches
 from scio_recorder.recording.collect.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.bucket import is_url
@@ -128,7 +129,8 @@ def collect_parts(
     ...     )
     """
     number = whole("num_parts", num_parts, 1)
-    _check_functions(make_recorder, make_batches)
+    _check_maker(make_recorder)
+    check_make_batches(make_batches)
     where = _seen_by_all(as_store(store))
     needs = resources or {"CPU": 1}
     named = {_NAMED.get(name, name): value for name, value in needs.items()}
@@ -178,16 +180,11 @@ def _wrong(text: str) -> Exception:
     return caught_as(CollectError, TypeError(text), text)
 
 
-def _check_functions(make_recorder: Any, make_batches: Any) -> None:
+def _check_maker(make_recorder: Any) -> None:
     if _is_recorder(make_recorder) or not callable(make_recorder):
         raise _wrong(
             f"make_recorder is a {type(make_recorder).__name__}: give a function without "
             "arguments that makes a Recorder and chooses its layers, which each actor calls"
-        )
-    if not callable(make_batches):
-        raise _wrong(
-            f"make_batches is a {type(make_batches).__name__}: give a function, which is called "
-            "with the number of a part and returns its batches"
         )
 
 

@@ -290,7 +290,7 @@ class Records(LayerMapping[Any]):
         if self.copy_from_now_on is None:
             return changed + "Work on a clone of that tensor, or record with another copy="
         return changed + (
-            "No pass in this setting had shown that before, so that only a reference was kept. The "
+            "No earlier pass in this setting had shown that, so only a reference was kept. The "
             "other records hold, and from the next pass on this layer is copied. record(..., copy="
             '"always") copies in every pass'
         )

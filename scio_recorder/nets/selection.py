@@ -237,7 +237,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     if not any(row.module is not None for row in architecture.values()):
         reason = "the architecture was read from disk, without modules: select by label or name"
     else:
-        reason = "it is no module of this net (a copy is another one), or did not run at labelling"
+        reason = "it is not a module of this net (nor is a copy), or did not run at labelling"
     return f"{_shown(selector)} has no layer: {reason}"
 
 

@@ -118,7 +118,7 @@ def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dic
         raise RecomputeError(
             f"layer {layer} did not return the recorded output when it ran again. Either it "
             f"depends on something that is not kept: {_NOT_KEPT}. Or other kernels ran: "
-            f"{_OTHER_KERNELS}. Recompute with the same net and the same settings as then"
+            f"{_OTHER_KERNELS}. Recompute with the same net and the original settings"
         )
     return again.found
 

@@ -103,8 +103,8 @@ def _restored(
         return restored
     if options.pop("custom", False) or ours is None:
         return _Unreadable(
-            f"layer {where} was reduced by {kind}, which is no reduction of this library and can't "
-            "be restored without it: collect with resume=True and the same reductions to get it"
+            f"layer {where} was reduced by {kind}, which is not a reduction of this library and "
+            "can't be restored without its class: collect with resume=True and the same reductions"
         )
     reduction: Reduction = ours.from_recipe(**options)
     reduction.load_state_dict(state)

@@ -236,7 +236,7 @@ def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str 
     change = kept.moment.explain_change(module)
     # A module with the same output may have worked differently inside.
     if change is None and weights.digest(module) != kept.weights:
-        return "its weights have changed since they were collected with: load those of then"
+        return "its weights have changed since the collection: load the original ones"
     return change
 
 

@@ -232,8 +232,8 @@ class DiskWriter(StoreWriter):
             if stored != spec:
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 text = (
-                    f"{self._path}: {named} gives samples of {spec}, and of {stored} are stored: "
-                    "give the same data and transform as before, or make them alike by transform="
+                    f"{self._path}: {named} gives samples of {spec}, but samples of {stored} are "
+                    "stored: give the same data and transform as before, or convert by transform="
                 )
                 raise caught_as(CollectError, RecordingError(text), text)
         self._devices.add(first.device)
@@ -360,8 +360,8 @@ class DiskWriter(StoreWriter):
             while not holds_recording(self._path):
                 if time.monotonic() >= until:
                     raise EmptyPartError(
-                        "there are no samples here, and no process has given a batch yet that "
-                        "would tell what is kept"
+                        "there are no samples here, and no other process has recorded a batch yet, "
+                        "which would show the shapes of layers"
                     )
                 time.sleep(0.5)
             self._go_on(resume=True)

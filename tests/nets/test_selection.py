@@ -191,7 +191,7 @@ def test_what_can_not_select(selector, parts):
         ("step*", ["'step*'", "'stem'"]),
         (re.compile("xyz"), ["xyz", "matches no layer"]),
         (nn.Conv3d, ["Conv3d", "Linear"]),
-        (nn.ReLU(), ["ReLU", "no module of this net"]),
+        (nn.ReLU(), ["ReLU", "not a module of this net"]),
         (lambda layer: False, ["matches no layer"]),
         (lambda layer: layer.nothing, ["AttributeError", "0-1 (root) (Net)"]),
         ("blocks", ["'blocks'", "did not run at labelling"]),

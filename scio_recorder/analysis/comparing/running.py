@@ -273,7 +273,7 @@ def _refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
         shown = ", ".join(map(repr, ids[:_SHOWN]))
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
         raise ComparisonError(
-            f"{len(ids)} samples are missing in the {where} that the {who}: {shown}{more}. Samples "
-            "are paired by id: give the same ones to both, with sample_ids= where they have ids of "
-            "their own"
+            f"{len(ids)} samples are missing from the {where} that the {who}: {shown}{more}. "
+            "Samples are paired by id: give the same ones to both, with sample_ids= if they have "
+            "ids of their own"
         )

@@ -109,13 +109,11 @@ def notes(found: Findings) -> list[str]:
         said.append(f"{count(found)}, in {_counted(found.num_samples, 'sample')}.")
         if first.inputs_equal is None:
             said.append(
-                "Inputs tell the layer that makes a difference from one that passes it on: compare "
-                "the networks themselves, or collect after record(..., inputs=True)."
+                "Only inputs distinguish a layer that makes a difference from one that passes it "
+                "on: compare the networks themselves, or collect after record(..., inputs=True)."
             )
         elif not first.inputs_equal:
-            said.append(
-                "What makes the difference is not among the layers that were compared: record more."
-            )
+            said.append("The layer that makes the difference was not compared: record more layers.")
     names = ("reference", "candidate")
     for name, left_out in zip(names, found.unmatched, strict=True):
         if left_out:

@@ -269,7 +269,7 @@ class Guard:
             return str(self.origin)
         said = f"no layer has made a NaN or an infinity in {passes}"
         if self.num_passed_on:
-            said += f"; {self.num_passed_on} handed on what the network was given"
+            said += f"; {self.num_passed_on} only handed on NaNs or infinities"
         if self.num_skipped_steps:
             said += f"; the scaler of the loss has skipped {self.num_skipped_steps} steps"
         return said
@@ -317,9 +317,9 @@ class Guard:
             self._has_warned = True
             what = " and ".join(sorted("NaNs" if kind == "nan" else "infinities" for kind in held))
             source = (
-                f"the network has returned {what} that its inputs held"
+                f"the network returned {what} that its inputs held"
                 if direction == "forward"
-                else f"the gradient of what the network returned holds {what}: the loss made them"
+                else f"the gradient of the network's output holds {what}: the loss made them"
             )
             warn(f"{source}; no layer has made any")
 

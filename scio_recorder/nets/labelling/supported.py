@@ -77,7 +77,7 @@ def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None
 
 def _not_a_module(net: Any) -> str:
     if isinstance(net, type) and issubclass(net, nn.Module):
-        return f"{net.__name__} is a class and no net yet: write {net.__name__}(...)"
+        return f"{net.__name__} is a class, not a net: write {net.__name__}(...)"
     return f"a net must be a torch.nn.Module, not {type(net).__name__}"
 
 

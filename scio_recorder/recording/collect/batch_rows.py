@@ -127,8 +127,8 @@ class BatchRows:
         gave = f"layer {layer} gave a tensor of shape {shape}"
         if fits and self.other_half in layer.name.split("."):
             raise CollectError(
-                f"{gave}, and is of the {self.other_half}, whose positions are as many as those of "
-                "mask= and not the same: record it with the mask of its half"
+                f"{gave}, and belongs to the {self.other_half}, which has as many positions as "
+                "mask=, but different ones: record it with the mask of its half"
             )
         if self.are_samples:
             rows = self.num_samples

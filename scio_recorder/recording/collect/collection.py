@@ -340,7 +340,7 @@ class Collection:
         if not self.is_trusted:
             raise CollectError(
                 "a reduction failed in the middle of a pass, and holds a part of that pass: "
-                "collect again, from the beginning or after what is durable"
+                "collect again, from the beginning or after the durable samples"
             )
 
     # The methods of a sink.

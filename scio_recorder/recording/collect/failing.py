@@ -65,7 +65,7 @@ def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str
     return (
         f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; "
         f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
-        "where it takes something else"
+        "if it takes something else"
     )
 
 
@@ -83,7 +83,7 @@ def _refused(net: nn.Module, inputs: Inputs) -> str:
         if not unknown:
             return (
                 f"the net's forward can't be called with it: {reason}. Write "
-                "to_inputs=lambda batch: ... with what forward takes"
+                "to_inputs=lambda batch: ... with inputs that forward takes"
             )
         taken = ", ".join(repr(name) for name in inputs.kwargs if name in names) or "..."
         return (

@@ -193,7 +193,7 @@ class Feed:
             return store
         if by_batches and share.num_repeats:
             raise CollectError(
-                "the sampler repeats samples to fill up, but inputs are kept by whole batches: "
+                "the sampler repeats samples, but inputs are kept by whole batches: "
                 "give it drop_last=True, or record without inputs=True"
             )
         self.share = share
@@ -297,7 +297,7 @@ def _num_samples(inputs: Inputs) -> int:
         if tensor.ndim > 0:
             return tensor.shape[0]
     raise CollectError(
-        "the net's input has no tensor that would tell the number of samples: write "
+        "the net's input has no tensor that shows the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"
     )
 

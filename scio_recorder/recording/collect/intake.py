@@ -60,11 +60,11 @@ class CurrentBatch:
         if self.skip:
             return (
                 f"and the first {self.skip} of its {number} samples are durable already: give "
-                "the batch size of before, or one that divides it"
+                "the earlier batch size, or one that divides it"
             )
         return (
-            f"and the last {self.num_repeats} of its {number} samples are repeats, by which the "
-            "sampler fills up: give it drop_last=True"
+            f"and the last {self.num_repeats} of its {number} samples are repeats that the "
+            "sampler added: give it drop_last=True"
         )
 
 
@@ -230,9 +230,9 @@ class StoringIntake(LayerIntake):
 
     def _no_room(self, error: NoRoomError) -> str:
         return (
-            f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be had in "
-            'one piece; write store="disk:PATH", record fewer layers, or reduce them (reduce=, '
-            "every=, dtype=, transform=)"
+            f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be "
+            'allocated in one piece; write store="disk:PATH", record fewer layers, or reduce '
+            "them (reduce=, every=, dtype=, transform=)"
         )
 
 

@@ -114,6 +114,6 @@ def _num_nodes(source: Source) -> int:
     for number in _lines(source).values():
         return number
     raise CollectError(
-        f"the net's input in batch {source.number} has no tensor that would tell the number of "
+        f"the net's input in batch {source.number} has no tensor that shows the number of "
         "nodes: write Nodes(sample=lambda batch: ...) with the graph of each node"
     )

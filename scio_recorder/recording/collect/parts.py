@@ -37,6 +37,16 @@ from scio_recorder.tensors.arguments import whole
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
+def check_make_batches(given: Any) -> None:
+    """Refuse anything but a function; the error is also a TypeError."""
+    if not callable(given):
+        text = (
+            f"make_batches is a {type(given).__name__}: give a function that takes the number of a "
+            "part and returns its batches"
+        )
+        raise caught_as(CollectError, TypeError(text), text)
+
+
 @dataclass
 class Parts:
     """The work of one process on a recording in parts.
@@ -65,11 +75,7 @@ class Parts:
         self.num_parts = whole("num_parts", self.num_parts, 1)
         if self.num_parts > MAX_RANKS:
             raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
-        if not callable(self.make_batches):
-            raise CollectError(
-                f"make_batches is a {type(self.make_batches).__name__}: give a function that "
-                "takes the number of a part and returns its batches"
-            )
+        check_make_batches(self.make_batches)
         self._store = as_store(self.store)
 
     def collect(self, *, wait: bool, progress: bool) -> Recording:

@@ -93,8 +93,8 @@ def check_number(
     what = f"holds {durable[0]} samples{counted[0]} already, and {samples}{counted[1]} came now"
     if is_complete and came != durable and (is_end or came > durable):
         raise CollectError(
-            f"the recording is complete: it {what}. Read it with open_recording, give what it was "
-            "made of, or choose another folder"
+            f"the recording is complete: it {what}. Read it with open_recording, give the "
+            "data that it was made from, or choose another folder"
         )
     if not is_complete and (came[0] < durable[0] or came[1] < durable[1]):
         raise CollectError(

@@ -269,7 +269,7 @@ class Rows(abc.ABC):
             if tuple(value.shape) != shape:
                 raise CollectError(
                     f"the field {name!r} has shape {tuple(value.shape)} in batch {source.number}, "
-                    f"whose [{', '.join(dims)}] is {shape}: give one entry a row"
+                    f"whose [{', '.join(dims)}] is {shape}: give one entry for each row"
                 )
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())

@@ -24,11 +24,11 @@ _SETTINGS = (
 _FAITHFUL = ("torch.utils.data.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 _MOST_WRAPPERS = 8
 _DISPATCHES = (
-    "the loader's first process reads for all others, so that no other knows which samples it is "
-    f"given: prepare it with dispatch_batches=False, or {OWN_WORDS}"
+    "the loader's first process reads for all others, so no other knows its samples: "
+    f"prepare it with dispatch_batches=False, or {OWN_WORDS}"
 )
 _NO_INDICES = (
-    "samples of an IterableDataset have no indices that would tell them apart: write "
+    "samples of an IterableDataset have no indices that identify them: write "
     "sample_ids=lambda batch: ... with one id for each"
 )
 _WORKERS = (
@@ -37,7 +37,7 @@ _WORKERS = (
 )
 _SKIPS = (
     "the loader skips its first batches: give the loader that it was made from, and resume=True "
-    "to go on after what is durable"
+    "to continue after the durable samples"
 )
 
 
@@ -77,8 +77,8 @@ def _problem_of(loader: Any, place: Place) -> str | None:
         )
     if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
         return (
-            "the loader gives batches in another order than its sampler, so that it can't be known "
-            f"which samples they have: give it in_order=True, or {OWN_WORDS}"
+            "the loader gives batches in another order than its sampler, so their samples can't be "
+            f"known: give it in_order=True, or {OWN_WORDS}"
         )
     return None
 
@@ -225,7 +225,7 @@ def _unknown(samplers: Sequence[Any]) -> str | None:
     for one in samplers:
         if not str(type(one).__iter__.__module__).startswith(_FAITHFUL):
             return (
-                f"a {type(one).__name__} fills up with repeats, and it is not known which ones "
+                f"a {type(one).__name__} adds repeats, and it is not known which samples "
                 f"they are: give it drop_last=True, or {OWN_WORDS}"
             )
     return None

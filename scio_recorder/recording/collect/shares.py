@@ -26,7 +26,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.tensors.processes import Place
 
 _END = object()
-OWN_WORDS = "write sample_ids= and Disk(PATH, rank=, world_size=) to say yourself whose they are"
+OWN_WORDS = "write sample_ids= and Disk(PATH, rank=, world_size=) to say whose samples they are"
 
 
 def all_left(number: int, before: int) -> int:

@@ -185,7 +185,7 @@ class Bucket(Medium):
         try:
             self.make(name, put, num_bytes)
         except FileExistsError as error:
-            problem = "is there already: another writer has committed it; go on behind that"
+            problem = "is there already: another writer has committed it; continue after it"
             raise FileExistsError(error.errno, f"{name} {problem}") from None
 
 

@@ -209,7 +209,7 @@ class Folder(Medium):
             with suppress(OSError):
                 system.unlink(temporary, dir_fd=self.descriptor)
             if isinstance(error, FileExistsError):
-                problem = "is there already: another writer has committed it; go on behind that"
+                problem = "is there already: another writer has committed it; continue after it"
                 raise FileExistsError(error.errno, f"{name} {problem}") from None
             raise
 

@@ -140,7 +140,7 @@ def _understood(error: Exception) -> tuple[OSError, bool]:
         return OSError(errno.EINVAL, f"{kind}: {said}"), False
     status, code = _STATUS.search(text), _CODE.search(text)
     if status is not None and status[1] == "416":
-        return OSError(errno.ENODATA, "it ends before what is asked for"), False
+        return OSError(errno.ENODATA, "it ends before the requested bytes"), False
     is_refused = status is not None and status[1].startswith("4") and status[1] not in _PASSING
     if is_refused and not (code is not None and code[1] in _PASSING_CODES):
         return OSError(errno.EIO, f"the store refuses the request ({said})"), False

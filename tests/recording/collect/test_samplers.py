@@ -206,7 +206,7 @@ def out_of_order() -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: bucketed(5), "a Bucketed fills up.*drop_last=True"),
+        (lambda: bucketed(5), "a Bucketed adds repeats.*drop_last=True"),
         (lambda: skip_first_batches(accelerated(Numbers(8), 0, 2, 2), 1), "skips.*resume=True"),
         (out_of_order, "another order.*in_order=True"),
     ],

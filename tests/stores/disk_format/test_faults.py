@@ -185,7 +185,7 @@ def test_what_may_be_there_or_not_is_not_committed_twice(tmp_path):
             writer.append(rows(3, 5), range(3, 5))
         assert writer.durable == 3
         for stop in (9, 5):
-            with pytest.raises(RecordingError, match=r"is there already.*go on behind"):
+            with pytest.raises(RecordingError, match=r"is there already.*continue after it"):
                 writer.append(rows(3, stop), range(3, stop))
         assert writer.durable == 3
     with start(path) as writer:
