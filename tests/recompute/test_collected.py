@@ -331,7 +331,7 @@ def test_changed_weights_that_do_not_show_in_the_output_are_an_error(gather: Gat
         recording.recompute,
         lambda *given: next(recording.recompute_batches(*given)),
     ):
-        with pytest.raises(RecomputeError, match="weights have changed since they were collected"):
+        with pytest.raises(RecomputeError, match="weights have changed since the collection"):
             recompute(rnet, "0.0")
     nn.init.constant_(net[0][0].bias, -1000.0)
     assert recording.recompute(rnet, "0.0")["0.0"].max() < -900

@@ -592,7 +592,7 @@ def test_encoder_or_decoder():
     same = {**batch, **padded(3, 4)}
     for name, mask in (("encoder", "decoder_attention_mask"), ("decoder", "attention_mask")):
         rnet.record(name)
-        with pytest.raises(CollectError, match=rf"is of the {name}, .* mask of its half"):
+        with pytest.raises(CollectError, match=rf"belongs to the {name}, .* mask of its half"):
             rnet.collect([same], rows=Tokens(mask=mask))
     # Without a mask all is real to the net, and so it is here.
     del batch["decoder_attention_mask"]
