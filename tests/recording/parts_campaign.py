@@ -97,7 +97,7 @@ def succeeded(child: int) -> bool:
 
 
 def serve(dice: random.Random) -> int:
-    """Start a server whose requests go wrong now and then, and let time run faster for leases."""
+    """Start a server whose requests go wrong now and then; leases last a second."""
     ours, theirs = os.pipe()
 
     def work() -> None:
@@ -111,15 +111,19 @@ def serve(dice: random.Random) -> int:
 
     child = forked(work)
     os.environ.update(environment(os.read(ours, 100).decode()))
+    hasten_leases()
+    requests._FIRST_PAUSE /= 50
+    # As long as a lease: whoever meets silence loses what it holds.
+    requests._SECONDS = 1
+    return child
+
+
+def hasten_leases() -> None:
     for name in ("RENEWED_EVERY", "TRUSTED_FOR", "STALE_AFTER", "TAKEN_WITHIN", "_LOOKS_EVERY"):
         setattr(leases, name, getattr(leases, name) / 50)
         if hasattr(claims, name):
             setattr(claims, name, getattr(leases, name))
     claims._LATE /= 50
-    requests._FIRST_PAUSE /= 50
-    # As long as a lease: whoever meets silence loses what it holds.
-    requests._SECONDS = 1
-    return child
 
 
 def killed(parts: Parts, place: str, length: float, dice: random.Random) -> int:
