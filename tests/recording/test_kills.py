@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -56,6 +58,24 @@ def unsynced(monkeypatch) -> None:
 def test_killed(kind, count, tmp_path):
     command = [sys.executable, "-m", "tests.recording.campaign", kind, str(tmp_path), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_power_is_cut(tmp_path):
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("only root can mount a file system, and Linux has to be able to make one")
+    image = tmp_path / "image"
+    image.write_bytes(bytes(1 << 20))
+    can_mount = f"mkfs.ext4 -q {image} && mount -o loop {image} {tmp_path}"
+    probe = ["unshare", "--mount", "sh", "-c", can_mount]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here, as in most containers")
+    # In memory nobody waits for a disk, and what is synced counts as much.
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        program = [sys.executable, "-m", "tests.recording.power_campaign", folder]
+        command = ["unshare", "--mount", *program, "300" if FULL else "2"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
