@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -146,12 +148,19 @@ def has_other_names(found: Findings) -> bool:
     return any(one.name != one.candidate_name for one in found.values())
 
 
+def _has_figures(found: Findings) -> bool:
+    """Whether more is known than what differs, which is all that digests tell."""
+    figures = [(one.max_abs, one.relative_error, one.cosine) for one in found.values()]
+    return not all(map(math.isnan, chain.from_iterable(figures)))
+
+
 def listing(found: Findings) -> Listing:
     """Return the table for a terminal."""
-    other_names, noise = has_other_names(found), has_noise(found)
+    other_names, noise, has_figures = has_other_names(found), has_noise(found), _has_figures(found)
     rows = []
     for one in found.values():
         numbers = [one.max_abs, one.relative_error, *([one.noise] * noise)]
+        figures = [*map(number_text, numbers), f"{one.cosine:.6g}"]
         rows.append(
             [
                 str(one.label),
@@ -159,15 +168,15 @@ def listing(found: Findings) -> Listing:
                 *([one.candidate_name] * other_names),
                 differs_text(found, one),
                 inputs_text(one),
-                *map(number_text, numbers),
-                f"{one.cosine:.6g}",
+                *(figures if has_figures else ()),
                 f"{one.num_different:,}" if one.error is None else "",
             ]
         )
+    figure_names = ("Max abs", "Rel. error", *(["Noise"] * noise), "Cosine")
     return Listing(
         sentence(found),
         ("Label", "Name", *(["Candidate"] * other_names), "Differs", "Inputs"),
-        ("Max abs", "Rel. error", *(["Noise"] * noise), "Cosine", "Different"),
+        (*(figure_names if has_figures else ()), "Different"),
         rows,
         {place for place, one in enumerate(found.values()) if is_first(found, one)},
         notes(found),
