@@ -60,7 +60,7 @@ class Gradients:
             delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                # Else, saving what the network returned warns of the hook.
+                # Otherwise, saving the network's output would warn of the hook.
                 listener = unserializable_hook(partial(delivery.receive, place, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
                 handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
                 if tensor.is_leaf:

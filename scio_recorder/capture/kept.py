@@ -1,6 +1,6 @@
 """The effects of a call, kept so that it need not run again.
 
-NOTE [What a call puts into what it was given]
+NOTE [Writes into inputs]
 
 Layers of language models put keys and values into a cache that they receive. Such a call does more
 than return something, but its effect is known: some objects among its inputs hold other things

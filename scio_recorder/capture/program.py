@@ -58,8 +58,8 @@ class Program:
     """The events that a pass must show, in the order in which modules returned at labelling.
 
     An event is one call of a hooked module; a module is hooked if at least one of its calls is
-    selected, and then all its calls are counted. Where calls are not counted, a module has one
-    event, which stands for all its calls.
+    selected, and then all its calls are counted. If calls are not counted, a module has one event,
+    which stands for all its calls.
     """
 
     def __init__(

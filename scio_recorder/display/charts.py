@@ -57,7 +57,7 @@ def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> N
 
 @dataclass(frozen=True)
 class Matrix:
-    """Numbers from 0 to 1 for pairs of layers, NaN where there is none.
+    """Numbers from 0 to 1 for pairs of layers; NaN if there is none.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class Profile:
     names : sequence of str
         The layers.
     values : array of float
-        NaN where there is no number.
+        NaN if there is no number.
     differs : array of bool
         Whether the number counts as a difference.
     noise : array of float, optional

@@ -167,12 +167,13 @@ def _definitions() -> dict[str, str]:
         "Mean, std, min, max": "Over all values of a layer, all samples and positions together, in "
         "float64 and without NaNs. std is the unbiased standard deviation (n - 1).",
         "Zeros": "The share of values that are exactly zero.",
-        "Unit": "A channel or feature. It lies along dimension 1 of [samples, ...], and along the "
-        "last one where a sample is [positions, features] and behind Linear, LayerNorm, RMSNorm "
-        "and Embedding, unless the type ends in 1d, 2d or 3d. The column Units says which it was.",
-        "Dead": "A unit that had one and the same finite value for all samples and positions, zero "
-        "or another. It needs two samples at least.",
-        "Saturated": f"A unit of which at least {SATURATION_SHARE:.0%} of the values lie within "
+        "Unit": "A channel or feature. Units lie along dimension 1 of [samples, ...]. They lie "
+        "along the last one after Linear, LayerNorm, RMSNorm and Embedding, and if a sample is "
+        "[positions, features], unless the type ends in 1d, 2d or 3d. The column Units shows the "
+        "dimension.",
+        "Dead": "A unit that had the same finite value, zero or another, for all samples and "
+        "positions. This takes at least two samples.",
+        "Saturated": f"A unit with at least {SATURATION_SHARE:.0%} of its values within "
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "

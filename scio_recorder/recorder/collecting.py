@@ -165,7 +165,7 @@ class Collecting(Reading):
 
         Every process makes this same call, at any time, on any machine that sees the store. Each
         takes a part that no other has, until none is left. If a process dies, another one takes
-        its part, and goes on after the durable samples. The result does not depend on which
+        its part, and continues after the durable samples. The result does not depend on which
         process did which part: samples are in the order of the parts.
 
         Parameters
@@ -174,7 +174,7 @@ class Collecting(Reading):
             ``part -> batches``, for parts from 0 to ``num_parts - 1``. It must return the same
             batches in the same order in every process. A part may be empty.
         num_parts : int
-            How many parts there are, at most 100,000. Parts that take minutes are good: a process
+            The number of parts, at most 100,000. Parts that take minutes are good: a process
             that dies loses only what is not durable, and the last parts are soon done.
         store : str or Store
             "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or

@@ -24,7 +24,7 @@ class Digest(SampleReduction):
     Notes
     -----
     The dtype and shape of a sample are digested with its bytes, which are those of a contiguous
-    array. All NaNs count as the same, and -0.0 is another number than 0.0. With ``rows=`` each row
+    array. All NaNs count as the same, and -0.0 differs from 0.0. With ``rows=`` each row
     has its digest.
 
     Takes any dtype and shape. The result is in the order of the samples: merging puts the digests

@@ -46,19 +46,19 @@ _FIGURES = {
     "Cosine": "cosine",
 }
 _WORDS = {
-    "First": "The first layer to return that differs in a batch in which nothing that it received "
-    "does: the one that makes the difference. Where there is none, the first that differs.",
-    "Inputs": "Of a layer that differs: equal if it does so in some batch in which nothing that it "
-    "received differs. Of another one: equal if nothing that it received ever differs. ? where "
-    "inputs are not known.",
-    "Max abs, max rel": "The largest absolute difference of two elements, and the largest one over "
-    "the absolute value of the reference, whatever the tolerances.",
-    "Rel. error": "The norm of the difference over the norm of the reference, over all samples.",
-    "Noise": "The relative error of the run that was given as floor=.",
-    "Cosine": "Of the angle between both, over all samples.",
-    "Different": "Elements that are farther apart than allowed; samples, with digests.",
-    "Worst": "The element that is farthest away: its sample, its index within the sample, and what "
-    "the reference and the candidate have there.",
+    "First": "The layer that makes the difference: the first to return that differs in a batch in "
+    "which its inputs are equal. If there is none, the first that differs.",
+    "Inputs": "For a layer that differs: equal if it differs in some batch in which its inputs are "
+    "equal. For another layer: equal if its inputs are always equal. ? if inputs are not known.",
+    "Max abs, max rel": "The largest absolute difference of two elements, and the largest "
+    "difference divided by the absolute value of the reference, whatever the tolerances.",
+    "Rel. error": "The norm of the difference divided by the norm of the reference, over all "
+    "samples.",
+    "Noise": "The relative error of the run given as floor=.",
+    "Cosine": "The cosine of the angle between the two, over all samples.",
+    "Different": "Elements that differ by more than the tolerances; samples, with digests.",
+    "Worst": "The element that differs most: its sample, its index within the sample, and its "
+    "values in the reference and in the candidate.",
 }
 
 

@@ -36,7 +36,7 @@ class Worst:
     reference, candidate : number
         The two values.
     part : int, default 0
-        Which of the tensors that the layer returned, in order, where it returned several.
+        The number of the tensor in the layer's output, in order, if it has several.
     """
 
     sample_id: SampleId | None
@@ -130,7 +130,7 @@ class FirstDifference:
     error : str or None
         Why the values can't be compared, as in :class:`LayerDifference`.
     part : int, default 0
-        Which of the tensors that the layer returned, in order, where it returned several.
+        The number of the tensor in the layer's output, in order, if it has several.
     """
 
     layer: Layer

@@ -93,7 +93,7 @@ class Figures:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between the two; 1 where they are equal."""
+        """Cosine of the angle between the two; 1 if they are equal."""
         if not self.squares or math.isnan(self.squares):
             return 1.0 - self.squares
         norms = math.sqrt(self.own) * math.sqrt(self.others)

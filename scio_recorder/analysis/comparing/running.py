@@ -117,7 +117,7 @@ def compare_sides(
     tolerance : Tolerance
         What counts as equal.
     feed : Feed or None
-        The batches, where networks run.
+        The batches, if networks run.
     rows : Rows or None
         The kind of row in layers' outputs, if it is not a sample and networks run.
     progress : bool

@@ -1,6 +1,6 @@
 """Passes that continue the samples of an earlier pass, as those of ``generate`` do.
 
-NOTE [Which pass goes on with which]
+NOTE [Which pass continues which]
 
 A pass that receives a filled cache continues: its positions are the next ones of the same samples.
 The cache itself, the same object from pass to pass, identifies them. If each pass makes another
