@@ -177,7 +177,6 @@ class AroundCompiled(Around):
 
 
 def _remove(module: nn.Module, site: Site) -> None:
-    """Remove all hooks of a site."""
     take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
     for _, key in _hooks_of(module, site):
         private.remove_hook(module, key)

@@ -34,7 +34,6 @@ class _Value:
         self._leaves = [twin(leaf) for leaf in leaves]
 
     def copy(self) -> Any:
-        """Return a copy of the value."""
         return self._rebuild([twin(leaf) for leaf in self._leaves])
 
 

@@ -71,7 +71,7 @@ class Program:
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
         self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
-        # The calls for which no hook may take a shorter way.
+        # The flags of a pass in which no hook may take the fast path.
         self.never_fast = [False] * len(self.modules)
         self.no_receivers: list[Any] = [None] * len(self.modules)
         index = {id(module): i for i, module in enumerate(self.modules)}

@@ -222,7 +222,6 @@ def _lines(axis: Axes, profile: Profile) -> tuple[float, float]:
 
 
 def _heights(values: Floats, low: float, high: float) -> Floats:
-    """Return the heights of numbers."""
     return np.where(np.isfinite(values), np.clip(values, low, high), high)
 
 

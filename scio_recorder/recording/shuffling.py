@@ -273,7 +273,6 @@ class _Filling:
 
 
 def _gathered(samples: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of samples in memory."""
     if samples.device.type != "cpu":
         return samples.index_select(0, rows.to(samples.device))
     out = torch.empty(len(rows), *samples.shape[1:], dtype=samples.dtype, device="cpu")
@@ -341,7 +340,6 @@ class Buffer:
             begun = filling.begin + len(filling.rows)
 
     def _begin(self, number: int) -> tuple[_Filling, list[Future[None]]]:
-        """Begin to read a filling."""
         begin = number * self._size
         span = self._own[begin : begin + self._size]
         pieces = list(self._order.rows(span))

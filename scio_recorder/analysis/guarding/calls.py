@@ -167,7 +167,6 @@ class _Keeper:
         self._weights = Weights()
 
     def keep(self, name: str, inputs: Inputs) -> CallBefore:
-        """Keep a call of a module."""
         layer = self._architecture[self._architecture.rows_of(name)[0]]
         assert layer.module is not None, "the architecture of a recorder has modules"
         return CallBefore(layer, layer.module, inputs, self._weights)

@@ -184,7 +184,7 @@ class _AtNode:
         self._judges = self._sees = False
         # The calls that returned an output of the node.
         self.entries: list[tuple[int, Passing]] = []
-        # Edges with the call that they leave, and the place of the node or leaf that they lead to.
+        # Edges with the call that they leave, the place of their target, and the leaf if it is one.
         self.exits: list[tuple[int, Passing, int, weakref.ref[Any] | None]] = []
 
     def attach(self, node: Any) -> None:

@@ -351,7 +351,6 @@ class Guard:
         )
 
     def _layer_of(self, call: Call) -> Layer:
-        """Return the layer of a call."""
         architecture = self._architecture
         labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
         rows = sorted(

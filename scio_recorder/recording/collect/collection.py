@@ -122,7 +122,7 @@ class Collection:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether batches are needed: not if the same number is durable and complete already."""
+        """Whether batches are needed: not if a complete recording came from the same length."""
         length = (self._writer.state or {}).get("length")
         return not (self.is_complete and length == self._length)
 

@@ -118,9 +118,9 @@ class Share:
             return number if own else 0
         if number != chosen:
             raise CollectError(
-                f"{chosen - own} of {chosen} samples of batch {self._number} are repeats with "
-                f"which the sampler fills up, and nothing tells which of the {number} ids belong "
-                "to them: give the sampler drop_last=True"
+                f"{chosen - own} of {chosen} samples of batch {self._number} are repeats that the "
+                f"sampler added, and it is unknown which of the {number} ids belong to them: give "
+                "the sampler drop_last=True"
             )
         return own
 
