@@ -1,4 +1,4 @@
-"""Collecting into a bucket, beside obstore putting the same bytes in the same chunks; and reading.
+"""Collecting into a bucket, compared with puts of the same chunks by obstore; and reading.
 
 Run ``python benchmarks/cloud.py [--rounds 10]``. The store is a process of this machine that keeps
 objects in memory and does nothing else: it takes more than a network brings.
@@ -35,7 +35,7 @@ BATCH_BYTES = ROWS * FEATURES * 4
 
 
 class Server(BaseHTTPRequestHandler):
-    """As much of S3 as a recording needs."""
+    """The part of S3 that a recording needs."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -91,7 +91,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 def serve(parent: Connection) -> None:
-    """Serve, and tell the parent what was asked since it asked last; forget all objects then."""
+    """Serve, and on request report the requests since the last report and forget all objects."""
     objects: dict[str, bytes] = {}
     requests: list[tuple[str, int]] = []
     handler = type("_Server", (Server,), {"objects": objects, "requests": requests})
@@ -111,7 +111,7 @@ def serve(parent: Connection) -> None:
 
 
 class Store:
-    """The process that serves."""
+    """The server process."""
 
     def __init__(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()

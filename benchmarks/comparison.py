@@ -1,15 +1,16 @@
-"""What recorders hand back, beside what the modules returned: right, wrong or refused.
+"""The values that recorders return, compared with the modules' outputs: right, wrong or refused.
 
 Run ``python benchmarks/comparison.py``. Every recorder is used as its documentation shows, without
-a copy of one's own. What is right comes from a bare network with one hook that clones at once.
-"Wrong" is a value that differs, returned without an error; "refused" is an exception, by its name;
-"to rounding" is a value that differs by no more than rounding. The last row is time, one layer of
-48 recorded, set up once where the interface allows it: the median of 50 passes, beside bare passes
-in turn. torchextractor, captum, nnsight, torchlens and transformer-lens are in no extra: install
-those that you want to see.
+an extra copy. The right values come from a bare network with one hook that clones at once. "Wrong"
+is a value that differs, returned without an error; "refused" is an exception, by its name; "to
+rounding" is a value that differs by no more than rounding. The last row is time, with one layer of
+48 recorded, set up once if the interface allows it: the median of 50 passes, compared with bare
+passes in turn. torchextractor, captum, nnsight, torchlens and transformer-lens are in no extra:
+install those that you want to compare.
 
-TransformerLens records GPT-2 through its `TransformerBridge`, which computes attention by code of
-its own. In other networks it sees what passes its `HookPoint`s: one is put behind the layer.
+TransformerLens records GPT-2 through its `TransformerBridge`, which computes attention with code of
+its own. In other networks it records values that pass its `HookPoint`s: one is put behind the
+layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 
-# Sets up, and returns what runs a pass and gives back what the module returned at its first call.
+# Sets up, and returns a function that runs a pass and returns the module's output at its first
+# call.
 Record = Callable[[nn.Module, "Case"], Callable[[], Any]]
 
 
@@ -39,7 +41,7 @@ class Case:
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    # The pass whose record is asked for comes after one with these, where there are any.
+    # The measured pass comes after one with these inputs, if there are any.
     first: tuple[Any, ...] | None = None
 
 
@@ -104,7 +106,7 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2Model
 
     ids = {"bos_token_id": 0, "eos_token_id": 0}
-    # TransformerLens turns this kind of attention on, whose last bits are not those of another.
+    # TransformerLens turns this kind of attention on, which differs from others in the last bits.
     return GPT2Model(
         GPT2Config(
             vocab_size=64,
@@ -230,7 +232,7 @@ def bridged(net: nn.Module, case: Case) -> Callable[[], Any]:
     whole.transformer = net
     peer = build_bridge_from_module(whole, "GPT2LMHeadModel", hf_config=net.config)
     name = case.name.replace("h.", "blocks.")
-    # What GPT-2's attention returns as a tuple, the bridge has as two entries.
+    # The bridge has two entries for the tuple that GPT-2's attention returns.
     hooks = [f"{name}.hook_out"] + ([f"{name}.hook_pattern"] if name.endswith("attn") else [])
 
     def run() -> Any:
@@ -275,7 +277,7 @@ def verdict(record: Record, case: Case) -> str:
     except ImportError:
         return "not installed"
     except Exception as error:
-        # What did not run has no value: an error is the right answer.
+        # A layer that did not run has no value: an error is the right answer.
         return "right: error" if case.first else f"refused ({type(error).__name__})"
     right = expected(case)
     if [one.shape for one in got] != [one.shape for one in right]:

@@ -1,10 +1,10 @@
-"""A compiled recorder beside a compiled network that returns the same tensors.
+"""A compiled recorder, compared with a compiled network that returns the same tensors.
 
 Run ``python benchmarks/compiled.py [--rounds 100]``; ``torch.compile`` needs a C++ compiler. Both
-arms are compiled with ``fullgraph=True``, so that a graph break would be an error, and are run in
-turn, in random order. The other network is written by hand: its forward returns every activation
-beside the output, which is the least that anyone who wants them has to do. A second table has the
-recorder collect batches into memory that was used before, and the other copy there by hand.
+arms are compiled with ``fullgraph=True``, so that a graph break would be an error, and run in turn,
+in random order. The other network is written by hand: its forward returns every activation beside
+the output, which is the least effort to get them. In a second table, the recorder collects batches
+into memory that was used before, and the other arm copies there by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.stores import Host
 
-# Of one collection: what is fixed about it should not count for much.
+# The batches of one collection: its fixed cost should not count for much.
 _MOST_BYTES = 400_000_000
 
 

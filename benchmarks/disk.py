@@ -1,4 +1,4 @@
-"""Collecting into a folder, beside writing and syncing the same bytes in the same chunks.
+"""Collecting into a folder, compared with writing and syncing the same bytes in the same chunks.
 
 Run ``python benchmarks/disk.py PATH [--rounds 10]``; PATH is a folder on the disk to be measured.
 """

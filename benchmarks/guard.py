@@ -1,9 +1,9 @@
-"""What a guard costs beside the bare pass and the bare training step.
+"""The cost of a guard, compared with the bare pass and the bare training step.
 
 Run ``python benchmarks/guard.py [--rounds 40]``. All arms run in turn, in random order and in one
-thread, whose own time counts: others on the machine make it wait. "whole block" times the block as
-well, which gives hooks to all modules and takes them away; "inside" times what runs in it, as in a
-block around a training run.
+thread, whose processor time counts, since other programs make it wait. "whole block" also times the
+block, which adds hooks to all modules and removes them. "inside" times only the code in the block,
+as in a block around a training run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A whole dataset into one array a layer: time and memory, beside plain hooks and a peer.
+"""A whole dataset into one array for each layer: time and memory, beside hooks and a peer.
 
 Run ``python benchmarks/harvest.py [--rounds 10]``. Every arm of a round runs in a process of its
 own, in random order, so that no arm finds memory that another one has touched. Bare forwards and
-arms that use memory again run several times there, of which the shortest counts. The net is 48
+arms that use memory again run several times there, and the shortest time counts. The net is 48
 times Linear(256, 256) with ReLUs between, 95 layers, 200 batches of 32, one torch thread: 594 MiB.
 
 The peer is ActivationScope (``pip install activationscope --no-build-isolation``), whose hooks are
-in C++ and keep a list of batches for each layer. The arms with hooks are its way written out.
+in C++ and keep a list of batches for each layer. The arms with hooks do the same by hand.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ ARMS: dict[str, Callable[[], object]] = {
 }
 
 
-# What ratios are to.
+# The arm that ratios refer to.
 PEERS = ("bare forwards", "hooks, clone, then cat", "hooks, copy into used arrays")
-# One word for the peer, in the title and where it is looked for.
+# The name of the peer, in the title and in the look-up.
 PEER = "activationscope"
 
 
@@ -157,7 +157,7 @@ def run_one(name: str) -> None:
         result = ARMS[name]()
         spent.append(time.perf_counter() - start)
     print(min(spent[1:] or spent), (peak_bytes() - before) / NUM_BYTES, flush=True)
-    # Freeing what was collected is nobody's measure.
+    # Freeing the collected memory is not measured.
     os._exit(0 if result is not None or name == "bare forwards" else 1)
 
 

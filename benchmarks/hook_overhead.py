@@ -1,4 +1,4 @@
-"""What recording adds to a forward pass, in units of what a do-nothing forward hook adds.
+"""The time that recording adds to a forward pass, in units of that of a do-nothing forward hook.
 
 Run ``python benchmarks/hook_overhead.py [--rounds 300]``. The network is 300 modules that return
 their input, so that nothing but hooks takes time. Arms are interleaved in random order in one
@@ -51,8 +51,8 @@ class Residual(nn.Module):
 
 
 def identity_net() -> nn.Sequential:
-    # Whoever uses a network sets its mode, and Python stores attributes of a module in another way
-    # from then on, which every call pays for.
+    # Users set a network's mode, after which Python stores the module's attributes differently, and
+    # every call pays for that.
     return nn.Sequential(*[Same() for _ in range(MODULES)]).eval()
 
 

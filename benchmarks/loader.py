@@ -1,7 +1,7 @@
-"""Reading a recording in random order, beside one sequential verified read of the same bytes.
+"""Reading a recording in random order, compared with one sequential verified read.
 
 Run ``python benchmarks/loader.py PATH [--rounds 10] [--mebibytes 512] [--features 1024]``; PATH is
-a folder on the disk to be measured. Files are in the system's cache, as those just written are.
+a folder on the disk to be measured. Files are in the system's cache, as newly written ones are.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def collect(path: Path, mebibytes: int, features: int) -> None:
 
 
 def read_whole(path: Path) -> None:
-    """Read all in order, into memory that the system has yet to give."""
+    """Read all in order, into new memory."""
     _ = open_recording(path)["0-1"][:]
 
 
 def read_parts(path: Path) -> None:
-    """Read all in order, in parts so small that memory is the processor's cache."""
+    """Read all in order, in parts so small that they stay in the processor's cache."""
     for part in open_recording(path).parts("0-1"):
         del part
 
 
 def read_into(path: Path, memory: torch.Tensor) -> None:
-    """Read all in order, as fast as it goes: into the same memory, which was touched before."""
+    """Read all in order, as fast as possible: into the same memory, which was touched before."""
     samples = open_recording(path)["0-1"]
     out, row_bytes = memory.numpy(), samples.nbytes // len(samples)
     rows = len(out) // row_bytes
@@ -65,7 +65,7 @@ def read_batches(path: Path, buffer_bytes: int, shuffle: bool) -> None:
 
 
 def read_by_index(path: Path, together: int) -> float:
-    """Return the seconds a row takes by random indices, in a recording that was just opened."""
+    """Return the seconds for a row by random indices, in a recording that was just opened."""
     samples = open_recording(path)["0-1"]
     chosen = random.sample(range(len(samples)), INDEXED)
 

@@ -1,10 +1,10 @@
-"""What parts cost, beyond the data that is in them.
+"""The cost of parts, beyond their data.
 
 Run ``python benchmarks/parts.py PATH [--rounds 15] [--opened 100000]``; PATH is a folder on the
 disk to be measured. Three things are measured: the rate of two processes that fill one recording in
-parts, beside two that fill one each with `collect`, interleaved; what a part of one small batch
-costs more than the same batch in one part; and how long a recording of many tiny parts takes to
-open, whose files are written without waiting for the disk.
+parts, beside two that fill one each with `collect`, interleaved; the extra cost of a part of one
+small batch over the same batch in one part; and the time to open a recording of many tiny parts,
+whose files are written without waiting for the disk.
 """
 
 from __future__ import annotations

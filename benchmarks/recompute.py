@@ -1,4 +1,4 @@
-"""What recomputing costs beside a whole pass or a whole dataset, and what it saves in memory.
+"""The time of recomputing beside a whole pass or dataset, and the memory that it saves.
 
 Run ``python benchmarks/recompute.py [--rounds 30]``. Arms are interleaved in random order in one
 process; the table shows the median of the ratios of each round, and their quartiles.
@@ -75,7 +75,7 @@ def time_rows(rnet: Recorder, x: Tensor, rounds: int) -> list[tuple[str, ...]]:
 
 
 def dataset_rows(rnet: Recorder, rounds: int) -> list[tuple[str, ...]]:
-    """Compare a dataset of which every layer is kept with one of which only blocks are."""
+    """Compare a dataset with every layer kept and one with only blocks kept."""
     loader = [torch.randn(8, 64, 128) for _ in range(16)]
     blocks = [str(index) for index in range(BLOCKS)]
     stores = {"all": Host(), "blocks": Host()}
@@ -133,7 +133,7 @@ def byte_rows(rnet: Recorder, x: Tensor) -> list[tuple[str, ...]]:
 
 
 def saved_bytes(rnet: Recorder, x: Tensor, block: AbstractContextManager[Any]) -> int:
-    """Count what is kept for backward besides parameters, each piece of memory once."""
+    """Count the bytes kept for backward besides parameters, each piece of memory once."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in rnet.parameters()}
     kept: dict[int, Tensor] = {}
 

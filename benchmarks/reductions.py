@@ -1,4 +1,4 @@
-"""Reductions beside one plain torch operation over the same data: time and error.
+"""Reductions, compared with one plain torch operation over the same data: time and error.
 
 Run ``python benchmarks/reductions.py [--rounds 30]``. Arms are interleaved in random order in one
 process; the table shows the median of the ratios of each round, and their quartiles.

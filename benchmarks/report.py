@@ -1,4 +1,4 @@
-"""A page of a recording on disk: its time and memory, beside one verified read of the same bytes.
+"""A page of a recording on disk: time and memory, compared with one verified read.
 
 Each arm is a fresh process, which measures itself; the arms take turns. Files are in the system's
 cache, so that reading costs what it costs at most once it waits for no disk.

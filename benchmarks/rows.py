@@ -1,4 +1,4 @@
-"""Tokens into memory, beside as many bytes of samples of one shape.
+"""Tokens into memory, compared with as many bytes of samples of one shape.
 
 Run ``python benchmarks/rows.py [--rounds 20]``. Both arms of a pair run the same net on the same
 padded batches, and keep as many bytes: the one chooses the real tokens of texts of different

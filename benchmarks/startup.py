@@ -1,4 +1,4 @@
-"""What importing the package and the first recorder of a process cost, as parts of importing torch.
+"""The time of importing the package and of a first recorder, as parts of importing torch.
 
 Each arm is a fresh process, which measures itself; the arms take turns. Run it twice: the first run
 of a fresh checkout also compiles the package's files.

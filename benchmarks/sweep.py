@@ -1,8 +1,8 @@
-"""A sweep over the blocks of a transformer, beside the loop by hand.
+"""A sweep over the blocks of a transformer, compared with the loop by hand.
 
 Run ``python benchmarks/sweep.py [--rounds 15]``. Networks have random weights; one torch thread. By
 hand means a hook on each block, and a run from start to end for each. All arms run in turn and in
-random order; that the sweep gives the same numbers, bit for bit, is checked before.
+random order. A check before ensures that the sweep gives the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def metric(output: Any) -> Tensor:
 
 
 def by_hand(net: nn.Module, blocks: list[nn.Module], clean: Tensor, corrupted: Tensor) -> Tensor:
-    """Patch one block after the other, as one would write it."""
+    """Patch one block after the other by a plain loop."""
     kept: dict[nn.Module, Any] = {}
 
     def keep(module: nn.Module, _args: Any, output: Any) -> None:

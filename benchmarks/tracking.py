@@ -1,4 +1,4 @@
-"""The event log beside bare training steps and beside the peer it follows.
+"""The event log, compared with bare training steps and with the peer that it follows.
 
 Run ``python benchmarks/tracking.py [--rounds 30]``. Arms are interleaved in random order in one
 process; the table shows the median of the ratios of each round, and their quartiles. The arm "by

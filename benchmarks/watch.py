@@ -1,8 +1,8 @@
-"""Watching and collecting around ``generate``, beside the bare call.
+"""Watching and collecting around ``generate``, compared with the bare call.
 
 Run ``python benchmarks/watch.py [--rounds 15]``. The network is GPT-2 in its published size with
 random weights, every block recorded, one torch thread. All arms run the same prompt greedily, in
-turn and in random order; what they return is compared before.
+turn and in random order. Their results are compared before.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
   const body = table === null ? null : table.tBodies[0];
   const headers = table === null ? [] : [...table.tHead.rows[0].cells];
 
-  // Laying out thousands of rows takes longer than all the rest: most wait until the page is there.
+  // Laying out thousands of rows takes longer than all the rest, so most wait until the page is shown.
   const fill = () => body?.classList.remove("short");
   addEventListener("load", () => (window.requestIdleCallback ?? setTimeout)(fill));
   addEventListener("beforeprint", fill);
 
-  // A cell sorts by what it says, unless it brings its number along.
+  // A cell sorts by its text, unless it carries a number.
   const keyOf = (cell) => (cell.dataset.value === undefined ? cell.textContent.trim() : cell.dataset.value);
   const compare = (numeric, sign) => ([a, , i], [b, , j]) => {
     const missing = (a === "") - (b === "");
@@ -56,7 +56,7 @@
     };
   }
 
-  // A link leads to its row also where the search has hidden that, or where it waits.
+  // A link leads to its row even if the search has hidden the row, or it still waits.
   const reveal = (hash) => {
     const row = hash.startsWith("#layer-") ? document.getElementById(hash.slice(1)) : null;
     if (row === null || row.checkVisibility()) return;

@@ -1,5 +1,5 @@
 "use strict";
-// Several trees may stand in one document, put there at different times: each is taken once.
+// A document may contain several trees, added at different times: each is set up once.
 for (const root of document.querySelectorAll(".scio-net:not([data-ready])")) {
   root.dataset.ready = "";
   const tree = root.querySelector(".sn-tree");
@@ -69,7 +69,7 @@ for (const root of document.querySelectorAll(".scio-net:not([data-ready])")) {
   box.addEventListener("input", filter);
   root.insertBefore(tools, tree);
 
-  // What stands out is in sight, also where the tree is longer than its box.
+  // Marked rows are in sight, even if the tree is longer than its box.
   const alarm = tree.querySelector(".sn-alarm");
   if (alarm !== null) {
     const above = alarm.getBoundingClientRect().top - tree.getBoundingClientRect().top;
