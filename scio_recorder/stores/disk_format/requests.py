@@ -39,7 +39,7 @@ NUM_REQUESTS = 16
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_MESSAGE = re.compile(r"<Message>([^<\n]{1,200})")
 # Secrets that a URL can hold: a password before an @, a signature after a question mark.
 _CONFIDENTIAL = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s)]*")
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")

@@ -150,6 +150,14 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
         assert "password" not in str(caught.value)
 
 
+def test_a_message_is_quoted_up_to_the_end_of_its_line():
+    # Azure's store goes on with the number of the request, and the time.
+    answer = "<Code>ContainerNotFound</Code><Message>It does not exist.\nRequestId:29b7\nTime:21</M"
+    said, is_passing = requests._understood(ValueError(f"status code: 404 {answer}"))
+    assert not is_passing
+    assert str(said).endswith("no such bucket (404: ContainerNotFound: It does not exist.)")
+
+
 def test_without_credentials_that_is_said(monkeypatch):
     said = requests._understood(
         type("GenericError", (Exception,), {})(
