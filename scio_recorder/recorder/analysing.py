@@ -67,7 +67,7 @@ class Analysing(Reading):
         ------
         ComparisonError
             Nothing is recorded; a layer returns other shapes in the two runs; there is no such
-            position; or the metric returns no number, or no gradient where it is needed.
+            position; or the metric returns no number, or no gradient if one is needed.
         FlowError
             A module with a recorded layer ran more or less often than at labelling.
         UnsupportedNetError

@@ -97,7 +97,7 @@ class Host(MemoryStore):
     ----------
     pin_memory : bool, optional
         Whether to register the memory with the GPU's driver, which makes copies from the GPU
-        asynchronous. None (default) does so where activations are on a GPU.
+        asynchronous. None (default) does so if activations are on a GPU.
 
     Notes
     -----
