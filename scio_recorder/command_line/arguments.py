@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scio_recorder.stores.disk_format.bucket import is_url
+from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.tensors.dtypes import DTYPES
 
 
@@ -88,6 +90,28 @@ def kind_of(thing: Any) -> str:
     """Return the type of a thing with its article."""
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def recording_at(path: str, *, other: str = "") -> str:
+    """Return the place of a recording, which is there and no file.
+
+    Parameters
+    ----------
+    path : str
+        A folder, or a URL, of which only opening it tells more.
+    other : str, optional
+        What else might have been given, for messages.
+    """
+    if is_url(path):
+        return path
+    if not os.path.exists(path):
+        raise UsageError(f"{path!r}: there is no such folder{other}")
+    if not os.path.isdir(path):
+        folder = os.path.dirname(path) or "."
+        is_part = os.path.exists(os.path.join(folder, DESCRIPTION_NAME))
+        such = f", such as {folder!r}" if is_part else ""
+        raise UsageError(f"{path!r} is a file: give the folder that holds the recording{such}")
+    return path
 
 
 def size(text: str) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from scio_recorder.command_line.arguments import (
     load,
     made,
     net_of,
+    recording_at,
     rows_of,
     said,
     size,
@@ -37,6 +38,7 @@ from scio_recorder.command_line.arguments import (
 from scio_recorder.command_line.comparing import add_compare, compare
 from scio_recorder.command_line.inspecting import WIDTH, layer_table, plain
 from scio_recorder.command_line.status import FAILED, INTERRUPTED, TERMINATED, WRONG_USE
+from scio_recorder.command_line.wording import spoken, warnings_spoken
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.stores.disk_format.bucket import is_url
@@ -54,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
         # If the lines of a table can't be encoded, its text should still be printed.
         sys.stdout.reconfigure(errors="replace")
     try:
-        with lines_every(SECONDS), current_folder_on_path():
+        with lines_every(SECONDS), current_folder_on_path(), warnings_spoken():
             status: int | None = parsed.run(parsed, Console())
         sys.stdout.flush()
         return status or 0
@@ -67,9 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     except (UsageError, FailureError, RecorderError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
-        said = str(error).replace("resume=True", "--resume")
-        notes = [said, *(note.removesuffix(".") for note in getattr(error, "__notes__", ()))]
-        text = f"error: {'. '.join(notes)}"
+        notes = (note.removesuffix(".") for note in getattr(error, "__notes__", ()))
+        text = f"error: {'. '.join([spoken(str(error)), *notes])}"
         status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
         is_broken_off = isinstance(error, BrokenOffError)
     # Outside of the exception, which holds the net: an error while looking for the recording would
@@ -283,7 +284,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     The rate is the one that the processes report. The time left is an estimate for as many
     processes as there are now.
     """
-    found = _progress(_there(parsed.path))
+    found = _progress(recording_at(parsed.path))
     table = Table("part", "held by", "process", "since", "", box=None)
     for one in found.holders:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
@@ -292,7 +293,11 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     left = found.seconds_left
     text = f"{found.num_done:,} of {found.num_parts:,} parts are complete"
     if found.num_done < found.num_parts:
-        text += f", {len(found.holders):,} are held; {found.samples_per_second:,.0f} samples/s, "
+        held = len(found.holders)
+        text += f", {held:,} are held; "
+        # Processes report their rate with each part that they end.
+        rate = found.samples_per_second
+        text += f"{rate:,.0f} samples/s, " if rate or not held else "rate and "
         text += "time left unknown" if left is None else f"{timedelta(seconds=round(left))} left"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if found.holders:
@@ -311,7 +316,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
     """Show what a recording on disk holds."""
     from scio_recorder.recording import open_recording
 
-    recording = open_recording(_there(parsed.path))
+    recording = open_recording(recording_at(parsed.path))
     console.width = max(console.width, WIDTH)
     console.print(layer_table(recording, _title(recording), console), crop=False)
 
@@ -322,7 +327,7 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.stores.disk_format.reader import RunReader
 
     reports = []
-    with RunReader(_there(parsed.path)) as reader, progress_bar("verifying", None) as advance:
+    with RunReader(recording_at(parsed.path)) as reader, progress_bar("verifying", None) as advance:
         for one in reader.verify():
             reports.append(one)
             advance(0, one.num_bytes)
@@ -335,7 +340,7 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
     if repeated is not None:
         raise FailureError(f"every checksum is right, but two samples have the id {repeated!r}")
     num_bytes = sum(one.num_bytes for one in reports)
-    state = "complete" if reader.complete else "interrupted: collect with resume to go on"
+    state = "complete" if reader.complete else "interrupted: collect --resume goes on"
     text = f"{len(reports)} files, {decimal(num_bytes)}: all checksums match; {state}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -347,17 +352,11 @@ def report(parsed: argparse.Namespace, console: Console) -> None:
     """
     from scio_recorder.recording import open_recording
 
-    path = _there(parsed.path)
+    path = recording_at(parsed.path)
     # Beside the folder, which holds only the recording; for a bucket, in the current folder.
     beside = os.path.basename(path.rstrip("/")) if is_url(path) else os.path.normpath(path)
     page = open_recording(path).report(parsed.output or f"{beside}.html", title=parsed.title)
     console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _there(path: str) -> str:
-    if not (is_url(path) or os.path.exists(path)):
-        raise UsageError(f"{path!r}: there is no such folder")
-    return path
 
 
 def _title(recording: Any) -> str:

@@ -17,6 +17,7 @@ from scio_recorder.command_line.arguments import (
     UsageError,
     made,
     net_of,
+    recording_at,
     rows_of,
     said,
     whole_from,
@@ -172,9 +173,7 @@ def _run(target: str, parsed: argparse.Namespace, inputs: Inputs | None) -> Any:
     from scio_recorder.recording import open_recording
 
     if inputs is None or not _is_net(target):
-        if not (is_url(target) or os.path.exists(target)):
-            raise UsageError(f"{target!r}: there is no such folder; a net is MODULE:NAME")
-        return open_recording(target)
+        return open_recording(recording_at(target, other="; a net is MODULE:NAME"))
     net = net_of(target, is_eval=not parsed.train)
     args, kwargs = _in_dtype_of(net, inputs)
     return Recorder(net, input_data=kwargs or args, force_static_flow=not parsed.allow_dynamic_flow)

@@ -75,15 +75,16 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
             done_bytes += more_bytes
             now = time.monotonic()
             elapsed = max(1e-9, now - started)
-            rate = f"{decimal(int(done_bytes / elapsed))}/s"
-            if samples:
-                rate = f"{samples / elapsed:,.0f} samples/s"
-            drawn.update(task.id, advance=steps, rate=rate, size=decimal(done_bytes))
+            size = decimal(done_bytes) if done_bytes else ""
+            rate = f"{decimal(int(done_bytes / elapsed))}/s" if size else ""
+            rate = f"{samples / elapsed:,.0f} samples/s" if samples else rate
+            drawn.update(task.id, advance=steps, rate=rate, size=size)
             if is_wanted and not is_drawn and seconds is not None and now - printed >= seconds:
                 printed = now
-                said = f"{what} {task.completed:,}/{'?' if total is None else f'{total:,}'}"
+                steps_done = f"{what} {task.completed:,}/{'?' if total is None else f'{total:,}'}"
+                said = ", ".join(filter(None, [steps_done, rate, size]))
                 # The work goes on, although nobody reads the lines any more.
                 with contextlib.suppress(OSError):
-                    print(f"{said}, {rate}, {decimal(done_bytes)}", file=sys.stderr, flush=True)
+                    print(said, file=sys.stderr, flush=True)
 
         yield advance

@@ -11,7 +11,6 @@ stack. The marks go with the graph, and the hooks that are left for re-runs go w
 
 from __future__ import annotations
 
-import difflib
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.nets.absent import closest
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -345,7 +345,7 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
     included = [name for name in names if include is None or re.search(include, name)]
     if not included:
         text = include.pattern if isinstance(include, re.Pattern) else include
-        close = difflib.get_close_matches(str(text), names, n=4)
+        close = closest(str(text), names)
         hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
         raise LayerNotFoundError(
             f"include={text!r}, a regular expression, matches no module's name{hint}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from scio_recorder.layer import DepthIdx, text_of
 
-_SHOWN = 6
+_SHOWN, _OFFERED = 6, 4
 
 
 def no_such_label(label: DepthIdx, labels: Iterable[DepthIdx]) -> str:
@@ -46,17 +46,41 @@ def offer(wanted: str, names: Iterable[str]) -> str:
     Examples
     --------
     >>> offer("layer4.*", ["", "layer1", "layer2", "head"])
-    "the closest names are 'layer2', 'layer1'"
+    "the closest names are 'layer1', 'layer2'"
     """
     known = list(filter(None, names))
     plain = re.sub(r"[^\w.]+", "", wanted).strip(".")
-    close = fnmatch.filter(known, f"*.{wanted}")[:4]
-    close = close or difflib.get_close_matches(plain, known, n=4, cutoff=0.5)
+    close = fnmatch.filter(known, f"*.{wanted}")[:_OFFERED]
+    close = close or closest(plain, known, 0.5)
     if not close:
         # A user may know only the end of a name.
-        ends = {name.rpartition(".")[2]: name for name in known}
-        close = [ends[end] for end in difflib.get_close_matches(plain, ends, n=4)]
+        ends = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [ends[end] for end in closest(plain.rpartition(".")[2], reversed(ends))]
     if close:
         return f"the closest names are {', '.join(map(repr, close))}"
     more = ", ..." * (len(known) > _SHOWN)
     return f"there are {', '.join(map(repr, known[:_SHOWN]))}{more}" if known else "there are none"
+
+
+def closest(wanted: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return a few names that are alike, the closest first, equally close ones in the given order.
+
+    Parameters
+    ----------
+    wanted : str
+        What was written.
+    names : iterable of str
+        What there is.
+    cutoff : float, default 0.6
+        How alike they must be, from 0 to 1.
+
+    Examples
+    --------
+    >>> closest("layer5", ["layer1", "head", "layer2", "layer5.0"])
+    ['layer5.0', 'layer1', 'layer2']
+    """
+    known = list(names)
+    # Of equals, difflib would choose the last ones.
+    found = difflib.get_close_matches(wanted, known, n=max(1, len(known)), cutoff=cutoff)
+    likeness = {name: difflib.SequenceMatcher(None, name, wanted).ratio() for name in found}
+    return sorted(filter(likeness.__contains__, known), key=lambda name: -likeness[name])[:_OFFERED]

@@ -101,8 +101,8 @@ class Collecting(Reading):
         Raises
         ------
         CollectError
-            Nothing is selected, batches are not understood, samples have different shapes, or
-            something else can't be done as asked.
+            Nothing is selected, batches are not understood or are samples, samples have different
+            shapes, or something else can't be done as asked.
         PostprocessorError
             Too few post-processors, or one that failed.
         RecordingError
@@ -112,7 +112,8 @@ class Collecting(Reading):
         -----
         CollectWarning
             The net is in training mode and has layers that behave differently there. Or only the
-            first element of batches goes into a net that would accept the second one too.
+            first element of batches goes into a net that would accept the second one too. Or the
+            first batch has one dimension less than the input at labelling, as a sample would.
 
         Examples
         --------

@@ -134,7 +134,10 @@ class SampleReduction(Reduction):
     def compute(self) -> Any:
         """Return the result for all samples, at least one; with ``by``, by label."""
         if self._count == 0:
-            raise CollectError(f"{self!r} has seen no samples yet; call update() before compute().")
+            raise CollectError(
+                f"{self!r} has seen no samples yet; call update() before compute(), or give "
+                "collect(...) batches that hold samples"
+            )
         device = self._device()
         with undisturbed("cpu" if device is None else device.type):
             self._settle()

@@ -130,6 +130,7 @@ TROUBLE = {
     "data for recordings": (["compare", ".", ".", *DATA], "leave it out"),
     "layers of recordings": (["compare", ".", ".", "--layers", "0"], "--layers"),
     "no recording": (["compare", ".", "."], "no recording"),
+    "a file": (["compare", "compare_nets.py", "."], "is a file"),
     "no folder": (["compare", "nowhere", "."], "no such folder"),
     "no net": ([*NETS[:2], "compare_nets:data", *DATA], "torch.nn.Module"),
     "no module": (["compare", "nowhere:net", NETS[1], *DATA], "can't load"),
@@ -141,6 +142,7 @@ TROUBLE = {
     "a match of nothing": ([*NETS, *DATA, "--match", "8=0"], "'8'"),
     "a layer": ([*NETS, *DATA, "--layers", "8"], "8"),
     "a page": ([*NETS, *DATA, "--report", "nowhere/page.html"], "can't write"),
+    "nothing in common": ([*NETS[:2], "torch.nn:ReLU", *DATA, "--match", "0=1"], "Give --match"),
     "a word for rows": ([*NETS, *DATA, "--rows", "lines"], "tokens"),
 }
 

@@ -414,3 +414,21 @@ def test_interrupted_while_torch_is_imported(tmp_path):
     code = "import time; print('waiting', flush=True); time.sleep(60)"
     (tmp_path / "slow" / "torch.py").write_text(code)
     assert interrupted(["inspect", "run"], path=str(tmp_path / "slow")) == (130, "")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "report", "status"])
+def test_what_is_no_recording_is_wrong_use(command, capsys):
+    Path("empty").mkdir()
+    assert main([*COMMAND, "--layers", "0", "--out", "run"]) == 0
+    capsys.readouterr()
+    for path, words in {
+        "missing": "no such folder",
+        "collect_nets.py": "is a file: give the folder that holds the recording\n",
+        "run/recording.safetensors": "is a file: give the folder that holds the recording, such",
+    }.items():
+        assert main([command, path]) == 2
+        assert f"{path!r}" in (said := capsys.readouterr().err)
+        assert words in said
+    for path in ("empty", "."):
+        assert main([command, path]) == 1
+        assert "holds no recording" in capsys.readouterr().err

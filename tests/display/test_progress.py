@@ -61,6 +61,20 @@ def test_a_terminal_sees_batches_samples_bytes_and_times(
     assert any("0:00:00" in line for line in last)
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_work_that_counts_no_bytes_shows_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    text = shown(monkeypatch, is_terminal=is_terminal)
+    with progress.lines_every(0.0), progress.progress_bar("comparing", 2) as advance:
+        advance(3, 0)
+        advance(3, 0)
+    said = text.getvalue() + capsys.readouterr().err
+    assert "2/2" in said
+    assert "samples/s" in said
+    assert "bytes" not in said
+
+
 def test_nothing_is_shown_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +156,7 @@ def test_lines_come_no_more_often_than_asked(
             now = float(step)
             advance(5, 0)
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"reading {step}/40, 5 samples/s, 0 bytes" for step in (10, 20, 30, 40)]
+    assert lines == [f"reading {step}/40, 5 samples/s" for step in (10, 20, 30, 40)]
 
 
 def test_work_goes_on_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,3 +271,18 @@ def test_a_glob_that_lacks_its_beginning_is_offered_with_it() -> None:
         select(architecture, ["h.*"])
     with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h'"):
         select(architecture, ["hh"])
+    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h'"):
+        select(architecture, ["g.*.hh"])
+
+
+def test_the_closest_name_comes_first_and_others_in_the_order_of_the_net() -> None:
+    net = nn.Sequential(OrderedDict((f"layer{i}", nn.Sequential(nn.ReLU())) for i in range(1, 7)))
+    _, architecture = label_net(net, input_size=(1, 2))
+    for wanted, offered in {
+        "layers.*": "'layer1', 'layer2', 'layer3', 'layer4'",
+        "layr4.*": "'layer4', 'layer4.0', 'layer1', 'layer2'",
+        "laayer5": "'layer5', 'layer5.0', 'layer1', 'layer2'",
+    }.items():
+        with pytest.raises(LayerNotFoundError) as caught:
+            select(architecture, [wanted])
+        assert str(caught.value).endswith(f"the closest names are {offered}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from scio_recorder import CollectError, Recorder, RecordingError
+from scio_recorder import CollectError, Nodes, Recorder, RecordingError, compare, reductions
 from scio_recorder.errors import CollectWarning
 from scio_recorder.nets.records import Inputs
 from scio_recorder.stores import Disk
@@ -54,6 +54,104 @@ def test_a_dataset_of_samples_is_no_loader():
     for dataset in (TensorDataset(rows), Subset(TensorDataset(rows), range(2))):
         with pytest.raises(CollectError, match=f"batches is a {type(dataset).__name__}.*DataLoad"):
             rnet.collect(dataset)
+
+
+SQUARE = nn.Linear(4, 4)
+# Where layers have as many outputs as inputs, nothing but the labelling tells a sample.
+SAMPLES = [torch.randn(4) for _ in range(3)]
+
+
+class Keywords(nn.Module):
+    """Takes its inputs by keyword, in another order than batches have them."""
+
+    def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+        return SQUARE(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("net", "labelled", "data", "options"),
+    [
+        (SQUARE, {"input_size": (2, 4)}, SAMPLES, {}),
+        (SQUARE, {"input_size": (2, 4)}, iter(SAMPLES), {"reduce": reductions.Mean()}),
+        (SQUARE, {"input_size": (2, 4)}, list(TensorDataset(torch.randn(5, 4))), {}),
+        (SQUARE, {"input_size": (2, 4)}, DataLoader(SAMPLES, batch_size=None), {}),
+        (SQUARE, {"input_size": (2, 4)}, SAMPLES, {"to_inputs": lambda batch: batch}),
+        (nn.Conv2d(3, 3, 1), {"input_size": (1, 3, 8, 8)}, [torch.randn(3, 6, 5)], {}),
+        (
+            Keywords(),
+            {"input_data": {"x": torch.ones(2, 4), "scale": torch.ones(2, 1)}},
+            [{"x": torch.randn(4), "scale": torch.tensor(2.0)}],
+            {},
+        ),
+    ],
+)
+def test_samples_without_a_batch_are_refused(net, labelled, data, options):
+    rnet = Recorder(net, **labelled)
+    rnet.record("0-1")
+    with pytest.raises(CollectError, match=r"batch 0 has shape.*labelled with.*DataLoader.*stack"):
+        rnet.collect(data, **options)
+
+
+def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
+    rnet = Recorder(SQUARE, input_size=(2, 5, 4))
+    rnet.record("0-1")
+    rows = torch.randn(3, 4)
+    (message,) = warned(rnet, [rows, rows])
+    assert "(3, 4)" in message
+    assert "(2, 5, 4)" in message
+    with pytest.warns(CollectWarning):
+        assert torch.equal(rnet.collect([rows])["0-1"], SQUARE(rows))
+
+
+@pytest.mark.parametrize(
+    ("net", "labelled", "data", "options"),
+    [
+        # One sample counts as one, whichever dimension says so.
+        (nn.Flatten(1), {"input_size": (1, 1, 4, 4)}, [torch.randn(1, 4, 4)], {}),
+        # Ids say how many samples there are.
+        (
+            SQUARE,
+            {"input_size": (2, 3, 4)},
+            [torch.randn(3, 4)],
+            {"sample_ids": lambda batch: range(3)},
+        ),
+        # Labelled without a batch, or with fewer dimensions.
+        (SQUARE, {"input_size": (4,)}, [torch.randn(5, 4)], {}),
+        (SQUARE, {"input_size": (2, 4)}, [torch.randn(2, 5, 4)], {}),
+        (
+            nn.Embedding(9, 4),
+            {"input_data": torch.ones(2, dtype=torch.long)},
+            [torch.arange(9)],
+            {},
+        ),
+        # What a keyword lacks says nothing of the other one.
+        (
+            Masked(),
+            {"input_data": {"x": torch.ones(2, 4), "mask": torch.ones(2, 4)}},
+            [{"mask": torch.ones(4), "x": torch.randn(3, 4)}],
+            {"sample_ids": lambda batch: range(len(batch["x"]))},
+        ),
+    ],
+)
+def test_other_inputs_are_collected_without_a_word(net, labelled, data, options):
+    rnet = Recorder(net, **labelled)
+    rnet.record("0-1")
+    assert warned(rnet, data, **options) == []
+
+
+def test_rows_say_themselves_how_many_there_are():
+    rnet = Recorder(SQUARE, input_size=(2, 3, 4))
+    rnet.record("0-1")
+    assert warned(rnet, [torch.randn(3, 4)], rows=Nodes()) == []
+
+
+def test_samples_are_refused_around_passes_of_others_and_in_comparisons():
+    rnet = Recorder(SQUARE, input_size=(2, 4))
+    rnet.record("0-1")
+    with pytest.raises(CollectError, match="batch 0 has shape"), rnet.collecting():
+        rnet.net(SAMPLES[0])
+    with pytest.raises(CollectError, match="batch 0 has shape"):
+        compare(rnet, rnet, SAMPLES)
 
 
 def test_a_dataset_of_batches_and_one_sample_at_a_time():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NoReturn
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.nets.absent import closest
 from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
@@ -92,7 +92,7 @@ class Match:
 
 
 def _refuse_name(name: str, side: str, architecture: Architecture) -> NoReturn:
-    close = difflib.get_close_matches(name, architecture.names, n=4, cutoff=0.4)
+    close = closest(name, filter(None, architecture.names), cutoff=0.4)
     shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
     raise ComparisonError(
         f"match has {name!r}, which matches no name of the {side}; its names include {shown}"

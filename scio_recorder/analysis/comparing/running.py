@@ -20,7 +20,7 @@ from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.state.restoring import random_state, restore_random, restored
-from scio_recorder.recording.collect.advice import advise_second_element
+from scio_recorder.recording.collect.advice import advise_second_element, refuse_sample
 from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
@@ -211,9 +211,10 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
         is_empty = False
         is_advised = is_advised or advise_second_element(net.net, batch)
         inputs = net.feed.inputs(batch)
-        found = None
+        found, root = None, net.architecture[0, 1].input_shape
+        if rows is None and feed.number == 0 and feed.sample_ids is None:
+            refuse_sample(net.net, root, inputs)
         if rows is not None:
-            root = net.architecture[0, 1].input_shape
             named = inputs.named(net.net)
             found = rows.of(Source(net.net, batch, named, feed.number, "", root, has_rows))
         ids, _ = feed.ids(batch, inputs, seen, None if found is None else found.num_samples)

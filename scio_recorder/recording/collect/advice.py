@@ -1,4 +1,4 @@
-"""Warnings about likely mistakes in feeding a net, once in each collection."""
+"""Warnings and errors about likely mistakes in feeding a net, once in each collection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectWarning, warn
+from scio_recorder.errors import CollectError, CollectWarning, warn
+from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.collect.feed import counting_tensor
+from scio_recorder.recording.collect.rows import Source
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, including those of other libraries, by words in the names of their
@@ -72,6 +75,46 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
         CollectWarning,
     )
     return True
+
+
+def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
+    """Refuse a first batch that is a single sample, whose features would count as samples.
+
+    A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
+    nothing else would tell. If it is only similar to a sample, there is a warning.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+    labelled : any
+        Shapes of what the net was given at labelling, as `Layer.input_shape` has them.
+    inputs : Inputs
+        What it is given for the first batch.
+
+    Raises
+    ------
+    CollectError
+        The first dimension of the batch is as long as the second one at labelling.
+    """
+    given = counting_tensor(inputs)
+    # A batch of length 1 counts as one sample, and is one in any case.
+    if len(given) == 1:
+        return
+    source = Source(net, None, inputs.named(net), 0, "", labelled)
+    name = next((name for name, value in source.tensors.items() if value is given), None)
+    before = None if name is None else source.labelled_shape(name)
+    if before is None or len(before) != given.ndim + 1:
+        return
+    text = (
+        f"batch 0 has shape {tuple(given.shape)}, but the net was labelled with {before}: if it is "
+        f"one sample, give batches, as DataLoader(samples, batch_size=32) or torch.stack(samples) "
+        f"makes them; if it is {len(given)} samples, label the net with a batch of such samples, "
+        "or write sample_ids=lambda batch: ... with one id for each"
+    )
+    if len(given) == before[1]:
+        raise CollectError(text)
+    warn(text, CollectWarning)
 
 
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:

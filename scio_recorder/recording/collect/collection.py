@@ -15,6 +15,7 @@ from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
+from scio_recorder.recording.collect.advice import refuse_sample
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.continuing import Continuing
 from scio_recorder.recording.collect.feed import Feed
@@ -201,6 +202,8 @@ class Collection:
         is_counted = self._is_taken or self.feed.is_numbering
         if is_counted and (rows is None or rows.num_samples):
             number = None if rows is None else rows.num_samples
+            if rows is None and self.feed.number == 0 and self.feed.sample_ids is None:
+                refuse_sample(self.net, self.options.architecture[0, 1].input_shape, inputs)
             self._ids, number = self.feed.ids(batch, inputs, self._seen, number)
             num_repeats = number - len(self._ids)
             rows = rows or BatchRows.of_samples(number)

@@ -234,7 +234,7 @@ class Feed:
         if self.sample_ids is not None:
             given = self._given_ids(batch, number)
         else:
-            number = _num_samples(inputs) if number is None else number
+            number = len(counting_tensor(inputs)) if number is None else number
             if share is None or not share.has_ids:
                 first += (self.part or 0) * IDS_OF_A_PART
                 return range(first, first + number), number
@@ -288,14 +288,15 @@ def _first(batch: Any) -> Any:
     return batch[0]
 
 
-def _num_samples(inputs: Inputs) -> int:
+def counting_tensor(inputs: Inputs) -> Tensor:
+    """Return the input whose first dimension tells how many samples a batch has."""
     first = inputs.args[0] if inputs.args else None
     if _has_rows(first):
         # Usually the first input decides, and the others need not be examined.
-        return len(first)
+        return first
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:
-            return tensor.shape[0]
+            return tensor
     raise CollectError(
         "the net's input has no tensor that shows the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"

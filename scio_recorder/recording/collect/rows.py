@@ -66,6 +66,18 @@ class Source:
         }
         return {name: value for name, value in first.items() if isinstance(value, Tensor)}
 
+    def labelled_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape that an argument had at labelling, if known."""
+        shapes = self.labelled
+        if not isinstance(shapes, Mapping):
+            # The shapes of positional arguments in order, or the shape of the only one.
+            several = shapes if isinstance(shapes, tuple) else ()
+            alone = all(isinstance(length, int) for length in several)
+            shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
+        shape = shapes.get(name)
+        is_shape = isinstance(shape, tuple) and all(isinstance(length, int) for length in shape)
+        return shape if is_shape else None
+
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
         """Return an argument's leading dimensions at labelling, if known.
 
@@ -76,14 +88,8 @@ class Source:
         number : int
             The number of dimensions.
         """
-        given, shapes = self.tensors.get(name), self.labelled
-        if not isinstance(shapes, Mapping):
-            # The shapes of positional arguments in order, or the shape of the only one.
-            several = shapes if isinstance(shapes, tuple) else ()
-            alone = all(isinstance(length, int) for length in several)
-            shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
-        shape = shapes.get(name)
-        if not isinstance(shape, tuple) or given is None or len(shape) != given.ndim:
+        given, shape = self.tensors.get(name), self.labelled_shape(name)
+        if shape is None or given is None or len(shape) != given.ndim:
             return None
         return shape[:number] if shape[number:] == tuple(given.shape[number:]) else None
 

@@ -130,7 +130,9 @@ def read_description(medium: Medium) -> Description:
     except RecordingError as error:
         if error.errno != errno.ENOENT:
             raise
-        problem = f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
-        raise RecordingError(problem) from None
+        raise RecordingError(
+            f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}; give the place to "
+            "which one was written"
+        ) from None
     with parsing(file.path):
         return Description.from_json(file.content)
