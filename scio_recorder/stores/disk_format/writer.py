@@ -58,8 +58,11 @@ class RunWriter:
         with accessing(path):
             try:
                 self._begin(rank, new)
-            except BaseException:
+            except BaseException as error:
                 self.abort()
+                if lease is not None and isinstance(error, Exception):
+                    # Samples of another worker are in the way of one that has lost the part.
+                    lease.check()
                 raise
 
     def _begin(self, rank: int, new: Description | None) -> None:

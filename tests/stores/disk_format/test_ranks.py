@@ -15,7 +15,8 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.places import holds_recording
+from scio_recorder.stores.disk_format.lease import Lease
+from scio_recorder.stores.disk_format.places import holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import calls_of, intercepted
@@ -118,6 +119,34 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(RecordingError, match="not empty"):
         begin(tmp_path, 1)
+
+
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, has_finished):
+    clock = [0.0]
+    medium = medium_at(tmp_path)
+
+    def taken(number: int) -> Lease:
+        lease = Lease(medium, 1, number, dict, lambda: clock[0])
+        assert lease.take()
+        return lease
+
+    def begin_part(lease: Lease) -> RunWriter:
+        return RunWriter.create(
+            tmp_path, layers=LAYERS, header={}, world_size=2, rank=1, lease=lease
+        )
+
+    first = taken(0)
+    clock[0] += 100
+    second = taken(1)
+    with begin_part(second) as writer:
+        writer.append({"x": torch.tensor([1])}, [1])
+        if has_finished:
+            writer.finish()
+    with pytest.raises(RecordingError, match="lease of part 1 was not renewed for 100 s"):
+        begin_part(first)
+    with pytest.raises(RecordingError, match="already holds samples of rank 1"):
+        begin_part(second)
 
 
 def test_opened_while_another_has_stopped_anywhere_and_goes_on_anywhere(tmp_path):
