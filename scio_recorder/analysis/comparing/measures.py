@@ -97,7 +97,8 @@ class Figures:
         if not self.squares or math.isnan(self.squares):
             return 1.0 - self.squares
         norms = math.sqrt(self.own) * math.sqrt(self.others)
-        return max(-1.0, min(1.0, self.product / norms)) if norms else 0.0
+        # A NaN, where sums are too large for float64, stays one.
+        return float(np.clip(self.product / norms, -1.0, 1.0)) if norms else 0.0
 
     def add(self, other: Figures, offset: int = 0) -> None:
         """Add the figures of further elements, which begin at an offset."""

@@ -96,6 +96,11 @@ def test_numbers_that_are_none(
     assert not math.isnan(figures.cosine)
 
 
+def test_a_cosine_whose_sums_overflow_is_not_known() -> None:
+    large = torch.full((3,), 1e200, dtype=torch.float64)
+    assert math.isnan(measure(large, -large, Tolerance()).cosine)
+
+
 def test_nans_of_other_bits_are_equal() -> None:
     nans = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
