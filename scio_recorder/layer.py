@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -263,21 +264,29 @@ def label_of(key: object) -> Label | None:
         return None
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a structure in which a function has replaced everything but the containers."""
+def map_leaves(
+    function: Callable[[Any], Any], value: Any, around: frozenset[int] = frozenset()
+) -> Any:
+    """Return a structure in which a function has replaced everything but the containers.
+
+    A container inside itself becomes None; ``around`` has the containers around a part.
+    """
     if isinstance(value, TensorSpec):
         return function(value)
+    if id(value) in around:
+        return None
+    inner = partial(map_leaves, function, around=around | {id(value)})
     if isinstance(value, Mapping):
-        return {key: map_leaves(function, item) for key, item in value.items()}
+        return {key: inner(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [map_leaves(function, item) for item in value]
+        return [inner(item) for item in value]
     if isinstance(value, tuple):
-        items = [map_leaves(function, item) for item in value]
+        items = [inner(item) for item in value]
         # Some named tuples, such as PackedSequence, check the arguments of their constructor.
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        return {name: map_leaves(function, getattr(value, name)) for name in fields}
+        return {name: inner(getattr(value, name)) for name in fields}
     return function(value)
 
 

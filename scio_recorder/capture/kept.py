@@ -129,14 +129,21 @@ def _is_new(output: Any, new: list[Any], look: Look) -> bool:
     )
 
 
-def _is_simple(value: Any) -> bool:
-    """Whether a structure consists of tensors, numbers, texts and common containers."""
+def _is_simple(value: Any, around: frozenset[int] = frozenset()) -> bool:
+    """Whether a structure consists of tensors, numbers, texts and common containers.
+
+    No container may be inside itself.
+    """
     if value is None or isinstance(value, Tensor | bool | int | float | complex | str):
         return True
+    if id(value) in around:
+        return False
     if isinstance(value, dict):
-        return all(map(_is_simple, value.values()))
-    if isinstance(value, tuple | list):
-        return all(map(_is_simple, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(map(_is_simple, vars(value).values())) if hasattr(value, "__dict__") else False
-    return False
+        parts = list(value.values())
+    elif isinstance(value, tuple | list):
+        parts = list(value)
+    elif dataclasses.is_dataclass(type(value)) and hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    else:
+        return False
+    return all(_is_simple(part, around | {id(value)}) for part in parts)

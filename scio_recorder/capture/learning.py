@@ -135,11 +135,11 @@ def _mentions(code: CodeType) -> bool:
     return named or any(map(_mentions, inner))
 
 
-def _structure(value: Any) -> object:
+def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
     if isinstance(value, Tensor):
         return value.dtype
-    if isinstance(value, Mapping):
-        return (type(value), *map(_structure, value), *map(_structure, value.values()))
-    if isinstance(value, list | tuple):
-        return (type(value), *map(_structure, value))
+    is_mapping = isinstance(value, Mapping)
+    if (is_mapping or isinstance(value, list | tuple)) and id(value) not in around:
+        parts = (*value, *value.values()) if is_mapping else value
+        return (type(value), *[_structure(part, (*around, id(value))) for part in parts])
     return value if isinstance(value, str) else type(value)

@@ -50,6 +50,12 @@ _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
 # The bases without attributes.
 _BARE = (dict, list)
+# Views of dictionaries: the kind of dictionary, and the name of the method.
+_VIEWS: dict[type, tuple[Any, str]] = {
+    type(getattr(base(), name)()): (base, name)
+    for base in (dict, OrderedDict)
+    for name in ("keys", "values", "items")
+}
 _HEAP_TYPE = 1 << 9
 
 
@@ -196,6 +202,9 @@ class _Copy:
             new: Any = self._started(value, MappingProxyType(behind))
             behind.update((key, self.of(item, is_inside)) for key, item in value.items())
             return new
+        if kind in _VIEWS:
+            base, name = _VIEWS[kind]
+            return getattr(base(self.of(value.mapping, is_inside)), name)()
         if kind is deque:
             new = self._started(value, deque(maxlen=value.maxlen))
             new.extend(self.of(item, is_inside) for item in value)
@@ -256,7 +265,7 @@ def _parts(value: Any) -> Iterator[Any]:
     base: Any = next((base for base in (dict, list, tuple) if isinstance(value, base)), None)
     if base is dict or kind is MappingProxyType:
         yield from (base or kind).values(value)
-    elif base is not None or kind in (set, frozenset, deque):
+    elif base is not None or kind in (set, frozenset, deque) or kind in _VIEWS:
         yield from (base or kind).__iter__(value)
     if base is not None or _is_plain_kind(kind) or isinstance(value, SimpleNamespace):
         yield from getattr(value, "__dict__", {}).values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -244,3 +245,48 @@ def test_interrupt_inside_the_recorder_leaves_it_usable(function: str, bytecode:
     with pytest.raises(ArithmeticError):
         rnet(torch.randn(3, 4))
     assert not any(module._forward_hooks for module in net.modules())
+
+
+@dataclass
+class Part:
+    value: Tensor
+    whole: Any = None
+
+
+def in_list(x: Tensor) -> Any:
+    made: list[Any] = [x]
+    made.append(made)
+    return made
+
+
+def in_dict(x: Tensor) -> Any:
+    made: dict[Any, Any] = {0: x}
+    made["whole"] = made
+    return made
+
+
+def in_dataclass(x: Tensor) -> Any:
+    part = Part(x)
+    part.whole = {"part": part}
+    return {0: x, "part": part}
+
+
+@pytest.mark.parametrize("make", [in_list, in_dict, in_dataclass])
+def test_containers_that_hold_themselves_are_taken_and_returned(
+    make: Callable[[Tensor], Any],
+) -> None:
+    net = Net(lambda net, given: net.a(net.inner(given)[0]), inner=Net(make_inner), a=linear())
+    net.inner.make, net.inner.layer = make, linear()
+    rnet = Recorder(net, input_data=[make(torch.ones(3, 4))], verbose=0)
+    rnet.record("*", inputs=True)
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        output = rnet(make(x))
+        truth = by_hand(net.inner.layer, x)
+        assert torch.equal(rnet.activations["inner"][0], truth)
+        assert torch.equal(rnet.inputs["inner"].args[0][0], x)
+        assert torch.equal(output, by_hand(net.a, truth))
+
+
+def make_inner(net: Any, given: Any) -> Any:
+    return net.make(net.layer(given[0]))

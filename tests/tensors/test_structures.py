@@ -48,6 +48,11 @@ class Both:
         self.other = value + 1
 
 
+class Holding:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
 ONE = torch.tensor([1.0])
 
 STRUCTURES: list[tuple[Any, Any]] = [
@@ -63,6 +68,10 @@ STRUCTURES: list[tuple[Any, Any]] = [
     (Opaque(ONE), lambda v: v.inner["value"]),
     (Both(ONE), lambda v: v.slot),
     (SimpleNamespace(k=ONE), lambda v: v.k),
+    ({"k": ONE}.values(), lambda v: next(iter(v))),
+    ({"k": ONE}.items(), lambda v: dict(v)["k"]),
+    (OrderedDict(k=ONE).values(), lambda v: next(iter(v))),
+    (SimpleNamespace(k=Holding({"k": ONE}.values())), lambda v: next(iter(v.k.held))),
     (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v["last_hidden_state"]),
     (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v.last_hidden_state),
     (BaseModelOutputWithPast(last_hidden_state=ONE), lambda v: v[0]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -154,27 +154,32 @@ def _tensors_of(leaves: dict[Path, Leaf]) -> list[Tensor]:
     return [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
-    """Yield the parts of a structure and their places; None is no part."""
-    if value is None:
+def _leaves(
+    value: Any, path: Path = (), around: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path, Leaf]]:
+    """Yield the parts of a structure and their places.
+
+    None is no part, and neither is a container inside itself.
+    """
+    if value is None or id(value) in around:
         return
     if isinstance(value, Tensor | _PLAIN):
         yield path, value
     elif isinstance(value, np.ndarray | np.generic):
         yield path, torch.as_tensor(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, tuple | list):
-        for place, item in enumerate(value):
-            yield from _leaves(item, (*path, place))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for name in (field.name for field in dataclasses.fields(value)):
-            yield from _leaves(getattr(value, name, None), (*path, name))
     else:
-        # Such as a key-value cache. Nothing else that an object reveals can be compared.
-        for place, item in enumerate(tensors(value)):
-            yield (*path, place), item
+        for place, item in _items(value):
+            yield from _leaves(item, (*path, place), around | {id(value)})
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return ((name, getattr(value, name, None)) for name in names)
+    # Of objects such as a key-value cache, only the tensors can be compared.
+    return enumerate(value if isinstance(value, tuple | list) else tensors(value))
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:

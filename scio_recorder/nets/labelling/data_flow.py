@@ -347,12 +347,13 @@ def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
     return None
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _parts(item)
-    elif isinstance(value, dict):
-        yield from _parts(list(value.values()))
+def _parts(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield what containers hold, but for containers inside themselves."""
+    if id(value) in around:
+        return
+    if isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parts(item, around | {id(value)})
     elif isinstance(value, slice):
         yield from (value.start, value.stop, value.step)
     else:

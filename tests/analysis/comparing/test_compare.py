@@ -105,3 +105,36 @@ def test_figures_are_those_of_float64() -> None:
         assert layer.relative_error == pytest.approx(norms[0] / norms[1], rel=1e-12)
         cosine = torch.nn.functional.cosine_similarity(a, b, dim=0)
         assert layer.cosine == pytest.approx(float(cosine), rel=1e-12)
+
+
+class Loop(nn.Module):
+    """Returns a dictionary that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        made: dict[str, Any] = {"value": self.layer(x)}
+        made["whole"] = made
+        return made
+
+
+class Value(nn.Module):
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        return given["value"] * 2
+
+
+def test_containers_that_hold_themselves_are_compared() -> None:
+    net = nn.Sequential(Loop(), Value())
+    other = copy.deepcopy(net)
+    x = torch.randn(2, 4)
+    sides = [Recorder(one, input_data=x, verbose=0) for one in (net, other)]
+    for side in sides:
+        side.record("*")
+    assert compare(*sides, [x]).first is None
+    with torch.no_grad():
+        other[0].layer.bias += 1
+    first = compare(*sides, [x]).first
+    assert first is not None
+    assert first.layer.name == "0.layer"

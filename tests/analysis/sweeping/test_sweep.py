@@ -70,6 +70,25 @@ def test_layers_inside_others() -> None:
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
+def holding_itself(x: Tensor) -> list[Any]:
+    made: list[Any] = [x]
+    made.append(made)
+    return made
+
+
+def test_a_call_that_returns_a_list_in_itself_runs() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        first = Net(lambda net, x: holding_itself(net.layer(x)), layer=nn.Linear(3, 3))
+        return nn.Sequential(first, Net(lambda net, made: net.layer(made[0]), layer=nn.ReLU()))
+
+    effects = recorder(build(), "0.layer", "1", input_size=(2, 3)).sweep(X, Y, weighed)
+    hand = ByHand(build, weighed)
+    _, found = hand.run(((X,), {}))
+    for name in ("0.layer", "1"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
 def test_a_patch_that_changes_nothing_gives_the_corrupted_metric() -> None:
     rnet = recorder(chain(), "*", input_size=(2, 3))
     effects = rnet.sweep(Y, Y.clone(), weighed)
