@@ -1,8 +1,8 @@
 """Power cuts: a file system stops at a random instant, and only what was synced is there later.
 
 A program of its own for root on Linux, ``unshare --mount python -m tests.recording.power_campaign
-FOLDER COUNT [SEED]``. A file in the folder holds an ext4 file system. It is shut down without
-writing what the system still has in memory, as by a power cut, and mounted again.
+FOLDER COUNT [SEED] [KIND]``. A file in the folder holds a file system, of kind ext4 or xfs. It is
+shut down without writing what the system still has in memory, as by a power cut, and mounted again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from scio_recorder.stores.disk_format.places import holds_recording
 from tests.recording.campaign import Job, in_child
 from tests.recording.parts_campaign import Parts, forked, hasten_leases, succeeded
 
-# EXT4_IOC_SHUTDOWN, without a flush of the journal; linux/ext4.h.
+# EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN, without a flush of the journal.
 _SHUTDOWN, _NO_FLUSH = 0x8004587D, struct.pack("I", 2)
-_NUM_BYTES = 128 << 20
+# The smallest file system that XFS makes; the file has holes.
+_NUM_BYTES = 300 << 20
 
 
 class Plug:
     """A file system whose power can be cut."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         self._image, self.folder = folder / "image", folder / "mounted"
         with self._image.open("wb") as file:
             file.truncate(_NUM_BYTES)
-        subprocess.run(["mkfs.ext4", "-q", self._image], check=True)
+        subprocess.run([f"mkfs.{kind}", "-q", self._image], check=True)
         self.folder.mkdir()
         self._mount()
 
@@ -119,11 +120,12 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    folder, count, *seed = sys.argv[1:]
+    folder, count, *options = sys.argv[1:]
+    seed, kind = [*options, *("0", "ext4")[len(options) :]]
     torch.set_num_threads(1)
-    dice = random.Random(int(seed[0]) if seed else 0)
+    dice = random.Random(int(seed))
     job, parts = Job(*[4] * 12, 3), Parts()
-    plug = Plug(Path(folder))
+    plug = Plug(Path(folder), kind)
     # A claim that was cut in half is waited for as long as a lease lasts.
     hasten_leases()
     try:
