@@ -6,6 +6,9 @@ A put acts at most once, since it is conditional: it fails if there is an object
 the answer can be lost, and a request can arrive twice. Then the put has acted, but the writer sees
 a failure, or an existing object, as if another writer had been first. So each put carries a unique
 text, which the object keeps beside its content: a writer that finds its own text there was first.
+The text ends with the object's name. If something between here and the store answers twice, the
+second answer can be taken for that to the next request: a reader that finds another name asks
+again.
 
 An object exists as a whole or not at all, and is durable when it exists. There are no locks: only
 the put keeps two writers apart.
@@ -166,7 +169,7 @@ class Bucket(Medium):
             )
 
     def _put(self, name: str, pieces: list[memoryview]) -> None:
-        num_bytes, ours = sum(map(len, pieces)), uuid.uuid4().hex
+        num_bytes, ours = sum(map(len, pieces)), f"{uuid.uuid4().hex} {name}"
         if num_bytes > _MAX_BYTES:
             raise RecordingError(
                 f"{self.path_of(name)}: {num_bytes} bytes are more than one request can put: set "
@@ -257,6 +260,9 @@ class Object:
 
         def get(library: ModuleType, store: ObjectStore, path: str) -> Any:
             answer = library.get(store, path, options=wanted)
+            _, _, name = answer.attributes.get(_PUT_BY, "").partition(" ")
+            if name not in ("", self._name):
+                raise PassingError("the answer is to another request")
             return answer.meta, b"" if "head" in options else answer.bytes()
 
         meta, data = self._bucket.make(self._name, get, num_bytes)

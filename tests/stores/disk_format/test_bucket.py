@@ -71,6 +71,18 @@ def test_of_many_who_put_one_name_one_succeeds(store, place):
     assert objects(store[0], place) == {"name": b"%d" % outcomes.index(True)}
 
 
+def test_an_answer_to_another_request_is_not_taken_for_this_one(store, traffic, place):
+    medium = Bucket(f"s3://{place}")
+    for name in ("one", "other"):
+        put(medium, name, name.encode())
+    traffic.clear()
+    traffic.fate = lambda number, method, path: "crossed" if number == 1 else ""
+    for name in ("one", "other"):
+        with medium.open(name) as file:
+            assert file.read(0, 10) == name.encode()
+    assert [request.method for request in traffic.requests] == ["GET"] * 3
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_put_acts_once_and_knows_it(store, traffic, place, fault):
     medium = Bucket(f"s3://{place}")
