@@ -52,7 +52,7 @@ class Bins:
         self._are_apart = bool((self.edges.diff() > 4 * self._slack).all())
         self._per_bin = count / (high - low)
         self._shift = 1.0 - low * self._per_bin
-        self._doubtful: dict[torch.dtype, list[tuple[float, float]] | None] = {}
+        self._doubtful: dict[torch.dtype, list[tuple[float, float, slice]] | None] = {}
 
     def tally(self, values: Tensor) -> Tensor:
         """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
@@ -68,7 +68,10 @@ class Bins:
         if doubtful is None:
             return self._counted(self._searched(values))
         tally, array = self._counted(self._computed(values)), values.numpy()
-        for first, last in doubtful:
+        for first, last, places in doubtful:
+            # Values beside an edge are in few bins, which may be empty.
+            if not tally[places].any():
+                continue
             # NumPy compares several times faster.
             beside = np.flatnonzero((array >= first) & (array <= last))
             if len(beside):
@@ -94,7 +97,7 @@ class Bins:
         places = torch.bucketize(values, edges, right=True) - (values == edges[-1]).long()
         return torch.where(values.isnan(), self._count + 2, places)
 
-    def _doubts(self, dtype: torch.dtype) -> list[tuple[float, float]] | None:
+    def _doubts(self, dtype: torch.dtype) -> list[tuple[float, float, slice]] | None:
         """Return the first and the last value beside each doubtful edge; None for too many."""
         near = self.edges.to(dtype)
         down, up = (
@@ -109,7 +112,10 @@ class Bins:
             wrong = self._computed(values) != self._searched(values)
             ends = values[wrong], (self.edges[wrong] + away).to(dtype)
             found += zip(torch.minimum(*ends).tolist(), torch.maximum(*ends).tolist(), strict=True)
-        return found if len(found) <= _MOST_DOUBTFUL else None
+        if len(found) > _MOST_DOUBTFUL:
+            return None
+        places = self._computed(torch.tensor(found, dtype=dtype).view(-1, 2)).tolist()
+        return [(*ends, slice(a, b + 1)) for ends, (a, b) in zip(found, places, strict=True)]
 
 
 class FineBins(Bins):
