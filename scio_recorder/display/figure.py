@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 # share of its values is.
 SATURATION_WIDTH = 0.01
 SATURATION_SHARE = 0.95
+# A unit explodes if its largest absolute value is so many times that of the median unit, and above
+# what functions such as softmax can return. Among fewer units there is no median to speak of.
+EXPLOSION_FACTOR = 20.0
+EXPLOSION_LEAST = 1.0
+EXPLOSION_UNITS = 8
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
 # are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -85,6 +90,10 @@ class Units:
     zero: int
     constant: int
     saturated: int | None
+    exploding: tuple[int, ...] = ()
+    """Which units exceed the median one by far, the largest first."""
+    excess: float = 0.0
+    """How many times the median the largest absolute value of the first of them is."""
 
     @property
     def dead(self) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from rich.filesize import decimal
 
 from scio_recorder.display.figure import (
+    EXPLOSION_FACTOR,
+    EXPLOSION_LEAST,
+    EXPLOSION_UNITS,
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
@@ -46,6 +49,8 @@ _OTHERS = {
 # Types of layers in which a unit that is always zero has no gradient and learns nothing more.
 _RECTIFIERS = ("ReLU", "ReLU6")
 _HEIGHT = 100
+# Units that a warning names.
+_SHOWN = 5
 
 
 def recording_page(
@@ -75,7 +80,7 @@ def recording_page(
     iterator of str
         HTML, to be joined and written in UTF-8.
     """
-    spoilt = sorted(layers, key=lambda one: not _faults(one))
+    spoilt = sorted(layers, key=lambda one: (not _faults(one), not _explosions(one)))
     warnings = [*map(text, notes), *(_warning(one) for one in spoilt if _troubles(one))]
     sections = (
         Section("Statistics", _statistics(layers)),
@@ -91,7 +96,7 @@ def _warning(summary: LayerSummary) -> str:
 
 
 def _troubles(summary: LayerSummary) -> list[str]:
-    units, found = summary.units, [*_faults(summary), *summary.warnings]
+    units, found = summary.units, [*_faults(summary), *_explosions(summary), *summary.warnings]
     if units is not None and units.zero and summary.layer.type_name in _RECTIFIERS:
         which = "all" if units.zero == units.count else f"{units.zero:,} of"
         found.append(f"{which} {units.count:,} units are dead: zero for all samples")
@@ -105,6 +110,18 @@ def _faults(summary: LayerSummary) -> list[str]:
     counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
     plural = "" if (values.nans or 0) + (values.infinities or 0) == 1 else "s"
     return [f"{counts} value{plural}"] * bool(counts)
+
+
+def _explosions(summary: LayerSummary) -> list[str]:
+    """Say which units have values far beyond those of the others."""
+    units = summary.units
+    if units is None or not units.exploding:
+        return []
+    number = len(units.exploding)
+    shown = ", ".join(map(str, units.exploding[:_SHOWN]))
+    more = f" and {number - _SHOWN:,} more" if number > _SHOWN else ""
+    which = f"unit {shown} explodes" if number == 1 else f"units {shown}{more} explode"
+    return [f"{which}, with values up to {units.excess:,.0f} times the largest of the median unit"]
 
 
 def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -173,6 +190,9 @@ def _definitions() -> dict[str, str]:
         "dimension.",
         "Dead": "A unit that had the same finite value, zero or another, for all samples and "
         "positions. This takes at least two samples.",
+        "Exploding": f"A unit whose largest absolute value is more than {EXPLOSION_FACTOR:g} times "
+        f"that of the median unit of its layer, and above {EXPLOSION_LEAST:g}. Dead units do not "
+        f"count, and there must be {EXPLOSION_UNITS} others.",
         "Saturated": f"A unit with at least {SATURATION_SHARE:.0%} of its values within "
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",

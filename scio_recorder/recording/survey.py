@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scio_recorder.display.figure import Bars, Units, Values
+from scio_recorder.display.figure import (
+    EXPLOSION_FACTOR,
+    EXPLOSION_LEAST,
+    EXPLOSION_UNITS,
+    Bars,
+    Units,
+    Values,
+)
 from scio_recorder.reductions.alive import Alive, AliveResult, with_units
 from scio_recorder.reductions.base import join_means
 from scio_recorder.reductions.binning import Bins, FineBins, is_exact_in_float32
@@ -184,13 +191,30 @@ def units_of(result: AliveResult, dimension: int) -> Units:
     """
     dead, saturated = result.dead, result.saturated
     zero = int((dead & (result.max_abs == 0)).sum())
+    exploding, excess = _exploding(result)
     return Units(
         dead.numel(),
         dimension,
         zero,
         int(dead.sum()) - zero,
         None if saturated is None else int(saturated.sum()),
+        exploding,
+        excess,
     )
+
+
+def _exploding(result: AliveResult) -> tuple[tuple[int, ...], float]:
+    """Return which units exceed the median one by far, and by which factor the first one does."""
+    # Units that do nothing have no share in what is usual, nor have infinities.
+    size = result.max_abs.double().flatten()
+    usual = size[~result.dead.flatten() & size.isfinite() & (size > 0)]
+    if len(usual) < EXPLOSION_UNITS:
+        return (), 0.0
+    median = float(usual.median())
+    is_beyond = (size > max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)) & size.isfinite()
+    found = is_beyond.nonzero().flatten()
+    found = found[size[found].argsort(descending=True, stable=True)]
+    return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
 
 
 def _blocks(part: Tensor) -> Iterator[Tensor]:

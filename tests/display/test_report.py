@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -363,3 +364,73 @@ def test_a_layer_is_read_in_parts_of_which_few_are_there(
     recording.report(tmp_path / "page.html")
     # The one that is looked at, the next one, and the one that is being read after it.
     assert 1 <= most <= 3
+
+
+def alarms(recording: Recording, folder: Path) -> list[str]:
+    """Return the lines that a page begins with, without their links."""
+    html = text(recording, folder)
+    if "Look at this first" not in html:
+        return []
+    warning = html[html.index('class="warning"') : html.index('id="statistics"')]
+    return [re.sub("<[^>]*>", "", line) for line in re.findall(r"<li>(.*?)</li>", warning)]
+
+
+def test_units_far_beyond_the_others_are_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    samples = torch.randn(50, 12)
+    samples[:, :2] = 0.0
+    samples[3, 5], samples[7, 9] = -4000.0, 900.0
+    size = np.abs(samples.numpy().astype(np.float64)).max(0)
+    factor = size[5] / np.sort(size[size > 0])[4]
+    (line,) = alarms(of(samples), tmp_path)
+    assert f"units 5, 9 explode, with values up to {factor:,.0f} times the largest of" in line
+    # Whatever is kept of the layer.
+    (line,) = alarms(of(samples, store=None, reduce=reductions.Alive()), tmp_path)
+    assert "units 5, 9 explode" in line
+    samples[7, 9] = float("nan")
+    (line,) = alarms(of(samples), tmp_path)
+    assert "1 NaN value; unit 5 explodes" in line
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        torch.randn(64, 16),
+        # Outliers as they are usual.
+        torch.randn(64, 16) * torch.linspace(1, 20, 16),
+        # What can't exceed 1, and numbers of which few are alive.
+        torch.softmax(40 * torch.randn(64, 16), 1),
+        torch.randn(64, 16) * torch.tensor([1e4] * 3 + [0.0] * 13),
+        torch.randn(64, 3) * torch.tensor([1e4, 1.0, 1.0]),
+        torch.full((64, 16), 7.0),
+        torch.zeros(64, 16),
+    ],
+)
+def test_plain_layers_give_no_alarm(samples: torch.Tensor, tmp_path: Path) -> None:
+    assert alarms(of(samples), tmp_path) == []
+
+
+def test_an_infinity_is_no_explosion_and_faults_come_first(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dead, self.loud, self.broken = nn.ReLU(), nn.Identity(), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = torch.ones(x.shape[1])
+            scale[2] = 1e5
+            self.dead(-x.abs())
+            return self.broken(self.loud(x * scale) / torch.zeros(()))  # type: ignore[no-any-return]  # a module
+
+    rnet = Recorder(Both(), input_size=(2, 10))
+    rnet.record("dead", "loud", "broken")
+    recording = rnet.collect([torch.rand(9, 10) + 1], progress=False)
+    lines = alarms(recording, tmp_path)
+    assert [
+        word for line in lines for word in ("infinite", "explodes", "dead:") if word in line
+    ] == [
+        "infinite",
+        "explodes",
+        "dead:",
+    ]
+    assert len(lines) == 3
