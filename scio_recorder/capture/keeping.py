@@ -150,5 +150,5 @@ def offload(value: Any) -> Recorded:
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
         return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -194,7 +194,8 @@ class Heads(_OnPart):
             return parts.replaced(self._apply(parts.values))
         size = activation.shape[-1] // self.num_heads
         whole = activation.reshape(*activation.shape[:-1], self.num_heads, size)
-        return self._put(whole, (..., torch.tensor(self.heads), slice(None))).flatten(-2)
+        heads = torch.tensor(self.heads, device="cpu")
+        return self._put(whole, (..., heads, slice(None))).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -261,9 +262,10 @@ def _index_item(item: Any) -> Any:
     if not isinstance(item, (Tensor, np.ndarray, list, range)):
         return index("At", "index", item)
     try:
-        found = torch.tensor(item) if not isinstance(item, Tensor) else item.detach().clone()
+        given = item if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
+        found = given.detach().clone()
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(1)
+        found = torch.empty(1, device="cpu")
     if not found.numel():
         found = found.bool() if found.dtype == torch.bool else found.long()
     if found.dtype not in (*_INTEGERS, torch.bool):

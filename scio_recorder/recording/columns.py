@@ -91,7 +91,8 @@ def columns_of(recording: Readable) -> list[Column]:
         )
     for column in columns:
         try:
-            to_array(torch.zeros(16, dtype=torch.uint8).view(column.samples.dtype))
+            empty = torch.zeros(16, dtype=torch.uint8, device="cpu")
+            to_array(empty.view(column.samples.dtype))
         except (TypeError, RuntimeError) as error:
             name = dtype_name(column.samples.dtype)
             raise ArgumentError(

@@ -121,7 +121,8 @@ def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: 
             content = samples.reader.fingerprint()
         else:
             last = max(0, len(samples) - 1)
-            some = torch.linspace(0, last, min(len(samples), _FINGERPRINT_ROWS)).round().long()
+            number = min(len(samples), _FINGERPRINT_ROWS)
+            some = torch.linspace(0, last, number, device="cpu").round().long()
             content = digest_of(samples[some.to(samples.device)])
         contents.append([name, list(samples.shape), str(samples.dtype), content])
     return checksum(dump(contents))

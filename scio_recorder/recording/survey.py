@@ -161,7 +161,7 @@ class _Counts:
 
     def __init__(self, bins: Bins) -> None:
         self._bins = bins
-        self._tally = torch.zeros(len(bins.edges) + 1, dtype=torch.int64)
+        self._tally = torch.zeros(len(bins.edges) + 1, dtype=torch.int64, device="cpu")
 
     def update(self, part: Tensor) -> None:
         """Add values [some, ...]."""

@@ -200,7 +200,7 @@ class Covariance(RowReduction):
         new = len(known) - len(self._counts)
         self._counts = nn.functional.pad(self._counts, (0, new))
         self._means = nn.functional.pad(self._means, (0, 0, 0, new))
-        return torch.tensor(codes)
+        return torch.tensor(codes, device="cpu")
 
     def _settle(self) -> None:
         """Add the rows that wait in the buffer to the state."""

@@ -236,7 +236,7 @@ class Moments(SampleReduction):
             return {}
         mean, variance = result.mean.double(), result.variance.double()
         values = result.count * mean.numel()
-        within = variance.sum() * (result.count - 1) if result.count > 1 else torch.tensor(0.0)
+        within = variance.sum() * (result.count - 1) if result.count > 1 else 0.0
         squares = within + result.count * (mean - mean.mean()).square().sum()
         std = math.sqrt(float(squares) / (values - 1)) if values > 1 else math.nan
         return {"mean": float(mean.mean()), "std": std}

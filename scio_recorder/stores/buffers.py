@@ -135,7 +135,7 @@ class HostBuffer(Buffer):
     def first(self, num_bytes: int) -> Tensor:
         """Return the first bytes; saving a tensor in them saves only these."""
         if self._memory is None or num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
     def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:

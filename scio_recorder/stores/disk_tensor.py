@@ -129,7 +129,7 @@ class DiskTensor(Tensor):
         return list(self[list(index)].unbind())
 
     def _indexed(self, index: Any) -> Tensor:
-        index = torch.as_tensor(index).cpu()
+        index = torch.as_tensor(index, device="cpu")
         if index.dtype == torch.bool and index.shape == self.shape[:1]:
             index = index.nonzero().squeeze(1)
         if index.ndim == 1 and not len(index):

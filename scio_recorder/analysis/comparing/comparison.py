@@ -353,8 +353,8 @@ def _apart(reference: Leaf, candidate: Leaf) -> Figures:
     """Return the figures of two values that differ, even if one of them is not a number."""
     if isinstance(reference, str) or isinstance(candidate, str):
         return Figures(1, 1, float("inf"), float("inf"), float("inf"), farthest=0)
-    pair = torch.tensor([reference]), torch.tensor([candidate])
-    figures = measure(*pair, Tolerance())
+    own, other = (torch.tensor([value], device="cpu") for value in (reference, candidate))
+    figures = measure(own, other, Tolerance())
     figures.num_different = 1
     return figures
 

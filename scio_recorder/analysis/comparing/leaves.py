@@ -166,7 +166,7 @@ def _leaves(
     if isinstance(value, Tensor | _PLAIN):
         yield path, value
     elif isinstance(value, np.ndarray | np.generic):
-        yield path, torch.as_tensor(value)
+        yield path, torch.as_tensor(value, device="cpu")
     else:
         for place, item in _items(value):
             yield from _leaves(item, (*path, place), around | {id(value)})

@@ -37,7 +37,7 @@ class RecordingSide:
         self.recording = recording
         self.architecture = recording.architecture
         self.what = what
-        self._seen = torch.zeros(recording.num_samples, dtype=torch.bool)
+        self._seen = torch.zeros(recording.num_samples, dtype=torch.bool, device="cpu")
         self._next = 0
         reduced = recording.reductions
         found = {label: _place_of_digest(reduced[label]) for label in reduced}
@@ -134,7 +134,7 @@ class RecordingSide:
             )
         samples = self.recording.rows_of_samples()
         rows = samples[where] if isinstance(where, slice) else [samples[place] for place in where]
-        numbers = torch.arange(self.recording.num_rows)
+        numbers = torch.arange(self.recording.num_rows, device="cpu")
         return _run_of(torch.cat([numbers[:0], *(numbers[one] for one in rows)]).tolist())
 
     def output(self, label: DepthIdx, rows: slice | list[int]) -> Any:

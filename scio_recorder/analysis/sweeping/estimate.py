@@ -151,7 +151,7 @@ def estimates(
     size = () if positions is None else (len(positions),)
     rows = []
     for label, value in corrupted.items():
-        row = torch.zeros(size, dtype=torch.float64)
+        row = torch.zeros(size, dtype=torch.float64, device="cpu")
         leaves = tensors(value)
         others = tensors(clean[label])
         for own, other, slope in zip(leaves, others, slopes[label], strict=True):

@@ -106,7 +106,7 @@ class Sweep:
                 [value(label, at) for at in ([None] if chosen is None else chosen)]
                 for label in self._labels
             ]
-        values = torch.tensor(rows, dtype=torch.float64)
+        values = torch.tensor(rows, dtype=torch.float64, device="cpu")
         values = values.squeeze(1) if chosen is None else values
         return Effects(self._architecture, self._labels, chosen, values, clean, corrupted)
 

@@ -110,7 +110,7 @@ class Continuing:
         found = kind.of(_PassSource(**vars(source), past=past))
         if going_on is not None:
             _check_goes_on(going_on, past, found)
-        lengths = torch.zeros(found.num_samples, dtype=torch.int64)
+        lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
         now = going_on or Sequences(first, lengths, is_taken=is_taken)
         self._pending = past, now, found
         sample, position = found.columns["sample"], found.columns["position"]
