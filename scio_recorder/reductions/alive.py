@@ -144,7 +144,7 @@ def _above_zero(values: Tensor, rows: int) -> Tensor:
     """Return which values are above zero, in a dtype whose sums of so many are exact."""
     if values.is_floating_point() and values.device.type == "cpu" and rows < _EXACT_IN_FLOAT32:
         # A sum of floats takes a fraction of the time that a sum of booleans takes.
-        ones = torch.empty(values.shape, dtype=torch.float32)
+        ones = torch.empty(values.shape, dtype=torch.float32, device="cpu")
         return torch.gt(values, 0, out=ones)
     return values > 0
 

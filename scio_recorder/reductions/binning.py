@@ -114,7 +114,7 @@ class Bins:
             found += zip(torch.minimum(*ends).tolist(), torch.maximum(*ends).tolist(), strict=True)
         if len(found) > _MOST_DOUBTFUL:
             return None
-        places = self._computed(torch.tensor(found, dtype=dtype).view(-1, 2)).tolist()
+        places = self._computed(torch.tensor(found, dtype=dtype, device="cpu").view(-1, 2)).tolist()
         return [(*ends, slice(a, b + 1)) for ends, (a, b) in zip(found, places, strict=True)]
 
 
