@@ -16,6 +16,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +189,8 @@ class Shards:
         self._is_known = False
         # Whether any recorded layer is marked.
         self.are_recorded = False
-        self._warned: set[int] = set()
+        # Weak: an object that is gone gives its id to a later one.
+        self._warned: WeakValueDictionary[int, object] = WeakValueDictionary()
 
     @property
     def can_stop(self) -> bool:
@@ -219,9 +221,10 @@ class Shards:
 
     def warn(self, occasion: object = None) -> None:
         """Warn of the recorded layers that are shards, once for each occasion."""
+        occasion = self if occasion is None else occasion
         if id(occasion) in self._warned:
             return
-        self._warned.add(id(occasion))
+        self._warned[id(occasion)] = occasion
         layers: dict[Shard, list[str]] = {}
         for layer in map(self._architecture.__getitem__, self._recording):
             if layer.shard is not None:
