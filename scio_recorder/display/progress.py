@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -52,18 +53,11 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     is_drawn = is_wanted and console.is_terminal
     # If nobody looks, steps cost nothing.
     is_seen = is_drawn or (is_wanted and seconds is not None)
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("{task.fields[size]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
     samples = done_bytes = 0
     started = printed = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not is_drawn) as drawn:
+    drawn = Progress(*_columns(what), console=console, transient=True, disable=not is_drawn)
+    # Rich 13.7 ends a bar that is disabled with an empty line.
+    with drawn if is_drawn else contextlib.nullcontext():
         drawn.add_task(what, total=total, rate="", size="")
         (task,) = drawn.tasks
 
@@ -88,3 +82,15 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
                     print(said, file=sys.stderr, flush=True)
 
         yield advance
+
+
+def _columns(what: str) -> tuple[ProgressColumn, ...]:
+    return (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[size]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
