@@ -30,6 +30,8 @@ SATURATION_SHARE = 0.95
 EXPLOSION_FACTOR = 20.0
 EXPLOSION_LEAST = 1.0
 EXPLOSION_UNITS = 8
+# Where a larger share of the units is as large, none of them is an exception.
+EXPLOSION_SHARE = 0.25
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
 # are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {

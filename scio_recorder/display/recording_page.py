@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from scio_recorder.display.figure import (
     EXPLOSION_FACTOR,
     EXPLOSION_LEAST,
+    EXPLOSION_SHARE,
     EXPLOSION_UNITS,
     SATURATION_BOUNDS,
     SATURATION_SHARE,
@@ -192,7 +193,8 @@ def _definitions() -> dict[str, str]:
         "positions. This takes at least two samples.",
         "Exploding": f"A unit whose largest absolute value is more than {EXPLOSION_FACTOR:g} times "
         f"that of the median unit of its layer, and above {EXPLOSION_LEAST:g}. Dead units do not "
-        f"count, and there must be {EXPLOSION_UNITS} others.",
+        f"count, and there must be {EXPLOSION_UNITS} others. At most {EXPLOSION_SHARE:.0%} of the "
+        "units can be exceptions.",
         "Saturated": f"A unit with at least {SATURATION_SHARE:.0%} of its values within "
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",

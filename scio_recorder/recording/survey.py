@@ -13,6 +13,7 @@ from torch import Tensor
 from scio_recorder.display.figure import (
     EXPLOSION_FACTOR,
     EXPLOSION_LEAST,
+    EXPLOSION_SHARE,
     EXPLOSION_UNITS,
     Bars,
     Units,
@@ -213,6 +214,9 @@ def _exploding(result: AliveResult) -> tuple[tuple[int, ...], float]:
     median = float(usual.median())
     is_beyond = (size > max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)) & size.isfinite()
     found = is_beyond.nonzero().flatten()
+    if len(found) > max(1, EXPLOSION_SHARE * len(usual)):
+        # So many are no exceptions: the others are small, as behind a GELU of large inputs.
+        return (), 0.0
     found = found[size[found].argsort(descending=True, stable=True)]
     return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
 

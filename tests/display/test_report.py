@@ -402,6 +402,8 @@ def test_units_far_beyond_the_others_are_named(tmp_path: Path) -> None:
         torch.softmax(40 * torch.randn(64, 16), 1),
         torch.randn(64, 16) * torch.tensor([1e4] * 3 + [0.0] * 13),
         torch.randn(64, 3) * torch.tensor([1e4, 1.0, 1.0]),
+        # So many large ones that they are no exceptions.
+        torch.randn(64, 16) * torch.tensor([900.0] * 5 + [1.0] * 11),
         torch.full((64, 16), 7.0),
         torch.zeros(64, 16),
     ],
