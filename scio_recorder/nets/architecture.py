@@ -352,7 +352,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         labels = self.labels_of(name) or self.rows_of(name)
         if not labels:
             raise LayerNotFoundError(
-                f"module {name!r} did not run at labelling, so it has no label"
+                f"module {name!r} did not run at labelling, so it has no label: label the net "
+                "with an input at which it runs (input_data=)"
             )
         if len(labels) > 1:
             found = ", ".join(map(text_of, labels))

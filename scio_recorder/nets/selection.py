@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.supported import check_supported
 
 _GLOB = re.compile(r"[*?\[]")
+_LABEL = "label the net with an input at which it runs (input_data=)"
 
 
 def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
@@ -106,6 +108,49 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     return tuple(sorted({(row.depth, row.index) for row in rows}))
 
 
+def did_not_run(
+    root: nn.Module, architecture: Architecture, selectors: Sequence[object]
+) -> list[str]:
+    """Return the names of modules that did not run at labelling although selectors match them.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The labelled net.
+    architecture : Architecture
+        Its layers.
+    selectors : sequence
+        As for :func:`select`; labels and predicates match none.
+
+    Returns
+    -------
+    list of str
+        In the order of the net, without containers that are never called.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> net = nn.MultiheadAttention(2, 1)
+    >>> _, architecture = label_net(net, input_data=(torch.ones(1, 1, 2),) * 3)
+    >>> did_not_run(net, architecture, [nn.Linear])
+    ['out_proj']
+    """
+    ran = {id(row.module) for row in architecture.values() if row.executed}
+    unlabelled = _unlabelled(root)
+    matching: set[DepthIdx] = set()
+    for selector in selectors:
+        if isinstance(selector, str | re.Pattern | type | nn.Module) and not label_of(selector):
+            with suppress(LayerNotFoundError, SelectorTypeError):
+                matching.update(_candidates(unlabelled, selector))
+    modules = dict(root.named_modules())
+    return [
+        name
+        for name in (unlabelled[label].name for label in sorted(matching))
+        if id(modules[name]) not in ran and type(modules[name]).forward is not nn.Module.forward
+    ]
+
+
 def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn.Module]:
     """Return the modules of a net without labels that any of the selectors chooses.
 
@@ -137,17 +182,21 @@ def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn
     for selector in selectors:
         if label_of(selector) is not None and not isinstance(selector, str):
             raise SelectorTypeError(f"{selector!r}: labels need a Recorder; here write the name")
-    rows = [
-        Layer(Label((0, i)), name, module, type(module).__name__, 0, None, 0, True, i, None)
-        for i, (name, module) in enumerate(root.named_modules())
-    ]
-    unlabelled = Architecture(rows, {row.name: [row.label] for row in rows})
+    unlabelled = _unlabelled(root)
     chosen = select(unlabelled, selectors or [lambda row: not any(row.module.children())])
     found: dict[str, nn.Module] = {}
     for row in map(unlabelled.__getitem__, chosen):
         check_supported(row.module)
         found[row.name or row.type_name] = root.get_submodule(row.name)
     return found
+
+
+def _unlabelled(root: nn.Module) -> Architecture:
+    rows = [
+        Layer(Label((0, i)), name, module, type(module).__name__, 0, None, 0, True, i, None)
+        for i, (name, module) in enumerate(root.named_modules())
+    ]
+    return Architecture(rows, {row.name: [row.label] for row in rows})
 
 
 def _matches(architecture: Architecture, selector: object) -> list[DepthIdx]:
@@ -227,7 +276,9 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
         kinds = sorted({row.type_name for row in architecture.values() if row.executed})
         return f"no layer is a {selector.__name__}; there are {', '.join(kinds[:20])}"
     if isinstance(selector, str) and selector in architecture.names:
-        return f"the module {selector!r} did not run at labelling"
+        return f"the module {selector!r} did not run at labelling: {_LABEL}"
+    if isinstance(selector, str) and fnmatch.filter(architecture.names, selector):
+        return f"{selector!r} matches only modules that did not run at labelling; {_LABEL}"
     if isinstance(selector, str):
         return f"no name matches {selector!r}; {offer(selector, architecture.names)}"
     if isinstance(selector, re.Pattern):
@@ -237,7 +288,10 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     if not any(row.module is not None for row in architecture.values()):
         reason = "the architecture was read from disk, without modules: select by label or name"
     else:
-        reason = "it is not a module of this net (nor is a copy), or did not run at labelling"
+        reason = (
+            "it is not a module of this net (nor is a copy), or did not run at labelling; if so, "
+            + _LABEL
+        )
     return f"{_shown(selector)} has no layer: {reason}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -12,12 +12,12 @@ from torch import nn
 from scio_recorder.capture.engine import Capture, detach_when_dead
 from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
-from scio_recorder.errors import SelectorTypeError
+from scio_recorder.errors import SelectorTypeError, warn
 from scio_recorder.events import Tracker, track
 from scio_recorder.layer import text_of
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
-from scio_recorder.nets.selection import select, select_modules
+from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysing import Analysing
 from scio_recorder.recorder.collecting import Collecting
@@ -142,8 +142,8 @@ class Recorder(
             such as mixtures of experts. The record of a name is then the tuple of the outputs of
             its calls in the pass, in order; it is empty if there was no call. Its gradient is
             the tuple of their gradients, None for a call that got none. No number of calls
-            raises :class:`~scio_recorder.errors.FlowError`. Modules that did not run at labelling
-            can be chosen too.
+            raises :class:`~scio_recorder.errors.FlowError`. A module that did not run at
+            labelling has no label, and is left out with a warning.
 
         Raises
         ------
@@ -165,8 +165,20 @@ class Recorder(
             raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
         choose = select if calls == "labelled" else select_modules
         recording = choose(self.architecture, selectors)
+        if calls == "any":
+            self._warn_of_unlabelled(selectors)
         options = Options(bool(inputs), gradients, copy, bool(offload), calls)
         self._replace_capture(Capture(self._net, self.architecture, recording, options))
+
+    def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
+        missing = did_not_run(self._net, self.architecture, selectors)
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            warn(
+                f"{', '.join(missing[:4])}{more} did not run at labelling, so they have no label "
+                "and are not recorded, even if they run later: label the net with an input at "
+                "which all of them run (input_data=)"
+            )
 
     def remove(self) -> None:
         """Remove all hooks from the network and drop all records; the selection becomes empty.

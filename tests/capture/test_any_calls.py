@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -174,6 +175,28 @@ def test_what_can_be_chosen():
     with pytest.raises(SelectorTypeError, match="calls="):
         rnet.record("act", calls="all")  # type: ignore[arg-type]
     assert rnet.recording == (first,)
+
+
+def test_modules_that_did_not_run_are_named():
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Experts()
+
+        def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+            return self.inner(x, chosen)
+
+    data = {"x": torch.ones(2, WIDTH), "chosen": [1, 1]}
+    rnet = Recorder(Nested(), input_data=data, force_static_flow=False)
+    left_out = r"^inner\.experts\.0, inner\.experts\.2 did not run at labelling.*input_data="
+    for selector in ("inner.experts.*", nn.Linear, re.compile("experts"), "*"):
+        with pytest.warns(UserWarning, match=left_out):
+            rnet.record(selector, calls="any")
+        assert "inner.experts.1" in {rnet.architecture[label].name for label in rnet.recording}
+    for selector in ("inner.experts.0", "inner.experts.[02]", rnet.net.inner.experts[0]):
+        with pytest.raises(LayerNotFoundError, match=r"did not run at labelling.*input_data="):
+            rnet.record(selector, calls="any")
+    rnet.record("inner.experts.1", "inner.head", calls="any")
 
 
 def test_post_processors_act_on_every_call():

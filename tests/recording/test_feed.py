@@ -77,6 +77,8 @@ class Keywords(nn.Module):
         (SQUARE, {"input_size": (2, 4)}, DataLoader(SAMPLES, batch_size=None), {}),
         (SQUARE, {"input_size": (2, 4)}, SAMPLES, {"to_inputs": lambda batch: batch}),
         (nn.Conv2d(3, 3, 1), {"input_size": (1, 3, 8, 8)}, [torch.randn(3, 6, 5)], {}),
+        # An image without colours: its only channel would count as a sample.
+        (nn.Softmax(dim=1), {"input_size": (2, 1, 8, 8)}, [torch.randn(1, 8, 8)], {}),
         (
             Keywords(),
             {"input_data": {"x": torch.ones(2, 4), "scale": torch.ones(2, 1)}},
@@ -90,6 +92,15 @@ def test_samples_without_a_batch_are_refused(net, labelled, data, options):
     rnet.record("0-1")
     with pytest.raises(CollectError, match=r"batch 0 has shape.*labelled with.*DataLoader.*stack"):
         rnet.collect(data, **options)
+
+
+def test_a_list_of_samples_in_mappings_is_named():
+    rnet = Recorder(Keywords(), input_data={"x": torch.ones(2, 4), "scale": torch.ones(2, 1)})
+    rnet.record("0-1")
+    batch = {"x": torch.randn(3, 4), "scale": torch.ones(3, 1)}
+    (message,) = warned(rnet, [[batch, batch], [batch, batch]])
+    assert "a list of 2 mappings with the same keys" in message
+    assert not warned(rnet, [(batch, {"label": 1})])
 
 
 def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
@@ -106,8 +117,8 @@ def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
 @pytest.mark.parametrize(
     ("net", "labelled", "data", "options"),
     [
-        # One sample counts as one, whichever dimension says so.
-        (nn.Flatten(1), {"input_size": (1, 1, 4, 4)}, [torch.randn(1, 4, 4)], {}),
+        # A batch of one sample, which can't be mistaken for a sample.
+        (SQUARE, {"input_size": (2, 3, 4)}, [torch.randn(1, 4)], {}),
         # Ids say how many samples there are.
         (
             SQUARE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,8 @@ def advise_evaluation(net: nn.Module) -> None:
 def advise_second_element(net: nn.Module, batch: Any) -> bool:
     """Warn if forward would accept the second element of a batch too; return whether it would.
 
-    Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels.
+    Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels; and mappings
+    that look like samples.
 
     Parameters
     ----------
@@ -59,6 +61,14 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return False
     first, second = batch[0], batch[1]
+    if all(isinstance(one, Mapping) and one.keys() == first.keys() for one in batch):
+        warn(
+            f"a batch is a {type(batch).__name__} of {len(batch)} mappings with the same keys, and "
+            "only the first of them goes into the net: if each is a sample, let the loader join "
+            "them (DataLoader does so without collate_fn, and a tokenizer by tokenizer.pad)",
+            CollectWarning,
+        )
+        return True
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
     parameter = _second_parameter(net)
@@ -98,13 +108,13 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
         The first dimension of the batch is as long as the second one at labelling.
     """
     given = counting_tensor(inputs)
-    # A batch of length 1 counts as one sample, and is one in any case.
-    if len(given) == 1:
-        return
     source = Source(net, None, inputs.named(net), 0, "", labelled)
     name = next((name for name, value in source.tensors.items() if value is given), None)
     before = None if name is None else source.labelled_shape(name)
     if before is None or len(before) != given.ndim + 1:
+        return
+    if len(given) == 1 != before[1]:
+        # It counts as one sample, and is one in any case.
         return
     text = (
         f"batch 0 has shape {tuple(given.shape)}, but the net was labelled with {before}: if it is "
