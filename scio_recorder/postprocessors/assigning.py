@@ -11,6 +11,7 @@ from scio_recorder.errors import PostprocessorError, caught_as
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
+from scio_recorder.postprocessors.base import refuse_class
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors.structures import flatten
 
@@ -53,6 +54,7 @@ def assign(
     if isinstance(given, Mapping):
         return _by_selector(architecture, order, given)
     if callable(given):
+        refuse_class(given)
         return dict.fromkeys(order, given)
     # A tuple of types, since the compiler of torch 2.9 can't follow a union.
     if not isinstance(given, (list, tuple)):
@@ -69,7 +71,7 @@ def assign(
         )
     chosen = dict(zip(order, given, strict=False))
     for label, function in chosen.items():
-        if not callable(function):
+        if isinstance(function, type) or not callable(function):
             _check_callable(function, f"layer {architecture[label]}")
     return chosen
 
@@ -138,6 +140,7 @@ def _by_selector(
 
 
 def _check_callable(function: object, where: str) -> None:
+    refuse_class(function)
     if not callable(function):
         raise PostprocessorError(
             f"the post-processor for {where} is {function!r}: it must be callable, "

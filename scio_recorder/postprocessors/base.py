@@ -113,6 +113,23 @@ class Jagged(NamedTuple):
         )
 
 
+def refuse_class(given: object) -> None:
+    """Refuse a class whose objects are post-processors: one of them was meant.
+
+    Raises
+    ------
+    PostprocessorError
+        It is such a class.
+    """
+    # Other classes are functions like any other.
+    if isinstance(given, type) and any("__call__" in vars(base) for base in given.__mro__):
+        name = given.__name__
+        raise PostprocessorError(
+            f"{name} is a class, and a post-processor is an object of it: write {name}(), with its "
+            "arguments if it takes any"
+        )
+
+
 def describe(value: Any) -> str:
     """Return the description of a value for error messages, without its contents."""
     if isinstance(value, Tensor):

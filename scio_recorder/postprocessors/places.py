@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors.base import FloatingMap, Jagged, describe, index, integers
+from scio_recorder.postprocessors.base import (
+    FloatingMap,
+    Jagged,
+    describe,
+    index,
+    integers,
+    refuse_class,
+)
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -232,6 +239,7 @@ class OnInput:
     postprocessor: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
+        refuse_class(self.postprocessor)
         if not callable(self.postprocessor) or isinstance(self.postprocessor, OnInput):
             raise PostprocessorError(
                 f"OnInput takes a post-processor, Tensor -> Tensor or None, not "
@@ -248,6 +256,7 @@ class OnInput:
 
 
 def _check_callable(owner: str, postprocessor: object) -> None:
+    refuse_class(postprocessor)
     if not callable(postprocessor):
         raise PostprocessorError(
             f"{owner} takes a post-processor, Tensor -> Tensor or None, not "

@@ -68,6 +68,8 @@ def as_store(given: str | Store | None) -> Store:
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
+    elif isinstance(given, str) and given not in ("", "disk") and ":" not in given:
+        hint = f', or write store="disk:{given}" for a folder'
     raise CollectError(
         f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, '
         '"s3://BUCKET/RUN", or an object from scio_recorder.stores'

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors import Ablate, Add, At, Clip, Heads, Replace, Scale
+from scio_recorder.postprocessors import Ablate, Add, At, Clip, Heads, OnInput, Replace, Scale
 
 SHAPE = (2, 5, 6)
 MASK = np.arange(10).reshape(2, 5) % 3 == 0
@@ -238,6 +238,24 @@ def test_arguments_that_cannot_work(make: Any, words: list[str]) -> None:
     with pytest.raises(PostprocessorError) as caught:
         make()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Ablate,
+        lambda: [Ablate],
+        lambda: {"0": Ablate},
+        lambda: {"0": At(0, Ablate)},
+        lambda: Heads(1, 0, Ablate),
+        lambda: OnInput(Ablate),
+    ],
+)
+def test_a_class_is_no_post_processor(make: Any) -> None:
+    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 3))
+    rnet.record("0")
+    with pytest.raises(PostprocessorError, match=r"write Ablate\(\)"):
+        rnet(torch.ones(1, 3), activation_postproc=make())
 
 
 def nested(*lengths: int, features: int = 3) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import CollectError, FlowError, Recorder, RecordingError, open_recording
+from scio_recorder import CollectError, FlowError, Recorder, RecordingError, Tokens, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk, Host
 from scio_recorder.stores.disk_format import system
@@ -40,6 +40,40 @@ def test_batch_not_understood(batch):
 def test_a_single_tensor_is_no_dataset():
     with pytest.raises(CollectError, match="split"):
         recorder("0").collect(torch.ones(3, 4))
+
+
+def test_a_mapping_is_no_dataset():
+    for options in ({}, {"to_inputs": lambda batch: batch["input"]}):
+        with pytest.raises(CollectError, match=r"batches is a mapping.*batches=\[x\]"):
+            recorder("0").collect({"input": torch.ones(3, 4)}, **options)
+
+
+def test_a_used_iterator():
+    used = iter(batches(2))
+    recorder("0").collect(used)
+    with pytest.raises(CollectError, match=r"batches is empty.*an iterator can be used only once"):
+        recorder("0").collect(used)
+    with pytest.raises(CollectError, match=r"no batch to run the net on$"):
+        recorder("0").collect([])
+
+
+@pytest.mark.parametrize("rows", [None, Tokens()])
+@pytest.mark.parametrize("names", [["input_ids"], ["input_ids", "attention_mask"]])
+def test_lists_of_numbers_are_no_tensors(rows, names):
+    class Texts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Embedding(5, 2)
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.inner(input_ids)
+
+    ids = torch.tensor([[1, 2], [3, 4]])
+    rnet = Recorder(Texts(), input_data={"input_ids": ids})
+    rnet.record("inner")
+    batch = dict.fromkeys(names, ids.tolist())
+    with pytest.raises(CollectError, match=r"input_ids is a list, not a tensor.*return_tensors"):
+        rnet.collect([batch], rows=rows)
 
 
 @pytest.mark.parametrize("given", [3, None])
@@ -95,6 +129,7 @@ def test_dimension_0_counts_samples_by_chance_at_first(rows):
         ({"transform": {"0": 3}}, "callable"),
         ({"transform": lambda activation, batch: None}, "NoneType"),
         ({"store": None}, "store=None"),
+        ({"store": "runs"}, 'write store="disk:runs" for a folder'),
         ({"resume": True}, "disk:PATH"),
         ({"to_inputs": lambda batch: 3}, "to_inputs"),
         ({"sample_ids": lambda batch: "ab"}, "sample_ids"),

@@ -118,6 +118,12 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
             "32, 32), batch dimension included, or input_data= a tensor, a tuple of positional "
             "or a dict of keyword inputs"
         )
+    size = keywords["input_size"]
+    if isinstance(size, int):
+        raise LabellingError(
+            f"input_size={size!r} is a number, not a shape: write input_size=(1, {size!r}), batch "
+            "dimension included"
+        )
     if keywords["input_data"] is None:
         state = [*net.parameters(), *net.buffers()]
         if keywords.get("device") is None:

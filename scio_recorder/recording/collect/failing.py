@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectError, RecorderError, caught_as
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.tensors.dtypes import dtype_name
 
 
@@ -62,11 +63,12 @@ def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str
     layer = _failing_layer(error, architecture)
     given = [*map(_look, inputs.args)]
     given += [f"{name}={_look(one)}" for name, one in inputs.kwargs.items()]
-    return (
-        f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; "
+    # A list of masks shows the number of samples, so this may come out only in the pass.
+    advice = advice_on_lists(inputs.kwargs) or (
         f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
         "if it takes something else"
     )
+    return f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; {advice}"
 
 
 def _refused(net: nn.Module, inputs: Inputs) -> str:

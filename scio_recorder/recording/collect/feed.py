@@ -68,6 +68,13 @@ class Feed:
                 "batches is a single tensor, so its rows would count as batches: write "
                 "batches=[x] for one batch, or batches=x.split(32) for several"
             )
+        if isinstance(batches, Mapping) and any(
+            self.to_inputs is None or isinstance(one, Tensor) for one in batches.values()
+        ):
+            raise CollectError(
+                "batches is a mapping, so its keys would count as batches: write batches=[x] if "
+                "it is one batch, or batches=x.values() if its values are batches"
+            )
         if self.to_inputs is None and _is_of_samples(batches):
             raise CollectError(
                 f"batches is a {type(batches).__name__}, whose items are samples and not batches: "
@@ -297,10 +304,42 @@ def counting_tensor(inputs: Inputs) -> Tensor:
     for tensor in tensors(tuple(inputs)):
         if tensor.ndim > 0:
             return tensor
+    named = {**{f"input {place}": one for place, one in enumerate(inputs.args)}, **inputs.kwargs}
     raise CollectError(
-        "the net's input has no tensor that shows the number of samples: write "
+        advice_on_lists(named)
+        or "the net's input has no tensor that shows the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"
     )
+
+
+def advice_on_lists(named: Mapping[str, Any]) -> str:
+    """Return a sentence on the first input that is a list of numbers; empty if there is none.
+
+    Parameters
+    ----------
+    named : mapping
+        The inputs by name.
+
+    Examples
+    --------
+    >>> advice_on_lists({"scale": 2})
+    ''
+    >>> advice_on_lists({"input_ids": [[1, 2]]}).partition(":")[0]
+    'input_ids is a list, not a tensor'
+    """
+    for name, given in named.items():
+        if isinstance(given, list) and _is_of_numbers(given):
+            return (
+                f'{name} is a list, not a tensor: tokenize with return_tensors="pt", or make it a '
+                "tensor with torch.tensor"
+            )
+    return ""
+
+
+def _is_of_numbers(value: Any) -> bool:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, int | float)
 
 
 def _is_of_samples(batches: Any) -> bool:

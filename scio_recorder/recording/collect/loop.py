@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -131,7 +131,9 @@ def _run_batches(
             if is_taken:
                 advance(*added)
     if is_empty and not feed.may_be_empty:
-        raise CollectError("batches is empty: it gave no batch to run the net on")
+        used = "; an iterator can be used only once, so give a list, a DataLoader or a new iterator"
+        more = used if isinstance(feed.batches, Iterator) else ""
+        raise CollectError(f"batches is empty: it gave no batch to run the net on{more}")
     collection.check_end()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
 
 _ENCODER = ("input_ids", "inputs_embeds")
@@ -162,7 +163,8 @@ class Tokens(Rows):
             found = fitting or found or {"": size}
         if not found:
             raise CollectError(
-                f"layer {source.layer} can't be collected by rows=Tokens(): the net's input has "
+                advice_on_lists(source.arguments)
+                or f"layer {source.layer} can't be collected by rows=Tokens(): the net's input has "
                 "no sequence, that is, no tensor [batch, positions] or [batch, positions, "
                 "features]; write Tokens(mask=lambda batch: ...) with a bool tensor [batch, "
                 "positions] and, if layers have another shape, transform=; or leave rows= out"
