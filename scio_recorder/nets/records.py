@@ -10,14 +10,18 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import DepthIdx, describe, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.ownership import Held, holder
+from scio_recorder.tensors.structures import tensors
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
 T = TypeVar("T", covariant=True)
 _SHOWN = 12
+# The printed form: layers, and the widths of their names and of a structure's shapes.
+_LISTED, _WIDEST, _LONGEST = 60, 60, 300
 # The advice if there is nothing to read yet.
 _RUN = "Choose layers with rnet.record(), then run the net with rnet(x)"
 _HOW = {
@@ -97,6 +101,8 @@ class Inputs(NamedTuple):
 class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     """A read-only mapping over layers, in the order of execution.
 
+    If its values hold tensors, it is printed as their shapes, one line for each layer.
+
     Parameters
     ----------
     architecture : Architecture
@@ -149,7 +155,21 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        if not any(map(tensors, map(self._look, self._values))):
+            return repr(dict(self))
+        rows = [str(self._architecture[label]) for label in list(self._values)[:_LISTED]]
+        width = min(_WIDEST, max(map(len, rows)))
+        lines = [
+            f"{row:{width}}  {_shapes(self._look(label))}"
+            for row, label in zip(rows, self._values, strict=False)
+        ]
+        if len(self) > _LISTED:
+            lines.append(f"... and {len(self) - _LISTED:,} more layers")
+        return "\n".join(lines)
+
+    def _look(self, label: DepthIdx) -> Any:
+        """Return a value of which only shapes are shown."""
+        return self._values[label]
 
     def _get(self, label: DepthIdx) -> T:
         return self._values[label]
@@ -170,6 +190,28 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         here = ", ".join(map(text_of, list(self._values)[:_SHOWN]))
         more = f" and {len(self._values) - _SHOWN:,} more" if len(self._values) > _SHOWN else ""
         return f"there is no {self._what} of layer {layer}; there is one of {here}{more}"
+
+
+class _Shown(str):
+    """A text that is printed without quotation marks inside a structure."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shapes(value: Any) -> str:
+    """Return the structure of a value with shape and dtype for each tensor."""
+    text = repr(map_leaves(_shape, value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _shape(leaf: Any) -> _Shown:
+    if not isinstance(leaf, Tensor):
+        return _Shown(None if leaf is None else type(leaf).__name__)
+    spec = describe(leaf)
+    return _Shown(f"{spec.shape} {dtype_name(spec.dtype)}")
 
 
 class Recorded:
@@ -272,6 +314,10 @@ class Records(LayerMapping[Any]):
 
     def _get(self, label: DepthIdx) -> Any:
         return self._intact(label).read()
+
+    def _look(self, label: DepthIdx) -> Any:
+        # Shapes can be shown even if values were overwritten; nothing is copied for them.
+        return self._values[label].peek()
 
     def _intact(self, label: DepthIdx) -> Entry:
         entry = self._values[label]

@@ -160,6 +160,10 @@ class Readable(LayerMapping[Any]):
         self.calls: Calls = held.calls
         inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
+        self.inputs.why_none = (
+            "the recording has none of any layer. Choose layers with rnet.record(..., inputs=True) "
+            "before rnet.collect(...)"
+        )
         self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
         self.settings = dict(settings or {})
         self._reductions = dict(reductions)

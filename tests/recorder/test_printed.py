@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +79,37 @@ def test_pruned_weights_are_counted_as_torchinfo_does() -> None:
     prune.random_unstructured(net[0], "weight", amount=10)
     rnet = Recorder(net, input_size=(1, 6))
     assert "\nTotal params: 46\n" in repr(rnet)
+
+
+class Pair(nn.Module):
+    """Returns a structure."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x, {"ids": x.long(), "rest": None, "scale": 2}
+
+
+def test_records_are_printed_as_shapes() -> None:
+    rnet = Recorder(nn.Sequential(nn.Linear(4, 3), Pair()), input_size=(1, 4))
+    assert repr(rnet.activations) == "{}"
+    rnet.record("0", "1", inputs=True, gradients=True)
+    out = rnet(torch.ones(2, 4))
+    assert repr(rnet.activations).splitlines() == [
+        "1-1 0 (Linear)  (2, 3) float32",
+        "1-2 1 (Pair)    ((2, 3) float32, {'ids': (2, 3) int64, 'rest': None, 'scale': int})",
+    ]
+    assert "1-1 0 (Linear)  Inputs(args=((2, 4) float32,), kwargs={})" in repr(rnet.inputs)
+    out[0].sum().backward()
+    assert "1-1 0 (Linear)  (2, 3) float32" in repr(rnet.gradients)
+    # A record that can't be read has a shape.
+    with torch.no_grad():
+        out[0].zero_()
+    assert "1-1 0 (Linear)  (2, 3) float32" in repr(rnet.activations)
+
+
+def test_many_records_are_printed_in_part() -> None:
+    rnet = Recorder(nn.Sequential(*(nn.ReLU() for _ in range(100))), input_size=(1, 2))
+    rnet.record("*")
+    rnet(torch.ones(1, 2))
+    lines = repr(rnet.activations).splitlines()
+    assert len(lines) == 61
+    assert lines[-1] == "... and 41 more layers"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, FlowError, Recorder, RecordingError, Tokens, open_recording
+from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk, Host
 from scio_recorder.stores.disk_format import system
@@ -55,6 +56,27 @@ def test_a_used_iterator():
         recorder("0").collect(used)
     with pytest.raises(CollectError, match=r"no batch to run the net on$"):
         recorder("0").collect([])
+
+
+def test_the_advice_for_a_net_that_takes_a_whole_tuple_works():
+    class Masked(nn.Module):
+        def forward(self, x, mask, scale=1.0, **options):
+            return x * mask * scale
+
+    x = torch.ones(2, 3)
+    rnet = Recorder(Masked(), input_data=[x, x])
+    rnet.record("0-1")
+    written = 'lambda batch: {"x": batch[0], "mask": batch[1]}'
+    with pytest.raises(CollectError, match=re.escape(written)) as caught:
+        rnet.collect([(x, torch.zeros(3), 1)])
+    assert "Only the first element" in str(caught.value)
+    recording = rnet.collect([(x, torch.zeros(3), 1)], to_inputs=eval(written))
+    assert not recording["0-1"].any()
+
+
+def test_inputs_that_a_recording_lacks():
+    with pytest.raises(LayerNotFoundError, match=r"inputs=True\) before rnet.collect"):
+        recorder("0").collect(batches(2)).inputs["0"]
 
 
 @pytest.mark.parametrize("rows", [None, Tokens()])
@@ -133,7 +155,7 @@ def test_dimension_0_counts_samples_by_chance_at_first(rows):
         ({"resume": True}, "disk:PATH"),
         ({"to_inputs": lambda batch: 3}, "to_inputs"),
         ({"sample_ids": lambda batch: "ab"}, "sample_ids"),
-        ({"sample_ids": lambda batch: [1]}, "sample_ids"),
+        ({"sample_ids": lambda batch: [1]}, r"sample_ids gave 1 id for \d samples"),
         ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
         ({"sample_ids": lambda batch: [1, "a"]}, "integers"),
     ],

@@ -128,7 +128,8 @@ def doubled(activation, batch):
         (lambda rnet: None, {"dtype": torch.float16}, "dtype"),
         (lambda rnet: None, {"reduce": {"0": Mean()}}, "reductions"),
         (lambda rnet: None, {"every": 2}, "every"),
-        (other_weights, {}, "weights"),
+        (other_weights, {}, "recorded with other weights: "),
+        (other_weights, {"every": 2}, "recorded with other weights, and other settings: every"),
     ],
 )
 @pytest.mark.parametrize("complete", [False, True])
@@ -203,7 +204,7 @@ def test_another_architecture_is_refused(tmp_path):
     interrupted(recorder("0"), batches(4, 4), tmp_path / "run", 1)
     other = Recorder(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), input_size=(1, 4))
     other.record("0")
-    with pytest.raises(RecordingError, match="architecture is"):
+    with pytest.raises(RecordingError, match=r"run was recorded from another network[^0-9]*$"):
         other.collect(batches(4, 4), store=f"disk:{tmp_path}/run", resume=True)
 
 

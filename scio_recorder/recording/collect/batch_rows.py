@@ -44,6 +44,8 @@ class BatchRows:
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     told : mapping
         For doubtful layers, whether these dimensions lead (`probing.py`).
+    are_given : bool
+        Whether ``sample_ids`` told the number of samples.
     """
 
     dims: tuple[str, ...]
@@ -56,13 +58,14 @@ class BatchRows:
     are_scalars_doubtful: bool = False
     other_half: str | None = None
     told: Mapping[DepthIdx, bool] = field(default_factory=dict)
+    are_given: bool = False
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
     @lru_cache(maxsize=16)  # most batches have the length of the one before
-    def of_samples(cls, number: int) -> BatchRows:
+    def of_samples(cls, number: int, are_given: bool = False) -> BatchRows:
         """Return the rows of a batch of this many samples, in which each sample is a row."""
-        return cls(("batch",), (number,), number)
+        return cls(("batch",), (number,), number, are_given=are_given)
 
     @property
     def are_samples(self) -> bool:
@@ -131,12 +134,7 @@ class BatchRows:
                 "mask=, but different ones: record it with the mask of its half"
             )
         if self.are_samples:
-            rows = self.num_samples
-            raise CollectError(
-                f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, "
-                f"as in {(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= "
-                "to say how many samples a batch has"
-            )
+            raise CollectError(self._explain_samples(gave, shape))
         if fits and not is_map and shape == layer.output_shape and layer.label not in self.told:
             raise CollectError(
                 f"{gave}, which may be one number for each position, or by chance as many "
@@ -154,6 +152,21 @@ class BatchRows:
             f"{gave}{looks}, but rows= needs [{', '.join(self.dims)}, ...], here "
             f'({wanted}): convert it with transform={{"{layer.label}": lambda activation, '
             "batch: ...}, or leave the layer out"
+        )
+
+    def _explain_samples(self, gave: str, shape: tuple[int, ...]) -> str:
+        """Return why a layer's dimension 0 does not count the samples, and what to write."""
+        rows = self.num_samples
+        if self.are_given and shape:
+            return (
+                f"sample_ids gave {rows} id{'s' * (rows != 1)} for {shape[0]} samples: {gave}. "
+                "Return one id for each sample; if dimension 0 of the layer does not count "
+                "samples, rearrange it with transform="
+            )
+        return (
+            f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, as in "
+            f"{(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= to say how "
+            "many samples a batch has"
         )
 
     def _is_chance(self, layer: Layer) -> bool:

@@ -206,7 +206,7 @@ class Collection:
                 refuse_sample(self.net, self.options.architecture[0, 1].input_shape, inputs)
             self._ids, number = self.feed.ids(batch, inputs, self._seen, number)
             num_repeats = number - len(self._ids)
-            rows = rows or BatchRows.of_samples(number)
+            rows = rows or BatchRows.of_samples(number, self.feed.sample_ids is not None)
             if self._is_taken:
                 skip = self._num_to_skip(self._ids)
                 is_durable = len(self._ids) == skip and skip + num_repeats > 0

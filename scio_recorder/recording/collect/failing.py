@@ -18,7 +18,7 @@ from scio_recorder.tensors.dtypes import dtype_name
 
 @contextmanager
 def naming_batch(
-    number: int, architecture: Architecture, net: nn.Module, inputs: Inputs
+    number: int, architecture: Architecture, net: nn.Module, inputs: Inputs, batch: Any = None
 ) -> Iterator[None]:
     """Let an error of a pass inside the block name the batch that failed, and the layer.
 
@@ -34,6 +34,8 @@ def naming_batch(
         The net.
     inputs : Inputs
         The net's inputs.
+    batch : Any, optional
+        The loader's batch, unless a function has chosen the inputs.
     """
     try:
         yield
@@ -41,7 +43,7 @@ def naming_batch(
         error.add_note(f"This happened in batch {number}.")
         raise
     except Exception as error:
-        refused = _refused(net, inputs) if isinstance(error, TypeError) else ""
+        refused = _refused(net, inputs, batch) if isinstance(error, TypeError) else ""
         text = refused or _failed(error, architecture, inputs)
         raise caught_as(CollectError, error, f"batch {number}: {text}") from error
 
@@ -71,7 +73,7 @@ def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str
     return f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; {advice}"
 
 
-def _refused(net: nn.Module, inputs: Inputs) -> str:
+def _refused(net: nn.Module, inputs: Inputs, batch: Any) -> str:
     """Return a sentence on why a net's forward can't be called like this; empty if it can."""
     try:
         signature = inspect.signature(net.forward)
@@ -83,10 +85,20 @@ def _refused(net: nn.Module, inputs: Inputs) -> str:
         names = signature.parameters
         unknown = [name for name in inputs.kwargs if name not in names]
         if not unknown:
-            return (
-                f"the net's forward can't be called with it: {reason}. Write "
-                "to_inputs=lambda batch: ... with inputs that forward takes"
-            )
+            failed = f"the net's forward can't be called with it: {reason}."
+            needed = [
+                name
+                for name, one in names.items()
+                if one.default is one.empty
+                and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            ]
+            if inputs.args and isinstance(batch, tuple | list) and len(needed) <= len(batch):
+                pairs = ", ".join(f'"{name}": batch[{at}]' for at, name in enumerate(needed))
+                return (
+                    f"{failed} Only the first element of a tuple goes into the net: write "
+                    f"to_inputs=lambda batch: {{{pairs}}}"
+                )
+            return f"{failed} Write to_inputs=lambda batch: ... with inputs that forward takes"
         taken = ", ".join(repr(name) for name in inputs.kwargs if name in names) or "..."
         return (
             f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "

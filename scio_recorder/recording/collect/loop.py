@@ -122,7 +122,8 @@ def _run_batches(
             inputs = feed.inputs(batch)
             is_new = collection.begin(batch, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not is_new):
-                with naming_batch(feed.number, collection.options.architecture, net, inputs):
+                own = batch if feed.to_inputs is None else None
+                with naming_batch(feed.number, collection.options.architecture, net, inputs, own):
                     if is_new:
                         collection.take(partial(run, inputs, collection))
                     else:

@@ -61,7 +61,20 @@ def agreed(medium: Medium) -> dict[str, Any] | None:
 
 def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse to continue a recording with other settings."""
-    found = differences(_briefly(stored), _briefly(given))
+    there, here = _briefly(stored), _briefly(given)
+    if there["architecture"] != here["architecture"]:
+        raise RecordingError(
+            f"{path} was recorded from another network, whose layers differ: give that network, or "
+            "choose another folder"
+        )
+    # Digests tell nothing to a reader.
+    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
+    found = differences(there, here)
+    if has_other_weights and not found:
+        raise RecordingError(
+            f"{path} was recorded with other weights: give the network with the weights that it "
+            "had, or choose another folder"
+        )
     if found:
         way = ""
         if stored.get("world_size") != given.get("world_size"):
@@ -69,7 +82,8 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         elif stored.get("process") != given.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         raise RecordingError(
-            f"{path} was recorded with other settings: {'; '.join(found[:4])}. Give the same "
+            f"{path} was recorded with other {'weights, and other ' * has_other_weights}settings: "
+            f"{'; '.join(found[:4])}. Give the same "
             f"settings, or choose another folder{way}"
         )
 
