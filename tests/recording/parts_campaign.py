@@ -169,7 +169,8 @@ def main() -> None:
     finally:
         if server:
             os.kill(server, signal.SIGKILL)
-    assert kills > int(count) // 2, kills
+    # Of a few, all workers may have been done before: that depends on who else is at work.
+    assert int(count) < 20 or kills > int(count) // 2, kills
     print(f"{count} recordings, {kills} workers killed: no sample lost, doubled or wrong")
 
 
