@@ -14,7 +14,6 @@ from scio_recorder.layer import DepthIdx, describe, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.ownership import Held, holder
-from scio_recorder.tensors.structures import tensors
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
@@ -155,7 +154,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        if not any(map(tensors, map(self._look, self._values))):
+        if not any(map(_holds_tensors, map(self._look, self._values))):
             return repr(dict(self))
         rows = [str(self._architecture[label]) for label in list(self._values)[:_LISTED]]
         width = min(_WIDEST, max(map(len, rows)))
@@ -199,6 +198,13 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _holds_tensors(value: Any) -> bool:
+    # Looks into containers only: other objects, such as inputs on disk, would be read.
+    found: list[bool] = []
+    map_leaves(lambda leaf: found.append(isinstance(leaf, Tensor)), value)
+    return any(found)
 
 
 def _shapes(value: Any) -> str:

@@ -93,9 +93,10 @@ def test_lists_of_numbers_are_no_tensors(rows, names):
     ids = torch.tensor([[1, 2], [3, 4]])
     rnet = Recorder(Texts(), input_data={"input_ids": ids})
     rnet.record("inner")
-    batch = dict.fromkeys(names, ids.tolist())
-    with pytest.raises(CollectError, match=r"input_ids is a list, not a tensor.*return_tensors"):
-        rnet.collect([batch], rows=rows)
+    for given in (ids.tolist(), [[1, 2], [3]]):
+        batch = dict.fromkeys(names, given)
+        with pytest.raises(CollectError, match=r"input_ids is a list, not a tensor.*return_tens"):
+            rnet.collect([batch], rows=rows)
 
 
 @pytest.mark.parametrize("given", [3, None])

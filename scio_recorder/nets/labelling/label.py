@@ -119,9 +119,9 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
             "or a dict of keyword inputs"
         )
     size = keywords["input_size"]
-    if isinstance(size, int):
+    if isinstance(size, int | float):
         raise LabellingError(
-            f"input_size={size!r} is a number, not a shape: write input_size=(1, {size!r}), batch "
+            f"input_size={size!r} is a number, not a shape: write input_size=(1, {size:g}), batch "
             "dimension included"
         )
     if keywords["input_data"] is None:

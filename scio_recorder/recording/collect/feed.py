@@ -330,8 +330,8 @@ def advice_on_lists(named: Mapping[str, Any]) -> str:
     for name, given in named.items():
         if isinstance(given, list) and _is_of_numbers(given):
             return (
-                f'{name} is a list, not a tensor: tokenize with return_tensors="pt", or make it a '
-                "tensor with torch.tensor"
+                f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and '
+                "padding=True), or make it a tensor with torch.tensor"
             )
     return ""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.tensors.copies import is_dense
 
 # A key or attribute of the batch, an argument of forward, or a function of the batch.
@@ -148,8 +149,10 @@ class Source:
         except (TypeError, ValueError, RuntimeError):
             found = None
         if found is None or not is_dense(found):
+            # Lists of several lengths can't be made a mask, and the net would refuse the others.
             raise CollectError(
-                f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a "
+                advice_on_lists(self.arguments)
+                or f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a "
                 "dense tensor, or a function that returns one"
             )
         return found.detach().cpu()
