@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -72,15 +72,18 @@ class Gradients:
 
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that received none is absent."""
-        delivery, calls = self._delivery, {}
-        for place, (count, rebuild) in delivery.templates.items():
+
+        def summed(place: Place, count: int, rebuild: Rebuild) -> Recorded:
             passes = [arrived.calls.get(place) or [None] * count for arrived in self._arrived]
             sums = [
                 Recorded([part for part in parts if part], _sum)
                 for parts in zip(*passes, strict=True)
             ]
-            calls[place] = Recorded(sums, rebuild)
-        entries = delivery.by_layer(calls, self._arrived, lambda every: Recorded(every, tuple))
+            return Recorded(sums, rebuild)
+
+        entries = self._delivery.by_layer(
+            self._arrived, summed, lambda every: Recorded(every, tuple)
+        )
         return Records(architecture, entries, "gradient")
 
 
@@ -116,16 +119,16 @@ class _Delivery:
 
     def by_layer(
         self,
-        values: Mapping[Place, Any],
         arrived: Sequence[_Arrived],
+        value_of: Callable[[Place, int, Rebuild], Any],
         join: Callable[[list[Any]], Any],
     ) -> dict[DepthIdx, Any]:
         """Return the value of the only call of each layer that was reached, or all joined."""
         reached = {label for one in arrived for label, _ in one.calls}
         found: dict[DepthIdx, list[Any]] = {}
-        for label, number in self.templates:
-            if label in reached:
-                found.setdefault(label, []).append(values[label, number])
+        for place, template in self.templates.items():
+            if place[0] in reached:
+                found.setdefault(place[0], []).append(value_of(place, *template))
         return {
             label: calls[0] if self._counts_calls else join(calls) for label, calls in found.items()
         }
@@ -152,13 +155,13 @@ class _Delivery:
         arrived.calls.setdefault(place, [None] * count)[index] = Held(gradient)
 
     def _deliver(self, arrived: _Arrived) -> None:
+        def built(place: Place, count: int, rebuild: Rebuild) -> Any:
+            parts = arrived.calls.get(place) or [None] * count
+            return rebuild([None if part is None else part.peek() for part in parts])
+
         hooks = self._hooks and self._hooks()
         for hook in list((hooks or {}).values()) if arrived.calls else ():
-            values = {}
-            for place, (count, rebuild) in self.templates.items():
-                parts = arrived.calls.get(place) or [None] * count
-                values[place] = rebuild([None if part is None else part.peek() for part in parts])
-            hook(self.by_layer(values, [arrived], tuple))
+            hook(self.by_layer([arrived], built, tuple))
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from scio_recorder.layer import DepthIdx, text_of
 
 _SHOWN, _OFFERED = 6, 4
+# The way on if a module did not run at labelling.
+LABEL_WITH_IT = "label the net with an input at which it runs (input_data=)"
 
 
 def no_such_label(label: DepthIdx, labels: Iterable[DepthIdx]) -> str:

@@ -17,7 +17,7 @@ from scio_recorder.display.outline import Outline, Outlined, nested, outline, vi
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, text_of
 from scio_recorder.nets import architecture_json
-from scio_recorder.nets.absent import no_such_label, no_such_name
+from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name
 
 
 class Architecture(Outlined, Mapping[DepthIdx, Layer]):
@@ -352,8 +352,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         labels = self.labels_of(name) or self.rows_of(name)
         if not labels:
             raise LayerNotFoundError(
-                f"module {name!r} did not run at labelling, so it has no label: label the net "
-                "with an input at which it runs (input_data=)"
+                f"module {name!r} did not run at labelling, so it has no label: {LABEL_WITH_IT}"
             )
         if len(labels) > 1:
             found = ", ".join(map(text_of, labels))

@@ -14,12 +14,11 @@ from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of
-from scio_recorder.nets.absent import no_such_label, no_such_name, offer
+from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name, offer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.supported import check_supported
 
 _GLOB = re.compile(r"[*?\[]")
-_LABEL = "label the net with an input at which it runs (input_data=)"
 
 
 def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
@@ -276,9 +275,9 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
         kinds = sorted({row.type_name for row in architecture.values() if row.executed})
         return f"no layer is a {selector.__name__}; there are {', '.join(kinds[:20])}"
     if isinstance(selector, str) and selector in architecture.names:
-        return f"the module {selector!r} did not run at labelling: {_LABEL}"
+        return f"the module {selector!r} did not run at labelling: {LABEL_WITH_IT}"
     if isinstance(selector, str) and fnmatch.filter(architecture.names, selector):
-        return f"{selector!r} matches only modules that did not run at labelling; {_LABEL}"
+        return f"{selector!r} matches only modules that did not run at labelling; {LABEL_WITH_IT}"
     if isinstance(selector, str):
         return f"no name matches {selector!r}; {offer(selector, architecture.names)}"
     if isinstance(selector, re.Pattern):
@@ -290,7 +289,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     else:
         reason = (
             "it is not a module of this net (nor is a copy), or did not run at labelling; if so, "
-            + _LABEL
+            + LABEL_WITH_IT
         )
     return f"{_shown(selector)} has no layer: {reason}"
 
