@@ -34,7 +34,9 @@ FAULTS = (
     "halved",  # half of the answer is seen
     "repeated",  # the answer is seen twice
     "silent",  # it does not arrive, and there is no answer as long as anybody waits
-    "crossed",  # if it reads an object, the answer is that to an earlier request of this kind
+    # The answer is that to an earlier request: if it reads an object, to the first one that did; if
+    # it puts one, to the put before by the same client, and the put does not arrive.
+    "crossed",
 )
 
 
@@ -58,6 +60,10 @@ class Traffic:
     lock: threading.Lock = field(default_factory=threading.Lock)
     # The first answer to a request that reads an object.
     earlier: Any = None
+    # Of many clients, requests on one connection come from the same one. One alone can use several.
+    has_one_client: bool = False
+    # The answers to puts.
+    puts: list[Any] = field(default_factory=list)
     # One at a time writes or lists.
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -69,7 +75,8 @@ class Traffic:
 
     def clear(self) -> None:
         with self.lock:
-            self.requests, self.number, self.earlier = [], 0, None
+            self.requests, self.number, self.earlier, self.puts = [], 0, None, []
+            self.has_one_client = False
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -81,6 +88,11 @@ class Proxy(BaseHTTPRequestHandler):
     wbufsize = -1
     traffic: Traffic
     port: int
+
+    def setup(self) -> None:
+        super().setup()
+        # The answers to puts on this connection.
+        self.puts: list[Any] = []
 
     def handle_one_request(self) -> None:
         with suppress(ConnectionError):
@@ -104,9 +116,15 @@ class Proxy(BaseHTTPRequestHandler):
             return
         if fate == "late":
             time.sleep(0.3)
-        for _ in range(2 if fate == "twice" else 1):
-            status, headers, answer = self._forward(body)
+        puts = self.traffic.puts if self.traffic.has_one_client else self.puts
+        if fate == "crossed" and self.command == "PUT" and puts:
+            status, headers, answer = puts[-1]
+        else:
+            for _ in range(2 if fate == "twice" else 1):
+                status, headers, answer = self._forward(body)
         self._log(len(body), len(answer))
+        if self.command == "PUT" and status == 200:
+            puts.append((status, headers, answer))
         if self.command == "GET" and "?" not in self.path and status in (200, 206):
             self.traffic.earlier = self.traffic.earlier or (status, headers, answer)
             if fate == "crossed":

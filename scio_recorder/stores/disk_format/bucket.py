@@ -6,9 +6,11 @@ A put acts at most once, since it is conditional: it fails if there is an object
 the answer can be lost, and a request can arrive twice. Then the put has acted, but the writer sees
 a failure, or an existing object, as if another writer had been first. So each put carries a unique
 text, which the object keeps beside its content: a writer that finds its own text there was first.
-The text ends with the object's name. If something between here and the store answers twice, the
-second answer can be taken for that to the next request: a reader that finds another name asks
-again.
+
+If something between here and the store answers twice, the second answer can be taken for that to
+the next request. The text ends with the object's name, so a reader that finds another name asks
+again. The answer to a put has nothing but the object's tag: a writer that has met the tag before
+looks whether its own text is there.
 
 An object exists as a whole or not at all, and is durable when it exists. There are no locks: only
 the put keeps two writers apart.
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.medium import Medium, NewFile, accessing
-from scio_recorder.stores.disk_format.requests import NUM_REQUESTS, PassingError, Requests
+from scio_recorder.stores.disk_format.requests import NUM_REQUESTS, PassingError, Requests, was_met
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -41,6 +43,7 @@ _MAX_BYTES = 5_000_000_000
 _PUT_BY = "scioput"
 # The number of names that one request lists.
 _PAGE = 1000
+_TO_ANOTHER = "the answer is to another request"
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -179,11 +182,18 @@ class Bucket(Medium):
         def put(library: ModuleType, store: ObjectStore, path: str) -> None:
             content: Any = iter(pieces) if pieces else b""
             try:
-                library.put(store, path, content, mode="create", attributes={_PUT_BY: ours})
+                answer = library.put(
+                    store, path, content, mode="create", attributes={_PUT_BY: ours}
+                )
             except Exception as error:
                 is_there = type(error).__name__ == "AlreadyExistsError"
-                if not is_there or _put_by(library, store, path) != ours:
+                if not is_there or _put_by(library, store, path, name) != ours:
                     raise
+            else:
+                # Where stores keep no texts, there is nothing to compare.
+                is_known = was_met(answer["e_tag"])
+                if is_known and _put_by(library, store, path, name) not in (None, ours):
+                    raise PassingError(_TO_ANOTHER)
 
         try:
             self.make(name, put, num_bytes)
@@ -192,13 +202,21 @@ class Bucket(Medium):
             raise FileExistsError(error.errno, f"{name} {problem}") from None
 
 
-def _put_by(library: ModuleType, store: ObjectStore, path: str) -> str | None:
+def _put_by(library: ModuleType, store: ObjectStore, path: str, name: str) -> str | None:
     """Return the text of the put that made an object; see the NOTE."""
     try:
-        found: str | None = library.get(store, path, options={"head": True}).attributes.get(_PUT_BY)
+        answer = library.get(store, path, options={"head": True})
     except FileNotFoundError:
         # Two simultaneous puts can hinder each other.
         raise PassingError("an object that is there already is not there") from None
+    return _text(answer, name)
+
+
+def _text(answer: Any, name: str) -> str | None:
+    """Return the text that an object keeps, if the answer is about the object of the name."""
+    found: str | None = answer.attributes.get(_PUT_BY)
+    if found is not None and found.partition(" ")[2] not in ("", name):
+        raise PassingError(_TO_ANOTHER)
     return found
 
 
@@ -260,12 +278,11 @@ class Object:
 
         def get(library: ModuleType, store: ObjectStore, path: str) -> Any:
             answer = library.get(store, path, options=wanted)
-            _, _, name = answer.attributes.get(_PUT_BY, "").partition(" ")
-            if name not in ("", self._name):
-                raise PassingError("the answer is to another request")
+            _text(answer, self._name)
             return answer.meta, b"" if "head" in options else answer.bytes()
 
         meta, data = self._bucket.make(self._name, get, num_bytes)
+        was_met(meta["e_tag"])
         stamp = meta["size"], meta["e_tag"]
         if self._stamp not in (None, stamp):
             raise RecordingError(f"{self.path} was replaced since it was opened")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import PathFinder
@@ -34,6 +35,8 @@ _FIRST_PAUSE, _TRIES = 0.1, 7
 # The time limit of a small request in seconds, and the bytes for which a large one has one second
 # more.
 _SECONDS, _BYTES_A_SECOND = 15, 1 << 20
+# The number of answers of which one may come again.
+_NUM_TAGS = 1000
 # The most requests at once in this process: each holds the bytes that it reads in memory.
 NUM_REQUESTS = 16
 
@@ -187,6 +190,19 @@ def _client(
 _NO_RETRIES = {"max_retries": 0}
 
 
+def was_met(tag: str | None) -> bool:
+    """Whether an earlier answer to this process had an object's tag; note the tag."""
+    tags = _tags(os.getpid())
+    found = tag in tags
+    tags.append(tag)
+    return found
+
+
+@cache
+def _tags(process: int) -> deque[str | None]:
+    return deque(maxlen=_NUM_TAGS)
+
+
 @cache
 def _library(process: int) -> ModuleType:
     """Return obstore, for this process.
@@ -222,4 +238,6 @@ def _note_fork() -> None:
     _loading = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_note_fork)
+# Where there are no forks, there is no such function.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

@@ -83,6 +83,26 @@ def test_an_answer_to_another_request_is_not_taken_for_this_one(store, traffic, 
     assert [request.method for request in traffic.requests] == ["GET"] * 3
 
 
+def test_a_put_that_did_not_arrive_is_not_taken_for_done(store, traffic, place):
+    medium = Bucket(f"s3://{place}")
+    traffic.has_one_client = True
+    traffic.fate = lambda number, method, path: "crossed" if number == 1 else ""
+    # Their tags are new, since the store makes them of the contents.
+    contents = {name: f"{place} {name}".encode() for name in ("one", "other")}
+    for name, content in contents.items():
+        put(medium, name, content)
+    # The second one gets the answer to the first one, so it looks.
+    assert [request.method for request in traffic.requests] == ["PUT", "PUT", "HEAD", "PUT"]
+    assert objects(store[0], place) == contents
+
+
+def test_equal_objects_are_put_though_their_tags_are_equal(store, traffic, place):
+    medium = Bucket(f"s3://{place}")
+    for name in ("one", "other"):
+        put(medium, name, b"content")
+    assert objects(store[0], place) == {"one": b"content", "other": b"content"}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_put_acts_once_and_knows_it(store, traffic, place, fault):
     medium = Bucket(f"s3://{place}")
@@ -205,8 +225,9 @@ def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
 
     def overwriting(self: Bucket, name: str, ask: Any, num_bytes: int = 0) -> Any:
         class Library:
-            def put(self, *args: Any, **options: Any) -> None:
+            def put(self, *args: Any, **options: Any) -> dict[str, str]:
                 """Say that all is well."""
+                return {"e_tag": options["attributes"]["scioput"]}
 
         return real(self, name, lambda library, *args: ask(Library(), *args), num_bytes)
 

@@ -71,7 +71,7 @@ def num_calls(tmp_path_factory) -> int:
 )
 def test_any_call_failing_in_a_write(tmp_path, num_calls, code, from_then_on):
     assert num_calls > 60
-    # What earlier tests left behind is not closed meanwhile.
+    # What earlier tests left behind may be closed meanwhile.
     gc.collect()
     before = descriptors()
     raised = 0
@@ -85,7 +85,7 @@ def test_any_call_failing_in_a_write(tmp_path, num_calls, code, from_then_on):
             assert problem.errno == code
             assert str(tmp_path) in str(problem)
             del problem
-        assert descriptors() == before
+        assert descriptors() <= before
         if holds_recording(path):
             assert check_contents(path) >= durable[-1]
         else:
