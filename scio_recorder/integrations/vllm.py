@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -247,6 +246,9 @@ def _naturally(name: str) -> list[str | int]:
 
 
 def _is_locked(path: str) -> bool:
+    # Systems without such locks have no vLLM.
+    import fcntl
+
     # vLLM locks the file beside that of a request until the request's is complete.
     with accessing(path), open(path, "rb") as file:
         try:

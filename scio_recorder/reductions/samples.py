@@ -21,7 +21,7 @@ from scio_recorder.reductions.base import (
     undisturbed,
     working_dtype,
 )
-from scio_recorder.tensors.copies import gathered, is_dense
+from scio_recorder.tensors.copies import gathered, is_dense, with_float64
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import map_tensors
 
@@ -92,7 +92,7 @@ class SampleReduction(Reduction):
         """
         self._check(activation)
         with undisturbed(activation.device.type):
-            samples = gathered(activation)
+            samples = with_float64(gathered(activation))
             samples = samples.detach() if samples.requires_grad else samples
             labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
             if len(samples) == 0:

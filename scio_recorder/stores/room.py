@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import shutil
@@ -116,7 +117,8 @@ def make_plan(
     if device.type == "cuda":
         free["device"] = torch.cuda.mem_get_info(device)[0]
     free["host"] = _free_host_bytes()
-    free["disk"] = shutil.disk_usage(Path.cwd()).free
+    # The working directory has a disk also if it has been deleted and has no path.
+    free["disk"] = shutil.disk_usage(os.curdir).free
     num_bytes = dict.fromkeys(labels, 0)
 
     def add(label: DepthIdx, spec: TensorSpec | None) -> None:
@@ -133,10 +135,12 @@ def make_plan(
 
 def _free_host_bytes() -> int:
     """Return the bytes that can be allocated without swapping, also inside a container."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    lines = [line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
+    if lines:
+        free = int(lines[0].split()[1]) * 1024
+    else:
+        # Systems without such a file are those where it is installed.
+        free = importlib.import_module("psutil").virtual_memory().available
     limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
     if limit and used and limit[0].isdecimal():
         free = min(free, max(0, int(limit[0]) - int(used[0])))

@@ -170,6 +170,18 @@ class StridedCopy:
         return back.as_strided(self._shape, self._strides)
 
 
+def with_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor on a device that has float64: from one of Apple's GPUs, a copy on the CPU.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> with_float64(x) is x
+    True
+    """
+    return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
 def twin(tensor: Tensor) -> Tensor:
     """Return a detached copy in new memory, with the same strides if possible.
 

@@ -116,3 +116,14 @@ def test_snapshots_do_not_follow_the_net():
         rnet.net[0].weight.zero_()
     assert snapshot.keys() == before.keys()
     assert all(torch.equal(snapshot[k], before[k]) for k in before)
+
+
+def test_a_working_directory_that_was_deleted_has_a_disk(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    rnet = Recorder(nn.Linear(2, 3), input_size=(1, 2))
+    rnet.record("")
+    batches = [torch.ones(4, 2)]
+    assert torch.equal(rnet.collect(batches, progress=False)[0, 1], rnet.net(batches[0]))

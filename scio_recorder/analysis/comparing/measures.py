@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ComparisonError
-from scio_recorder.tensors.copies import gathered, is_dense
+from scio_recorder.tensors.copies import gathered, is_dense, with_float64
 
 # Elements measured together: in the cache of a core, or many at a time on a device.
 _PIECE = {"cpu": 1 << 17}
@@ -172,7 +172,7 @@ def dense(tensor: Tensor) -> Tensor:
 def _pieces(
     reference: Tensor, candidate: Tensor, lengths: Mapping[str, int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    own, other = dense(reference).reshape(-1), dense(candidate).reshape(-1)
+    own, other = with_float64(dense(reference)).reshape(-1), dense(candidate).reshape(-1)
     other = other.to(own.device)
     step = lengths.get(own.device.type, _OTHER_PIECE)
     for start in range(0, len(own), step):

@@ -52,7 +52,8 @@ def lease_name(part: int, number: int) -> str:
 
 def seconds() -> float:
     """Return the time of a clock that also runs while the machine sleeps, if there is one."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 @cache

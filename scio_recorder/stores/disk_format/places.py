@@ -9,7 +9,6 @@ from contextlib import closing
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.bucket import Bucket, is_url
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
-from scio_recorder.stores.disk_format.folder import Folder, make_folder
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 
 
@@ -26,13 +25,20 @@ def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium
     Raises
     ------
     RecordingError
-        There is no such folder, or the URL is invalid.
+        There is no such folder, the URL is invalid, or the system has no such folders.
     """
     place = os.fspath(path)
     if sys.byteorder != "little":
         raise RecordingError("recordings can only be used on little-endian machines")
     if is_url(place):
         return Bucket(place)
+    try:
+        from scio_recorder.stores.disk_format.folder import Folder, make_folder
+    except ImportError as error:
+        raise RecordingError(
+            f"{place}: a recording in a folder needs locks of files, which this system lacks "
+            f'({error}): write store="host", reduce=..., or the URL of a bucket'
+        ) from None
     with accessing(place):
         if makes_it:
             make_folder(place)

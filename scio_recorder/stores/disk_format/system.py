@@ -15,13 +15,16 @@ import os
 _BEGIN_WRITING = 2
 _NO_REPLACE = 1
 _library = ctypes.CDLL(None, use_errno=True)
+# macOS has it from version 11 on.
+_preadv = getattr(os, "preadv", None)
 _sync_file_range = getattr(_library, "sync_file_range", None)
+# On macOS, fsync leaves data in the memory of the disk.
+_full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 _renameat2 = getattr(_library, "renameat2", None)
 
 close = os.close
 flock = fcntl.flock
 fstat = os.fstat
-fsync = os.fsync
 list_names = os.listdir
 mkdir = os.mkdir
 open_file = os.open
@@ -29,9 +32,27 @@ unlink = os.unlink
 write = os.pwrite
 
 
+def fsync(descriptor: int) -> None:
+    """Wait until a file is on the disk itself."""
+    if _full_sync is not None:
+        try:
+            fcntl.fcntl(descriptor, _full_sync)
+        except OSError as error:
+            # Not every file system has it.
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
+
+
 def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
     """Fill ``out`` from ``offset`` on; return the number of bytes read, 0 at the end."""
-    return os.preadv(descriptor, [out], offset)
+    if _preadv is not None:
+        return int(_preadv(descriptor, [out], offset))
+    data = os.pread(descriptor, len(out), offset)
+    out[: len(data)] = data
+    return len(data)
 
 
 def rename_new(old: str, new: str, folder: int) -> None:

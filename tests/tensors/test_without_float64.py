@@ -1,0 +1,108 @@
+"""Devices that have no float64, as Apple's GPUs: what computes in it goes to the CPU.
+
+No such device is needed: tensors of a class that says that it is on one refuse float64, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from scio_recorder.analysis.comparing.measures import Tolerance, first_different, measure
+from scio_recorder.analysis.scores import mahalanobis, residual
+from scio_recorder.reductions import (
+    Alive,
+    Covariance,
+    Digest,
+    Fold,
+    Histogram,
+    Last,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Quantiles,
+)
+
+
+def total(before: Tensor | None, batch: Tensor) -> Tensor:
+    return batch.sum(0) if before is None else before + batch.sum(0)
+
+
+REDUCTIONS = [
+    Alive(bounds=(0.0, 1.0)),
+    Covariance(),
+    Digest(),
+    Fold(total),
+    Histogram(4, range=(-1.0, 1.0)),
+    Last(),
+    Max(),
+    Mean(),
+    Min(),
+    Moments(),
+    Quantiles([0.5]),
+]
+
+
+class OnApple(Tensor):
+    """A tensor that says that it is on one of Apple's GPUs."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = getattr(function, "__name__", "")
+        if function == Tensor.device.__get__:
+            return torch.device("mps")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+            if name == "cpu":
+                return found.as_subclass(Tensor)
+        if not isinstance(found, Tensor):
+            return found
+        if found.dtype in (torch.float64, torch.complex128):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return found.as_subclass(cls)
+
+
+def on_apple(values: Tensor) -> Tensor:
+    return values.clone().as_subclass(OnApple)
+
+
+def test_the_stand_in_refuses_float64():
+    values = on_apple(torch.ones(2))
+    assert values.device.type == "mps"
+    assert type(values + 1) is OnApple
+    with pytest.raises(TypeError, match="float64"):
+        values.double()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda one: type(one).__name__)
+def test_reductions(reduction):
+    batches = torch.randn(2, 5, 3).unbind()
+    there, here = reduction.fresh(), reduction.fresh()
+    for batch in batches:
+        there.update(on_apple(batch))
+        here.update(batch)
+    found, wanted = (tree_leaves(reduction.state_dict()) for reduction in (there, here))
+    assert [type(leaf) for leaf in found] == [type(leaf) for leaf in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_differences():
+    one, other = torch.randn(2, 100)
+    found = measure(on_apple(one), on_apple(other), Tolerance())
+    assert found == measure(one, other, Tolerance())
+    assert found.max_abs == float((one.double() - other.double()).abs().max())
+    assert first_different(on_apple(one), on_apple(other), Tolerance()) == 0
+
+
+def test_scores():
+    covariance = Covariance()
+    covariance.update(torch.randn(20, 3))
+    statistics, features = covariance.compute(), torch.randn(4, 3)
+    for score, about in ((mahalanobis, statistics), (residual, statistics.principal(1))):
+        torch.testing.assert_close(score(on_apple(features), about), score(features, about))
