@@ -114,7 +114,11 @@ class Keeper:
 
     def _keep(self, leaf: Tensor, kind: int, is_output: bool) -> KeptLeaf:
         known = self.copied.get(id(leaf))
-        if known is not None and not known.used_version == version_of(leaf) >= 0:
+        if known is not None and (
+            not known.used_version == version_of(leaf) >= 0
+            # What an inner module returned inside an autograd Function comes onto the graph later.
+            or known.tensor.requires_grad != leaf.requires_grad
+        ):
             known = None
         if known is None and kind in (REFERENCE, BARE) and not leaf.is_inference():
             return KeptLeaf(leaf, leaf)

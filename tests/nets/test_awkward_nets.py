@@ -160,6 +160,31 @@ def test_record_of_an_input_holds_when_the_caller_overwrites_it(copy: str) -> No
     assert torch.equal(rnet.activations["0"], truth)
 
 
+class CalledInside(torch.autograd.Function):
+    """Runs a layer without a graph, and returns what it returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.weight = layer.weight
+        return layer(x)  # type: ignore[no-any-return]  # a module may return anything
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient @ ctx.weight, None
+
+
+@pytest.mark.parametrize("copy", ["auto", "always"])
+def test_record_of_what_an_autograd_function_returned_is_on_the_graph(copy: str) -> None:
+    outer = Net(lambda net, x: CalledInside.apply(x, net.inner), inner=linear())
+    net = Net(lambda net, x: net.b(net.outer(net.a(x))), a=linear(), outer=outer, b=linear())
+    rnet = recorder(net, copy=copy)
+    for _ in range(2):
+        out = rnet(torch.ones(3, 4))
+        assert torch.equal(rnet.activations["outer"], rnet.activations["outer.inner"])
+        gradient = torch.autograd.grad(out.sum(), rnet.activations["outer"])[0]
+        assert torch.equal(gradient, net.b.weight.sum(0).expand(3, 4))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_part_beside_recorded_layers_runs() -> None:
     net = nn.Sequential(linear(), torch.jit.script(nn.ReLU()))

@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
-from scio_recorder.nets.labelling import label
+from scio_recorder.nets.labelling import data_flow, label
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.label import label_net
 from tests.zoo import CASES
@@ -609,6 +609,25 @@ def test_torch_that_chooses_how_to_compute_is_no_branch_of_the_net():
     mask = torch.zeros(3, 3)
     check_static_flow(net, (DATA, mask), {})
     label_net(net, input_data=[DATA, mask])
+
+
+def test_a_branch_in_a_loop_that_asks_very_often_is_refused():
+    def forward(net, x):
+        x = net.a(x)
+        for _ in range(1001):
+            if x.sum().item() > 50:
+                x = net.b(x)
+        return x
+
+    with pytest.raises(FlowError, match=r"if x.sum\(\).item\(\) > 50"):
+        label_net(build(forward), input_data=DATA)
+
+
+def test_a_long_pass_is_labelled_and_gives_no_answer(monkeypatch):
+    monkeypatch.setattr(data_flow, "_MAX_STEPS", 5)
+    for function in (branch_on_sum, lambda net, x: net.a(x) + 1 + 2 + 3 + 4 + 5 + 6):
+        _, architecture = label_net(build(function), input_data=DATA)
+        assert architecture["a"].executed
 
 
 def test_a_net_that_does_something_else_each_time_gives_no_answer():

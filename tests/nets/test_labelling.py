@@ -18,6 +18,7 @@ import pytest
 import torch
 import torchinfo
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchinfo import torchinfo as engine
 from torchinfo.layer_info import LayerInfo
 
@@ -718,6 +719,17 @@ def test_a_compiled_block_of_a_class_without_length_inside_a_net():
         "0._orig_mod.a",
         "1",
     ]
+
+
+def test_a_net_that_fails_while_its_operations_are_followed():
+    def forward(net, x):
+        # So do functions that compile themselves, such as `flex_attention`.
+        if is_in_torch_dispatch_mode():
+            raise NotImplementedError
+        return net.a(x)
+
+    architecture = label_net(Net(forward, a=linear()), input_size=(2, 4))[1]
+    assert [layer.name for layer in architecture.values() if layer.executed] == ["", "a"]
 
 
 def test_a_shared_module_goes_by_its_first_name():

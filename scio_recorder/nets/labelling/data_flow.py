@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,8 @@ _HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
 _REALS = (0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 1e6, -1e6)
 _HITS = (0, 1, 2, 3, 4096)
-_MAX_QUESTIONS = 1000
+# Calls of torch in a longer pass take too much time to be compared.
+_MAX_STEPS = 100_000
 
 # A line of code: the name of its file, and its number.
 _Place: TypeAlias = tuple[str, int]
@@ -94,8 +96,8 @@ class Flow(TorchFunctionMode):
         The net, or a copy of it.
     at, choice : int
         The number of a question, and of the answer that it gets; all others get the true one.
-    max_steps : int
-        The largest number of calls of torch.
+    max_steps : int, optional
+        The largest number of calls of torch: a false answer may lead to an endless loop.
 
     Attributes
     ----------
@@ -112,7 +114,7 @@ class Flow(TorchFunctionMode):
     """
 
     def __init__(
-        self, net: nn.Module, at: int = -1, choice: int = 0, max_steps: int = 100_000
+        self, net: nn.Module, at: int = -1, choice: int = 0, max_steps: float = math.inf
     ) -> None:
         super().__init__()
         self.questions: list[Question] = []
@@ -260,8 +262,6 @@ class Flow(TorchFunctionMode):
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
         """Return the answer that the net gets."""
         index = len(self.questions)
-        if index >= _MAX_QUESTIONS:
-            raise _TooLongError
         self.questions.append(Question(choices, tuple(_places()), len(self.steps), is_size))
         return choices[self._choice if index == self._at else 0]
 
@@ -270,7 +270,10 @@ class Flow(TorchFunctionMode):
 
 
 class _TooLongError(BaseException):
-    """A loop that a false answer does not end. No ``except Exception`` of a net may catch it."""
+    """A pass with too many steps, perhaps a loop that a false answer does not end.
+
+    No ``except Exception`` of a net may catch it.
+    """
 
 
 def check_static_flow(
@@ -306,7 +309,7 @@ def check_static_flow(
     >>> check_static_flow(nn.ReLU(), (torch.ones(2),), {})
     """
 
-    def run(at: int = -1, choice: int = 0, max_steps: int = 100_000) -> Flow:
+    def run(at: int = -1, choice: int = 0, max_steps: int = _MAX_STEPS) -> Flow:
         with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
             twin = copy_net(net).cpu().train(mode == "train")
             flow = Flow(twin, at, choice, max_steps)

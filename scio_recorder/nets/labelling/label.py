@@ -29,6 +29,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
     summary,
 )
+from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.shards import Following, mark
 from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
@@ -40,6 +41,7 @@ from scio_recorder.nets.state.restoring import (
     restored,
 )
 from scio_recorder.nets.state.sharded import is_sharded, plain_type, restored_in_step
+from scio_recorder.nets.wrong_dtype import cast_for
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -95,7 +97,7 @@ def label_net(
     >>> architecture[1, 2].module is net[1]
     True
     """
-    check_supported(net)
+    check_supported(net, summary_kwargs.get("device"))
     keywords = _keywords(net, summary_kwargs)
     # An interruption can come after torch has turned gradients off and before it restores them.
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -218,9 +220,8 @@ class _CallTrace:
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = self._open[id(module)].pop()
-        # Without this, a hook that is always called can't distinguish an exception from an output
-        # of None. A call that the net makes while it handles an exception had that exception from
-        # its start.
+        # A hook that is always called is given None after an exception. A call that the net makes
+        # while it handles an exception had that exception from its start.
         if sys.exc_info()[1] is call.handled_error:
             call.completion = self._completed
             call.output_spec = describe(output)
@@ -236,12 +237,14 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     # Hooks may have side effects, so they are left out, unless the net can't run without them.
     # Gradients cost memory, so they are off, unless the net itself differentiates something.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
-    choices = (False, True) if has_hooks and not in_step else (False,)
-    for keep_hooks, grad in itertools.product(choices, (False, True)):
+    hooks = (False, True) if has_hooks and not in_step else (False,)
+    # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
+    following = (True,) if in_step else (True, False)
+    for followed, keep_hooks, grad in itertools.product(following, hooks, (False, True)):
         try:
             if in_step:
                 return _label_in_step(net, keywords, grad)
-            return _label_once(net, keywords, keep_hooks, grad)
+            return _label_once(net, keywords, keep_hooks, grad, followed)
         except _DryRunError as error:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
@@ -250,15 +253,15 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
 
 
 def _label_once(
-    net: nn.Module, keywords: dict[str, Any], keep_hooks: bool, grad: bool
+    net: nn.Module, keywords: dict[str, Any], keep_hooks: bool, grad: bool, followed: bool
 ) -> _Labelled:
     twin = _faithful_copy(net, keep_hooks)
     if twin is not None:
         with contextlib.suppress(OriginalCalledError), refusing_calls(net):
-            return _dry_run(twin, keywords, net, grad)
+            return _dry_run(twin, keywords, net, grad, followed)
     # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
     with restored(net, keep_hooks=keep_hooks):
-        return _dry_run(net, keywords, net, grad)
+        return _dry_run(net, keywords, net, grad, followed)
 
 
 def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Labelled:
@@ -294,14 +297,15 @@ class _DryRunError(Exception):
     cause: BaseException
 
 
-def _dry_run(twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool) -> _Labelled:
+def _dry_run(
+    twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool, followed: bool = True
+) -> _Labelled:
     names = dict(net.named_modules(remove_duplicate=False))
-    originals = {
-        id(module): names[name] for name, module in twin.named_modules(remove_duplicate=False)
-    }
+    copies = twin.named_modules(remove_duplicate=False)
+    originals = {id(module): names[name] for name, module in copies}
     trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
-        with quiet(), forgiving(), flow.followed():
+        with quiet(), forgiving(), flow.followed() if followed else contextlib.nullcontext():
             statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)))
     except UnsupportedTorchError:
         raise
@@ -341,9 +345,8 @@ def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _rows(infos: list[LayerInfo], calls: list[_Call]) -> Iterator[tuple[LayerInfo, _Call | None]]:
     """Pair each row with its call.
 
-    torchinfo adds a row whenever a call starts. Later it inserts rows for containers that were not
-    called, each right before the row of a descendant. So a row whose module is not that of the next
-    call is such an inserted row.
+    torchinfo adds a row when a call starts, and later inserts rows for containers that were not
+    called, each before that of a descendant. A row of another module than the next call's is one.
     """
     pending = iter(calls)
     upcoming = next(pending, None)
@@ -383,9 +386,15 @@ def _explain(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) 
     given = "input_size" if keywords["input_data"] is None else "input_data"
     value = keywords[given]
     shown = value if given == "input_size" else f"tensors of shape {shapes_of(describe(value))}"
-    return (
-        f"the dry run of {type(net).__name__} on {given}={str(shown)[:300]} failed with "
-        f"{type(cause).__name__}: {cause}\n"
+    advice = (
         "input_size includes the batch dimension and gives float inputs; for others write "
         "dtypes=[torch.long], or give input_data"
+    )
+    inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
+    cast = inputs and cast_for(net, inputs, cause)
+    if cast:
+        advice = f"Probably {cast[1]}: convert it, as input_data=x.{cast[0]} does"
+    return (
+        f"the dry run of {type(net).__name__} on {given}={str(shown)[:300]} failed with "
+        f"{type(cause).__name__}: {cause}\n{advice}"
     )

@@ -8,21 +8,26 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.errors import LabellingError, UnsupportedNetError
 from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import usable_device
 
 
-def check_supported(net: Any) -> None:
-    """Refuse a net that can't be observed.
+def check_supported(net: Any, device: Any = None) -> None:
+    """Refuse a net that can't be observed, and a device that isn't there.
 
     Parameters
     ----------
     net : Any
         The user's object.
+    device : any, optional
+        Where the net is to be labelled.
 
     Raises
     ------
+    LabellingError
+        It is no device of this machine.
     UnsupportedNetError
         It is not a module, or hooks of its submodules don't fire as they should.
 
@@ -44,6 +49,8 @@ def check_supported(net: Any) -> None:
             "the net is compiled already, and compiled code ignores hooks that are added later: "
             "wrap it first and compile afterwards, as in torch.compile(Recorder(net, ...))"
         )
+    if device is not None:
+        usable_device(device, LabellingError)
     refuse_part_of_fsdp(net)
     _check_acyclic(net, "", [])
     for name, module in net.named_modules():

@@ -19,6 +19,7 @@ from torchinfo.enums import Units
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
+from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 _Function: TypeAlias = Callable[..., Any]
@@ -127,6 +128,8 @@ def random_inputs(
 def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
     """Make rows of a copy's summary refer to the modules of the original.
 
+    Rows count whole parameters, also those of which FSDP1 leaves another shard in each process.
+
     Parameters
     ----------
     rows : list of LayerInfo
@@ -134,6 +137,8 @@ def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
     originals : mapping of int to torch.nn.Module
         The original of each module of the copy, by the ``id`` of the latter.
     """
+    # The first one is the net.
+    sizes = sizes_before_fsdp1(next(iter(originals.values())))
     pending, seen = list(rows), set()
     while pending:
         info = pending.pop()
@@ -142,8 +147,24 @@ def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
         seen.add(id(info))
         info.module = originals[id(info.module)]
         info.layer_id = id(info.module)
+        if sizes:
+            info.num_params = _num_before_fsdp1(info.module, sizes)
         if info.parent_info is not None:
             pending.append(info.parent_info)
+
+
+def _num_before_fsdp1(module: nn.Module, sizes: dict[int, dict[str, tuple[object, int]]]) -> int:
+    counted: dict[object, int] = {}
+    flat = loaded(FSDP, "FlatParameter")
+    for one in module.modules():
+        known = sizes.get(id(one), {})
+        counted |= dict(known.values())
+        counted |= {
+            id(parameter): parameter.nelement()
+            for name, parameter in one.named_parameters(recurse=False)
+            if name not in known and not isinstance(parameter, flat)
+        }
+    return sum(counted.values())
 
 
 def _replaced(original: Any, replacement: _Replacement) -> Any:
