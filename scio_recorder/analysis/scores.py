@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.covariance import CovarianceResult, PrincipalSpace
+from scio_recorder.tensors.copies import with_float64
 
 __all__ = ["mahalanobis", "residual"]
 
@@ -29,7 +30,7 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     Returns
     -------
     Tensor
-        [samples], float64, on the device of the features.
+        [samples], float64, on the device of the features (the CPU if that has no float64).
 
     Raises
     ------
@@ -59,6 +60,7 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     [0.0, 4.5]
     """
     _check(features, len(statistics.covariance))
+    features = with_float64(features)
     if not statistics.covariance.isfinite().all():
         raise CollectError(
             "mahalanobis() needs a finite covariance: at least two samples (with by=, two in one "
@@ -90,7 +92,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     Returns
     -------
     Tensor
-        [samples], float64, on the device of the features.
+        [samples], float64, on the device of the features (the CPU if that has no float64).
 
     Raises
     ------
@@ -111,6 +113,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     [0.0, 3.0]
     """
     _check(features, len(space.mean))
+    features = with_float64(features)
     centred = features.double() - space.mean.to(features.device)
     rest: Tensor = centred @ space.residual_basis.to(centred).T
     return rest.square().sum(dim=1).sqrt()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 _MOST_TICKS = 60
 # Inches of a cell, and the largest and smallest size of a map.
-_CELL, _SMALLEST, _LARGEST = 0.24, 3.2, 12.0
+_CELL, _SMALLEST, _LARGEST = 0.24, 2.8, 12.0
 _LONGEST_NAME = 28
 # The factor by which the lines for values off the scale lie beyond the others.
 _APART = 8.0
@@ -278,9 +278,9 @@ def draw_effects(shown: EffectMap) -> Figure:
     height = _extent_of(len(shown.layers)) if shown.positions else 2.2
     # Names of layers stand below bars, and beside maps.
     margin = 0.5 + 0.075 * max(map(len, shown.layers))
-    wide, high = (margin + 1.6, 1.2) if shown.positions else (1.3, margin + 0.8)
+    wide, high = (margin + 0.3, 2.2) if shown.positions else (1.3, margin + 0.8)
     figure, axis = _axes(width + wide, height + high)
-    axis.set_title(shown.title, fontsize=10, parse_math=False)
+    figure.suptitle(shown.title, fontsize=10, parse_math=False, wrap=True)
     if shown.positions:
         _map(figure, axis, shown, (width, height))
     else:
@@ -299,11 +299,12 @@ def _map(figure: Figure, axis: Axes, shown: EffectMap, size: tuple[float, float]
         origin="lower",
         aspect="auto",
     )
-    bar = figure.colorbar(image, ax=axis, pad=0.02)
-    bar.ax.axhline(shown.corrupted, color="black", linewidth=1)
+    # Below the map, so that the figure is narrow enough for a phone.
+    bar = figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
+    bar.ax.axvline(shown.corrupted, color="black", linewidth=1)
     # At an end of the bar, half of the line would be cut off.
-    bar.ax.axhline(shown.clean, color=VERMILION, linewidth=2, clip_on=False)
-    bar.set_label("metric; the black line is the corrupted run, the red one the clean", fontsize=8)
+    bar.ax.axvline(shown.clean, color=VERMILION, linewidth=2, clip_on=False)
+    bar.set_label("metric (black: the corrupted run, red: the clean one)", fontsize=8)
     _name_ticks(axis, "x", shown.positions, size[0])
     _name_ticks(axis, "y", shown.layers, size[1])
     axis.set_xlabel("position")

@@ -139,6 +139,8 @@ def table_html(
     iterator of str
         HTML.
     """
+    # The arrow of the first heading would suggest an order of labels.
+    yield '<p class="quiet">Rows are in the order of execution: press a heading to sort them.</p>'
     yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'
     # Focusable, so that it can be scrolled by keyboard.
     yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'

@@ -153,6 +153,11 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
     recorder = private.uncompiled(given) if isinstance(given, nn.Module) else given
     if isinstance(recorder, Recorder):
         is_compiled = recorder is not given or private.calls_compiled(recorder)
+        if is_compiled and not recorder.recording:
+            raise ComparisonError(
+                f"the {what} is compiled and records no layer, but only recorded layers of "
+                "compiled code can be compared: call record(...) before"
+            )
         return NetworkSide(recorder._capture, recorder.net, given if is_compiled else None, feed)
     hint = "give a Recorder or a Recording"
     if isinstance(given, nn.Module):

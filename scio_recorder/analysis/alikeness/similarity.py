@@ -124,8 +124,10 @@ class Similarity(Listed):
     values : Tensor
         Linear CKA from 0 to 1, [layers of a, layers of b] in float64, on the CPU. NaN if a layer
         is the same in all rows, or has NaNs or infinities.
-    layers_a, layers_b : tuple of Layer
-        The layers of the rows and columns of ``values``, in the order of the recordings.
+    layers_a : tuple of Layer
+        The layers of the rows of ``values``, in the order of the first recording.
+    layers_b : tuple of Layer
+        The layers of the columns, in the order of the second recording.
     num_rows : int
         The number of compared rows of the recordings: samples, tokens or nodes.
     notes : tuple of str

@@ -40,6 +40,7 @@ from scio_recorder.analysis.comparing.findings import (
 from scio_recorder.analysis.comparing.leaves import (
     Leaf,
     are_equal_values,
+    is_number,
     paired_inputs,
     paired_outputs,
 )
@@ -298,7 +299,7 @@ class Comparison:
         if flat is None:
             return None
         own, other = compared.pairs[part]
-        sample, index = block.place(own.shape, flat)
+        sample, index = _place(block, own, flat)
         return Worst(block.ids[sample], index, _number(own, flat), _number(other, flat), part)
 
     def _spot(
@@ -321,7 +322,7 @@ class Comparison:
             flat = None if compared.noise[part] is None else compared.figures[part].farthest
             if flat is None and isinstance(own, Tensor):
                 flat = first_different(own, other, self._tolerance)
-            sample, index = (0, ()) if flat is None else block.place(own.shape, flat)
+            sample, index = _place(block, own, flat)
             found.append((sample, part, index, flat))
         sample, part, index, flat = min(found, key=lambda one: one[:2])
         own, other = compared.pairs[part]
@@ -329,6 +330,13 @@ class Comparison:
             return FirstDifference(layer, block.ids[sample], None, None, None, same)
         values = _number(own, flat), _number(other, flat)
         return FirstDifference(layer, block.ids[sample], index, *values, same, part=part)
+
+
+def _place(block: Block, leaf: Leaf, flat: int | None) -> tuple[int, tuple[int, ...]]:
+    """Return the sample of an element and its index there; a plain value is no sample's."""
+    if flat is None or not isinstance(leaf, Tensor):
+        return 0, ()
+    return block.place(leaf.shape, flat)
 
 
 def _rounding(leaf: Leaf) -> float:
@@ -351,7 +359,7 @@ def _mismatch(own: Leaf, other: Leaf) -> str | None:
 
 def _apart(reference: Leaf, candidate: Leaf) -> Figures:
     """Return the figures of two values that differ, even if one of them is not a number."""
-    if isinstance(reference, str) or isinstance(candidate, str):
+    if not (is_number(reference) and is_number(candidate)):
         return Figures(1, 1, float("inf"), float("inf"), float("inf"), farthest=0)
     own, other = (torch.tensor([value], device="cpu") for value in (reference, candidate))
     figures = measure(own, other, Tolerance())

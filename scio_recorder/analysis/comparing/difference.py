@@ -44,8 +44,10 @@ class Difference(Listed, Outlined, Findings):
         layer differs.
     num_samples : int
         The number of compared samples.
-    rtol, atol : float
-        The tolerances.
+    rtol : float
+        The relative tolerance.
+    atol : float
+        The absolute tolerance.
     unmatched : Unmatched
         Names of layers of each side that were not compared.
 
@@ -71,7 +73,7 @@ class Difference(Listed, Outlined, Findings):
         -------
         pandas.DataFrame
             Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
-            candidate's label and name, and the figures of :class:`LayerDifference`.
+            candidate's label and name, and the figures of ``LayerDifference``.
 
         Examples
         --------

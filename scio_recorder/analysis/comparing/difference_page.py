@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 from scio_recorder.analysis.comparing.findings import Findings, LayerDifference
 from scio_recorder.analysis.comparing.showing import (
     arrow,
     count,
     differs_text,
-    has_noise,
     has_other_names,
     inputs_text,
     is_first,
@@ -51,7 +50,8 @@ _WORDS = {
     "Inputs": "For a layer that differs: equal if it differs in some batch in which its inputs are "
     "equal. For another layer: equal if its inputs are always equal. ? if inputs are not known.",
     "Max abs, max rel": "The largest absolute difference of two elements, and the largest "
-    "difference divided by the absolute value of the reference, whatever the tolerances.",
+    "difference divided by the absolute value of the reference, whatever the tolerances. The "
+    "latter is inf if an element of the reference is 0 and differs.",
     "Rel. error": "The norm of the difference divided by the norm of the reference, over all "
     "samples.",
     "Noise": "The relative error of the run given as floor=.",
@@ -143,28 +143,38 @@ def _result(found: Findings) -> Iterator[str]:
 
 
 def _table(found: Findings) -> Iterator[str]:
-    noise, other_names = has_noise(found), has_other_names(found)
-    figures = {name: key for name, key in _FIGURES.items() if noise or name != "Noise"}
+    other_names, layers = has_other_names(found), list(found.values())
+    # Digests tell no figures and no element, and only a third run shows the noise.
+    figures = {
+        name: key for name, key in _FIGURES.items() if any(_is_known(one, key) for one in layers)
+    }
+    has_ends = any(one.worst is not None or one.error is not None for one in layers)
     columns = {"Layer": PLACE, "Name": TEXT, "Type": TEXT}
     columns |= dict.fromkeys(["Candidate"] * other_names, TEXT)
     columns |= {"Differs": TEXT, "Inputs": TEXT}
     columns |= dict.fromkeys((*figures, "Different"), NUMBER)
-    columns |= {"First sample": TEXT, "Worst": TEXT}
+    columns |= {"First sample": TEXT, **dict.fromkeys(["Worst"] * has_ends, TEXT)}
     yield search_box("layers")
     rows = []
-    for place, one in enumerate(found.values()):
+    for place, one in enumerate(layers):
         layer = found.architecture[one.label]
         cells = [f"<td>{text(one.candidate_name)}</td>"] * other_names
         differs = differs_text(found, one)
         cells.append(f"<td>{alarm(differs) if differs == 'first' else differs}</td>")
         cells.append(f"<td>{inputs_text(one)}</td>")
-        cells += [_figure(getattr(one, key)) for key in figures.values()]
-        rows.append(chain(layer_cells(place, layer), cells, _ends(one)))
+        cells += [_figure(getattr(one, key), key) for key in figures.values()]
+        rows.append(chain(layer_cells(place, layer), cells, islice(_ends(one), 2 + has_ends)))
     yield from table_html("Differences of layers", columns, rows)
 
 
-def _figure(value: float | None) -> str:
-    is_odd = value is not None and math.isinf(value)
+def _is_known(one: LayerDifference, key: str) -> bool:
+    value = getattr(one, key)
+    return value is not None and not math.isnan(value)
+
+
+def _figure(value: float | None, key: str) -> str:
+    # A quotient is infinite as well if the reference is zero, as dead units are.
+    is_odd = key == "max_abs" and value is not None and math.isinf(value)
     return number_cell(value, number_text(value), is_alarm=is_odd)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.structures import flatten, tensors
 
-_PLAIN = bool | int | float | complex | str
+_PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
 # Tensors, and plain values of any kind.
 Leaf: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -130,12 +131,21 @@ def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> 
     """Whether two parts that are not tensors are equal."""
     if reference == candidate:
         return True
-    if isinstance(reference, str) or isinstance(candidate, str):
+    if isinstance(reference, torch.dtype) and isinstance(candidate, torch.dtype):
+        # Who tolerates differences of numbers compares two precisions.
+        return not tolerance.is_exact
+    if not (is_number(reference) and is_number(candidate)):
         return False
     if reference != reference and candidate != candidate:
         return True
     apart = abs(candidate - reference)
     return math.isfinite(apart) and apart <= tolerance.atol + tolerance.rtol * abs(reference)
+
+
+def is_number(leaf: Leaf) -> bool:
+    """Whether a part that is not a tensor is a number that a tensor can hold."""
+    is_whole = isinstance(leaf, int) and -(1 << 63) <= leaf < 1 << 63
+    return is_whole or isinstance(leaf, float | complex)
 
 
 def _by_path(own: dict[Path, Leaf], other: dict[Path, Leaf]) -> list[tuple[Leaf, Leaf]] | None:
@@ -166,7 +176,11 @@ def _leaves(
     if isinstance(value, Tensor | _PLAIN):
         yield path, value
     elif isinstance(value, np.ndarray | np.generic):
-        yield path, torch.as_tensor(value, device="cpu")
+        try:
+            yield path, torch.as_tensor(value, device="cpu")
+        except TypeError:
+            # Of words, dates or objects.
+            yield path, str(value.tolist())
     else:
         for place, item in _items(value):
             yield from _leaves(item, (*path, place), around | {id(value)})

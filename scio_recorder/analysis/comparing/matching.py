@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
-from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.errors import ComparisonError, ShardWarning, warn
+from scio_recorder.layer import DepthIdx, Layer, Shard
 from scio_recorder.nets.absent import closest
 from scio_recorder.nets.architecture import Architecture
 
@@ -142,6 +142,43 @@ def match_layers(
     return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
 
 
+def without_shards(pairs: list[Pair], unmatched: Unmatched) -> tuple[list[Pair], Unmatched]:
+    """Leave out layers of which the two sides have different parts, and warn of it.
+
+    Parameters
+    ----------
+    pairs : list of Pair
+        All pairs.
+    unmatched : Unmatched
+        Names that have no partner.
+
+    Returns
+    -------
+    pairs, unmatched
+        The same without layers that are a shard on one side, whose names have no partner then.
+    """
+    apart = [pair for pair in pairs if _part(pair.reference) != _part(pair.partner)]
+    if not apart:
+        return pairs, unmatched
+    names = _distinct(pair.reference.name for pair in apart)
+    warn(
+        f"{_some(names)} can't be compared: this process has only a shard of what they return. "
+        "Let them return DTensors (use_local_output=False), or compare recordings on disk, which "
+        "put shards together",
+        ShardWarning,
+    )
+    kept = [pair for pair in pairs if _part(pair.reference) == _part(pair.partner)]
+    return kept, unmatched._replace(reference=(*unmatched.reference, *names))
+
+
+def _part(layer: Layer) -> Shard | None:
+    """Return the part of a layer's output that a side has; None if it has the whole."""
+    shard = layer.shard
+    # Recordings on disk put shards together.
+    is_joined = shard is None or (shard.index is None and shard.dim is not None)
+    return None if is_joined else shard
+
+
 def refuse_strangers(
     reference: Architecture,
     pairs: Iterable[Pair],
@@ -177,12 +214,9 @@ def _pair(
     position = own.index(label) if label in own else 0
     partner = theirs[min(position, len(theirs) - 1)]
     if len(own) != len(theirs) and len(own) > 0:
-        return Pair(
-            layer,
-            other[partner],
-            f"the module is called {len(own)} times in the reference and {len(theirs)} times in "
-            "the candidate",
-        )
+        times = [f"{number} time{'' if number == 1 else 's'}" for number in (len(own), len(theirs))]
+        said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
+        return Pair(layer, other[partner], said)
     return Pair(layer, other[partner]) if partner in others else None
 
 

@@ -11,7 +11,13 @@ import torch
 from scio_recorder.analysis.comparing.comparison import Comparison
 from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import SampleId, Unmatched
-from scio_recorder.analysis.comparing.matching import Match, Pair, match_layers, refuse_strangers
+from scio_recorder.analysis.comparing.matching import (
+    Match,
+    Pair,
+    match_layers,
+    refuse_strangers,
+    without_shards,
+)
 from scio_recorder.analysis.comparing.measures import Tolerance
 from scio_recorder.analysis.comparing.network_side import NetworkSide
 from scio_recorder.analysis.comparing.recording_side import RecordingSide
@@ -19,7 +25,8 @@ from scio_recorder.analysis.comparing.sides import Block, Side, Values
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
-from scio_recorder.nets.state.restoring import random_state, restore_random, restored
+from scio_recorder.nets.state.restoring import random_state, restore_random
+from scio_recorder.nets.state.sharded import restored_after_passes
 from scio_recorder.recording.collect.advice import advise_second_element, refuse_sample
 from scio_recorder.recording.collect.feed import Feed
 from scio_recorder.recording.collect.rows import Rows, Source
@@ -92,7 +99,7 @@ class Sides:
         later = [other for other in self.all[number + 1 :] if isinstance(other, NetworkSide)]
         own = set(map(id, side.net.modules()))
         if any(id(module) in own for other in later for module in other.net.modules()):
-            return restored(side.net, keep_hooks=True, keep_parameters=True)
+            return restored_after_passes(side.net)
         return contextlib.nullcontext()
 
 
@@ -129,6 +136,7 @@ def compare_sides(
     pairs, unmatched = match_layers(
         reference.architecture, chosen, candidate.architecture, candidate.labels, match
     )
+    pairs, unmatched = without_shards(pairs, unmatched)
     refuse_strangers(reference.architecture, pairs, unmatched, match)
     match.check_reached(reference.architecture, candidate.architecture)
     mine, theirs = unmatched
@@ -196,7 +204,7 @@ def _open(
     ]
     labels.append([*(floors or {}).values()])
     for net in {id(side.net): side.net for side in sides.networks}.values():
-        stack.enter_context(restored(net, keep_hooks=True, keep_parameters=True))
+        stack.enter_context(restored_after_passes(net))
     for side, own in zip(sides.all, labels, strict=False):
         stack.enter_context(side.opened(own, inputs=inputs, calls=calls, digests=only_digests))
 

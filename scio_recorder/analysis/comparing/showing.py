@@ -119,7 +119,8 @@ def notes(found: Findings) -> list[str]:
     names = ("reference", "candidate")
     for name, left_out in zip(names, found.unmatched, strict=True):
         if left_out:
-            few = ", ".join(left_out[:_FEW]) + ", ..." * (len(left_out) > _FEW)
+            few = ", ".join(one or "(root)" for one in left_out[:_FEW])
+            few += ", ..." * (len(left_out) > _FEW)
             said.append(f"Without a partner: {len(left_out):,} of the {name}, {few}")
     errors = [(found.architecture[key], one.error) for key, one in found.items() if one.error]
     said += [f"{layer_text(layer)}: {error}" for layer, error in errors[:_FEW]]

@@ -19,6 +19,7 @@ from scio_recorder.analysis.sweeping.patches import has_positions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors.copies import with_float64
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 # For each tensor that a layer handed on, by label: its place in the graph, None if it has none.
@@ -183,5 +184,6 @@ def _change(
     if slope is None:
         return None
     wide = torch.complex128 if own.is_complex() else torch.float64
+    differs, own, other, slope = map(with_float64, (differs, own, other, slope))
     step = torch.where(differs, other.to(wide) - own.to(wide), 0)
     return (slope.to(wide).conj() * step).real

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
+from scio_recorder.errors import ComparisonError
 from scio_recorder.tensors.structures import tensors
 from tests.analysis.comparing.faults import FAULTS, batches, make_net, planted
 
@@ -138,3 +142,101 @@ def test_containers_that_hold_themselves_are_compared() -> None:
     first = compare(*sides, [x]).first
     assert first is not None
     assert first.layer.name == "0.layer"
+
+
+class Counting(nn.Module):
+    """Returns what it received, and plain values."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self, x: Tensor) -> Any:
+        return x, {"plain": list(self.values)}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "distance"),
+    [
+        (3, 5, 2.0),
+        (0.5, 0.25, 0.25),
+        ("a", "b", float("inf")),
+        (True, False, 1.0),
+        ("a", 1, None),
+        (1 << 80, 0.5, None),
+    ],
+)
+def test_plain_values_that_a_layer_returns_are_compared(
+    own: Any, others: Any, distance: float | None, tmp_path: Path
+) -> None:
+    sides = [Recorder(Counting("same", value), input_size=(2, 3)) for value in (own, others)]
+    difference = compare(*sides, [torch.ones(2, 3)])
+    first = difference.first
+    assert first is not None
+    assert (first.layer.name, first.inputs_equal) == ("", True)
+    assert (first.reference, first.candidate, first.index) == (own, others, ())
+    if distance is not None:
+        assert difference[""].max_abs == distance
+    assert (difference[""].num_different, difference[""].num_elements) == (1, 8)
+    assert repr(own).strip("'") in str(difference)
+    difference.report(tmp_path / "page.html")
+    assert compare(*sides, [torch.ones(2, 3)], floor=sides[0]).first is not None
+    assert compare(*sides, [torch.ones(2, 3)], floor=sides[1]).first is None
+
+
+def test_a_compiled_recorder_that_records_nothing_is_refused() -> None:
+    one, two = (recorder(make_net()) for _ in range(2))
+    with pytest.raises(ComparisonError, match=r"the candidate .* records no layer.*record\("):
+        compare(one, torch.compile(two, backend="eager"), batches())
+    two.record(lambda layer: layer.name != "")
+    difference = compare(one, torch.compile(two, backend="eager"), batches())
+    assert difference.first is None
+    assert "1 of the reference, (root)" in str(difference)
+
+
+class Told(nn.Module):
+    """Tells the module inside it what to do, which that module may follow or not."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.inner, self.told = Obeying(), told
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, told=self.told)
+
+
+class Obeying(nn.Module):
+    def forward(self, x: Tensor, *, told: Any = None) -> Tensor:
+        return x.to(told).to(x.dtype) if isinstance(told, torch.dtype) else x * len(str(told))
+
+
+class Way(Enum):
+    SUM = "sum"
+    PRODUCT = "product"
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (torch.float32, torch.bfloat16),
+        (slice(0, 2), slice(0, 13)),
+        (Way.SUM, Way.PRODUCT),
+        (b"a", b"bc"),
+        (np.array(["a"]), np.array(["bc"])),
+        (1 << 80, 1j),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_who_tells_a_layer_otherwise_makes_the_difference(own: Any, others: Any) -> None:
+    x = torch.rand(2, 3)
+    sides = [Recorder(Told(told), input_size=(2, 3)) for told in (own, others)]
+    difference = compare(*sides, [x])
+    assert difference.first is not None
+    assert (difference.first.layer.name, difference.first.inputs_equal) == ("", True)
+    assert difference["inner"].inputs_equal is False
+    assert compare(sides[0], sides[0], [x])["inner"].inputs_equal is True
+
+
+def test_a_tolerance_is_one_for_precisions_too() -> None:
+    sides = [Recorder(Told(told), input_size=(2, 3)) for told in (torch.float32, torch.bfloat16)]
+    assert compare(*sides, [torch.rand(2, 3)], rtol=1e-9)["inner"].inputs_equal is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,49 @@ def test_the_page_has_a_table_in_order_of_return(difference: Difference, tmp_pat
     first = next(row for row in page.rows if row[1] == "h.1.up")
     assert first[2:5] == ["Linear", "first", "equal"]
     assert first[9] == "27 of 162"
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<button[^>]*>([^<]*)</button>", page.partition("<thead>")[2])
+
+
+@pytest.mark.parametrize(
+    ("by", "figures"),
+    [
+        ("digests", ["Different", "First sample"]),
+        ("values", ["Max abs", "Max rel", "Rel. error", "Cosine", "Different", "First sample"]),
+    ],
+)
+def test_the_page_has_no_column_without_a_value(
+    by: str, figures: list[str], tmp_path: Path
+) -> None:
+    net = make_net()
+    rnet, other = recorder(net), recorder(spoilt(net))
+    rnet.record("*")
+    reference = rnet.collect(SAMPLES, reduce=Digest()) if by == "digests" else rnet
+    page = compare(reference, other, SAMPLES).report(tmp_path / "page.html").read_text("utf-8")
+    common = ["Layer", "Name", "Type", "Differs", "Inputs", *figures]
+    assert headings(page) == [*common, *(["Worst"] * (by == "values"))]
+    for row in Page(page).rows:
+        assert len(row) == len(headings(page))
+
+
+@pytest.mark.parametrize(("bias", "alarms"), [(1.0, 0), (torch.inf, 1)])
+def test_an_infinite_difference_stands_out_and_an_infinite_quotient_does_not(
+    bias: float, alarms: int, tmp_path: Path
+) -> None:
+    nets = [nn.Linear(2, 1, bias=True).eval() for _ in range(2)]
+    for net, value in zip(nets, (0.0, bias), strict=True):
+        with torch.no_grad():
+            net.weight.zero_()
+            net.bias.fill_(value)
+    difference = compare(*(Recorder(net, input_size=(1, 2)) for net in nets), [torch.ones(1, 2)])
+    assert math.isinf(difference["0-1"].max_rel)
+    assert math.isinf(difference["0-1"].max_abs) is (alarms == 1)
+    html = difference.report(tmp_path / "page.html").read_text("utf-8")
+    cells = re.findall(r'<td class="number"[^>]*>(<span class="alarm">)?inf<', html)
+    assert sum(map(bool, cells)) == alarms
+    assert not all(cells)
 
 
 def test_a_large_net_starts_open_at_the_first_difference(tmp_path: Path) -> None:

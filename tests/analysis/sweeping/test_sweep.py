@@ -543,7 +543,7 @@ def test_runs_that_are_refused() -> None:
             rnet.sweep(X, Y[:1], torch.sum, estimate=estimate)
     with pytest.raises(ComparisonError, match="clean is None"):
         rnet.sweep(None, Y, torch.sum)
-    with rnet.watch(), pytest.raises(ComparisonError, match="leave the block of watch"):
+    with pytest.raises(ComparisonError, match="leave the block of watch"), rnet.watch():
         rnet.sweep(X, Y, torch.sum)
     flat = recorder(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), "0", "1", input_size=(2, 3))
     with pytest.raises(ComparisonError, match=r"layer 1-2 1 .* has no dimension 1"):
