@@ -151,6 +151,9 @@ def _values_of(tensor: Any) -> Tensor | None:
     if hasattr(tensor, "to_local"):
         # The shard of this process: gathering the others would need all processes.
         found = tensor.to_local()
+    elif hasattr(tensor, "trigger_wait"):
+        # The result of an operation with other processes, which may not have ended.
+        found = tensor.wait()
     elif tensor.layout == torch.sparse_coo:
         found = tensor.coalesce().values()
     elif tensor.is_nested or tensor.layout != torch.strided:

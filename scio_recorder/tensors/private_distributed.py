@@ -93,6 +93,25 @@ def flat_parameters(module: Any) -> list[nn.Parameter]:
         return [] if handle is None else [handle.flat_param]
 
 
+def sizes_before_fsdp1(net: nn.Module) -> dict[int, dict[str, tuple[object, int]]]:
+    """Return the sizes of the parameters that FSDP1 has made flat, as they were before.
+
+    By the ``id`` of the module that owned them, and by name: a key, which tied parameters share,
+    and the number of elements. No process holds these parameters between passes.
+    """
+    found: dict[int, dict[str, tuple[object, int]]] = {}
+    flat: Any
+    for flat in (one for module in fsdp_modules(net) for one in flat_parameters(module)):
+        with _naming("FlatParameter._param_infos"):
+            for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+                key = id(info.module), info.param_name
+                found.setdefault(id(info.module), {})[info.param_name] = key, shape.numel()
+            for tied in flat._shared_param_infos:
+                first = found[id(tied.prim_module)][tied.prim_param_name]
+                found.setdefault(id(tied.module), {})[tied.param_name] = first
+    return found
+
+
 def _handle_of(module: Any) -> Any:
     with _naming("FullyShardedDataParallel._handle"):
         return module._handle

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
+import scio_recorder
 from scio_recorder import (
     LabellingError,
     RecomputeError,
@@ -59,6 +60,18 @@ class Scaled(nn.Linear):
         return super().forward(x)
 
 
+class Listed(nn.Module):
+    """A net with a container that is not called itself."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = first, nn.ModuleList([second])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner[0](self.first(x))
+        return hidden
+
+
 def make_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Scaled(6, 4), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -86,6 +99,10 @@ def fsdp1_with_original_parameters(net: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(
         net, auto_wrap_policy=policy, device_id=CPU, use_orig_params=True
     )
+
+
+def fsdp1_as_a_whole(net: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(net, device_id=CPU, use_orig_params=True)
 
 
 def tensor_parallel(net: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -246,10 +263,32 @@ def stop_nowhere(data: Tensor) -> None:
         pairs = zip(trained(rnet, rnet, data), trained(alone, alone, data), strict=True)
         for found, wanted in pairs:
             torch.testing.assert_close(found, wanted)
+            # After a backward pass, FSDP2 has put the shards back.
+            assert scio_recorder.compare(rnet, rnet, [data, data]).first is None
             expected = alone[0](data).detach()
             torch.testing.assert_close(rnet.extract(data)[first].detach(), expected)
             collected = rnet.collect([data], stop_early=True)
             torch.testing.assert_close(collected[first], expected)
+
+
+def count_whole_parameters() -> None:
+    """All processes know a net by the same figures, also where their shards have other sizes."""
+
+    def make_odd() -> nn.Module:
+        return Listed(nn.Linear(3, 4), nn.Linear(4, 5))
+
+    plain = Recorder(make_odd(), input_size=(2, 3)).architecture
+    wanted = {name: plain[name].num_params for name in ("", "first", "inner", "inner.0")}
+    assert wanted == {"": 41, "first": 16, "inner": 25, "inner.0": 25}
+    for shard in (fully_shard, fsdp1, fsdp1_with_original_parameters, fsdp1_as_a_whole):
+        net = shard(make_odd())
+        architecture = Recorder(net, input_size=(2, 3)).architecture
+        for name in dict(net.named_modules()):
+            short = name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".")
+            assert architecture[name].num_params == wanted[short], (shard, name)
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, architecture.fingerprint)
+        assert len(set(found)) == 1
 
 
 def refuse_a_recorder_that_is_sharded(data: Tensor) -> None:
@@ -363,6 +402,22 @@ def tell_shards() -> None:
         rnet(torch.ones(SIZE))
 
 
+def compare_with_one_process(data: Tensor) -> None:
+    """Shards are left out where they are beside whole outputs, and whole outputs are compared."""
+    alone = Recorder(make_net(), input_size=SIZE)
+    shared = Recorder(tensor_parallel(make_net()), input_size=SIZE)
+    with pytest.warns(ShardWarning, match="'0', '1' can't be compared.*shard"):
+        difference = scio_recorder.compare(alone, shared, [data], atol=1e-5)
+    assert difference.first is None
+    assert difference.unmatched.reference == ("0", "1")
+    alone.net[2].bias.data += 1
+    with pytest.warns(ShardWarning):
+        first = scio_recorder.compare(shared, alone, [data], atol=1e-5).first
+    assert first is not None
+    assert first.layer.name == "2"
+    assert scio_recorder.compare(shared, shared, [data]).first is None
+
+
 KEPT_WHOLE = {
     "0": ColwiseParallel(output_layouts=Replicate()),
     "2": RowwiseParallel(input_layouts=Replicate()),
@@ -397,11 +452,13 @@ def main(rank: int, processes: int, store: str) -> None:
             check(kind, data)
     if processes == 2:
         tell_shards()
+        compare_with_one_process(data)
         record_stages(data)
         refuse_before_anything_runs(data)
     if processes == 4:
         collect_on_a_grid(store)
     if processes <= 2:
+        count_whole_parameters()
         stop_nowhere(data)
         refuse_a_recorder_that_is_sharded(data)
         shard_the_rest_after(data)

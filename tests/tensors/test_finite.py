@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from scio_recorder.tensors.finite import Known, NonFinite, look
 
@@ -67,6 +68,7 @@ def kinds_of_tensors() -> dict[str, tuple[Any, bool]]:
         "meta": (torch.ones(2, device="meta"), False),
         "scalar": (torch.tensor(INF), True),
         "conjugate": (torch.tensor([complex(1, INF)]).conj(), True),
+        "awaited": (AsyncCollectiveTensor(bad), True),
     }
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, snapshot
+from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored, snapshot
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
 
@@ -153,13 +153,15 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def restored_in_step(net: nn.Module) -> Iterator[None]:
+def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
     """Restore a sharded network, but for gradients, at the end of the block.
 
     Parameters
     ----------
     net : torch.nn.Module
         The network, which all processes of its mesh run in the block. See the NOTE.
+    keep_hooks : bool
+        Whether the user's hooks stay inside the block.
     """
     fsdp = fsdp_modules(net)
     for module in fsdp:
@@ -172,7 +174,8 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
     flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
     with gradients_aside((*net.parameters(), *flat)):
         try:
-            _leave_hooks_of_torch(net)
+            if not keep_hooks:
+                _leave_hooks_of_torch(net)
             yield
         finally:
             end_passes()
@@ -180,6 +183,27 @@ def restored_in_step(net: nn.Module) -> Iterator[None]:
                 private_distributed.take_whole_parameters(module)
             put_back()
             restore()
+
+
+def restored_after_passes(net: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Restore what passes change in any network, with the user's hooks, at the end of the block.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        A network in one process, or a sharded one, which all processes run in the block.
+
+    Examples
+    --------
+    >>> net = nn.BatchNorm1d(2)
+    >>> with restored_after_passes(net):
+    ...     _ = net(torch.randn(8, 2))
+    >>> int(net.num_batches_tracked)
+    0
+    """
+    if is_sharded(net):
+        return restored_in_step(net, keep_hooks=True)
+    return restored(net, keep_hooks=True, keep_parameters=True)
 
 
 def _leave_hooks_of_torch(net: nn.Module) -> None:
