@@ -147,7 +147,7 @@ class Layer:
     completion : int or None
         Its rank among all executed calls in the order in which they returned.
     output_spec : Any
-        The output's structure with a :class:`TensorSpec` for every tensor.
+        The output's structure with a ``TensorSpec`` for every tensor.
     shard : Shard or None
         Which shard its output is, if tensor parallelism gives each process a shard of its own.
 
@@ -191,8 +191,13 @@ class Layer:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"
 
 
+def not_its_label(layer: Layer) -> str:
+    """Say that a layer was given where its label is wanted."""
+    return f"{layer} is a Layer: give its label, layer.label, which is {tuple(layer.label)}"
+
+
 def describe(value: Any) -> Any:
-    """Return the structure of a value with a :class:`TensorSpec` for every tensor.
+    """Return the structure of a value with a ``TensorSpec`` for every tensor.
 
     Parameters
     ----------
@@ -224,7 +229,7 @@ def shapes_of(spec: Any) -> Any:
     Returns
     -------
     Any
-        The same structure, a tuple of ints in place of each :class:`TensorSpec`.
+        The same structure, a tuple of ints in place of each ``TensorSpec``.
 
     Examples
     --------

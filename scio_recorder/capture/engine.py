@@ -19,10 +19,10 @@ from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.capture.watch import Watcher
-from scio_recorder.errors import PostprocessorError, UnsupportedNetError, warn
+from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import Records
+from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.nets.shards import Shards
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
@@ -219,10 +219,12 @@ class Capture:
             local.active, local.log = outer, outer_log
             self._finish(current)
             self._active.discard(id(current))
-        except BaseException:
+        except BaseException as error:
             # An interruption can come anywhere, even before the pass has begun to run.
             local.active, local.log = outer, outer_log
             self._active.discard(id(current))
+            if isinstance(error, Exception) and not isinstance(error, RecorderError):
+                current.explain(error, Inputs(args, kwargs))
             current.abandon()
             self._detach_if_idle()
             raise

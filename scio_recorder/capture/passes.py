@@ -18,6 +18,7 @@ from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.state.moment import LiveMoment
+from scio_recorder.nets.wrong_dtype import cast_for
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder
@@ -159,6 +160,13 @@ class Pass:
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted else None
         self._pending.setdefault(index, []).append((args, kept, moment))
+
+    def explain(self, error: Exception, inputs: Inputs) -> None:
+        """Add notes to an error of the network on what has probably caused it."""
+        self.posts.explain(error)
+        cast = cast_for(self.program.architecture[0, 1].module, inputs, error)
+        if cast is not None and self._sink is None:
+            error.add_note(f"Probably {cast[1]}: convert it, as x.{cast[0]} does.")
 
     def abandon(self) -> None:
         """Drop everything: a traceback may keep this object alive."""

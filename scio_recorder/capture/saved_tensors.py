@@ -22,6 +22,7 @@ from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter
 
 
@@ -239,13 +240,7 @@ def _is_input_of_a_region() -> bool:
 def _usable_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
-    try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        raise SelectorTypeError(
-            f"device={device!r} can't be used here ({error}): write a device of this machine, "
-            'such as "cpu"'
-        ) from error
+    found = usable_device(device, SelectorTypeError)
     if found.type == "meta":
         raise SelectorTypeError(
             'device="meta" keeps no numbers: write a device that does, such as "cpu"'

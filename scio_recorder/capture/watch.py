@@ -32,6 +32,11 @@ from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import whole
 
+WHY_NOT_CALLED = (
+    "perhaps a copy of the network was called, or a compiled one; give rnet.net to the code that "
+    "calls the network"
+)
+
 
 class Passes(Sequence[Records]):
     """The records of the passes of a block, in the order in which they ended.
@@ -159,6 +164,11 @@ class AroundCalls(Around):
         ``run(call, args, kwargs)`` runs a pass.
     is_running : callable
         Whether the caller runs inside a pass already.
+
+    Attributes
+    ----------
+    were_made : bool
+        Whether there was a call.
     """
 
     # No compiled code: see private.is_compiled.
@@ -172,6 +182,7 @@ class AroundCalls(Around):
         self._plain = private.plain_call(net)
         self._run = run
         self._is_running = is_running
+        self.were_made = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass, unless this call is part of one."""
@@ -181,6 +192,7 @@ class AroundCalls(Around):
                 "a pass: leave it uncompiled there (for generate, disable_compile=True in its "
                 "configuration), or compile the recorder and call that"
             )
+        self.were_made = True
         call = self.inner or self._plain
         if self._is_running():
             return call(*args, **kwargs)
@@ -190,7 +202,7 @@ class AroundCalls(Around):
 @contextlib.contextmanager
 def around_calls(
     net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
-) -> Iterator[None]:
+) -> Iterator[AroundCalls]:
     """Make each call of a network inside a block a pass.
 
     Parameters
@@ -199,6 +211,11 @@ def around_calls(
         The network.
     run, is_running : callable
         As for `AroundCalls`.
+
+    Yields
+    ------
+    AroundCalls
+        Says whether there were calls.
 
     Raises
     ------
@@ -221,6 +238,6 @@ def around_calls(
     around = AroundCalls(net, run, is_running)
     private.set_compiled_call(net, around)
     try:
-        yield
+        yield around
     finally:
         take_out(net, lambda call: call is around)

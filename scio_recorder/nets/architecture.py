@@ -15,7 +15,7 @@ from torch import nn
 
 from scio_recorder.display.outline import Outline, Outlined, nested, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, text_of
+from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, not_its_label, text_of
 from scio_recorder.nets import architecture_json
 from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name
 
@@ -364,6 +364,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
 
 def _not_a_key(key: object) -> str:
+    if isinstance(key, Layer):
+        return not_its_label(key)
     try:
         hint = f"; a label has two numbers, such as (1, {operator.index(key)})"  # type: ignore[arg-type]
     except TypeError:

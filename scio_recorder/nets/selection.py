@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
-from scio_recorder.layer import DepthIdx, Label, Layer, label_of
+from scio_recorder.layer import DepthIdx, Label, Layer, label_of, not_its_label
 from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name, offer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.supported import check_supported
@@ -299,6 +299,8 @@ def _unusable(selector: object) -> LayerNotFoundError:
         'a selector is (1, 3), "1-3", a qualified name or glob, a compiled pattern, a module type, '
         "a module or a predicate"
     )
+    if isinstance(selector, Layer):
+        return SelectorTypeError(not_its_label(selector))
     if isinstance(selector, list | tuple | AbstractSet | Mapping | range):
         return SelectorTypeError(f"{selector!r} is a collection: unpack it with *. {kinds}")
     try:

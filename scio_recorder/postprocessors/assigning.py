@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, caught_as
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.base import refuse_class
@@ -174,6 +174,8 @@ class Assigned:
     def __init__(self, functions: Mapping[DepthIdx, Postprocessor]) -> None:
         self.functions = functions
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
+        # What changed a shape in which layer, and how.
+        self._reshaped: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -194,7 +196,7 @@ class Assigned:
         """
         if label not in self.functions or label in self.on_inputs:
             return output
-        return _apply(self.functions[label], output, layer)
+        return self._apply(self.functions[label], output, layer)
 
     def before(
         self, label: DepthIdx, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
@@ -215,7 +217,7 @@ class Assigned:
             if isinstance(value, Tensor | list | tuple | dict):
                 leaves, rebuild = flatten(value)
                 if leaves:
-                    leaves[0] = _apply(function.postprocessor, leaves[0], layer)
+                    leaves[0] = self._apply(function.postprocessor, leaves[0], layer)
                     values[at] = rebuild(leaves)
                     named = zip(kwargs, values[len(args) :], strict=True)
                     return tuple(values[: len(args)]), dict(named)
@@ -224,36 +226,48 @@ class Assigned:
             "layer, or let the post-processor act on the layer's output"
         )
 
-
-def _apply(function: Postprocessor, output: Any, layer: Layer) -> Any:
-    """Post-process one output; a result of None means that it was changed in place, if at all."""
-    rows = _rows(output)
-    try:
-        result = function(output)
-    except Exception as error:
-        raise _failure(error, layer) from error
-    if result is None:
-        result = output
-    expected = Tensor if isinstance(output, Tensor) else type(output)
-    if not isinstance(result, expected):
-        raise PostprocessorError(
-            f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
-            f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None to "
-            "leave the output unchanged"
-        )
-    for before, after in zip(rows, _rows(result), strict=False):
-        if before != after:
-            raise PostprocessorError(
-                f"the post-processor of layer {layer} returned {after} rows along dimension 0 "
-                f"where the layer returns {before}: it may change only the other dimensions"
+    def explain(self, error: Exception) -> None:
+        """Name in notes the post-processors that changed a shape before the network failed."""
+        for where, shapes in self._reshaped.items():
+            error.add_note(
+                f"The post-processor {where} had changed the shape {shapes}: return a tensor of "
+                "the same shape if the network can't go on with another one."
             )
-    return result
+
+    def _apply(self, function: Postprocessor, output: Any, layer: Layer) -> Any:
+        """Post-process one output; None as the result means that it was changed in place."""
+        before = _shapes(output)
+        try:
+            result = function(output)
+        except Exception as error:
+            raise _failure(error, layer) from error
+        if result is None:
+            result = output
+        expected = Tensor if isinstance(output, Tensor) else type(output)
+        if not isinstance(result, expected):
+            raise PostprocessorError(
+                f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
+                f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None "
+                "to leave the output unchanged"
+            )
+        after = _shapes(result)
+        for old, new in zip(before, after, strict=False):
+            if old[:1] != new[:1]:
+                rows = [shape[0] if shape else None for shape in (new, old)]
+                raise PostprocessorError(
+                    f"the post-processor of layer {layer} returned {rows[0]} rows along dimension "
+                    f"0 where the layer returns {rows[1]}: it may change only the other dimensions"
+                )
+            if old != new:
+                name = getattr(function, "__name__", repr(function))
+                self._reshaped[f"{name} of layer {layer}"] = f"{old} to {new}"
+        return result
 
 
-def _rows(output: Any) -> list[int | None]:
-    """Return the length of dimension 0 of each tensor."""
+def _shapes(output: Any) -> list[tuple[int, ...]]:
     leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
-    return [leaf.size(0) if leaf.dim() else None for leaf in leaves]
+    # A description takes much longer, and only nested tensors need one.
+    return [describe(leaf).shape if leaf.is_nested else tuple(leaf.shape) for leaf in leaves]
 
 
 def _failure(error: Exception, layer: Layer) -> Exception:

@@ -128,6 +128,7 @@ class Collecting(Reading):
         from scio_recorder.display.progress import progress_bar
         from scio_recorder.recording.collect.collection import Collection
         from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
         from scio_recorder.recording.collect.options import Options
 
         feed = Feed(batches, every, max_batches, to_inputs, sample_ids)
@@ -141,7 +142,8 @@ class Collecting(Reading):
             resume,
         )
         bar = progress_bar("collecting", feed.num_batches, is_wanted=progress)
-        return self._go_through(collection, bar, stop_early=stop_early)
+        with saying_what_is_durable(store):
+            return self._go_through(collection, bar, stop_early=stop_early)
 
     def collect_parts(
         self,
@@ -228,6 +230,7 @@ class Collecting(Reading):
         """
         from scio_recorder.recording.collect.collection import Collection
         from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
         from scio_recorder.recording.collect.options import Options
         from scio_recorder.recording.collect.parts import Parts
 
@@ -247,7 +250,8 @@ class Collecting(Reading):
 
         run = partial(self._go_through, stop_early=stop_early)
         parts = Parts(make_batches, num_parts, store, collection, run)
-        return parts.collect(wait=wait, progress=progress)
+        with saying_what_is_durable(store, num_parts):
+            return parts.collect(wait=wait, progress=progress)
 
     def _go_through(
         self,

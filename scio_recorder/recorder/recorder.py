@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from scio_recorder.capture.engine import Capture, detach_when_dead
 from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
-from scio_recorder.errors import SelectorTypeError, warn
+from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
 from scio_recorder.events import Tracker, track
 from scio_recorder.layer import text_of
 from scio_recorder.nets.labelling.label import label_net
@@ -29,6 +30,28 @@ if TYPE_CHECKING:
     from torchinfo import ModelStatistics
 
     from scio_recorder.nets.architecture import Architecture
+
+
+_Given = ParamSpec("_Given")
+
+
+def _given_one_net(construct: Callable[_Given, None]) -> Callable[_Given, None]:
+    """Let a constructor say by which keyword to give a second positional argument."""
+
+    @functools.wraps(construct)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        if len(args) > 2:
+            second = args[2]
+            is_size = isinstance(second, list | tuple) and all(isinstance(n, int) for n in second)
+            raise caught_as(
+                MissingInputError,
+                TypeError(),
+                "a Recorder takes the net alone by position: write Recorder(net, "
+                f"{f'input_size={second!r}' if is_size else 'input_data=x'})",
+            )
+        construct(*args, **kwargs)
+
+    return checked
 
 
 class Recorder(
@@ -83,6 +106,7 @@ class Recorder(
     summary: ModelStatistics
     architecture: Architecture
 
+    @_given_one_net
     def __init__(
         self, net: nn.Module, /, *, force_static_flow: bool = True, **summary_kwargs: Any
     ) -> None:

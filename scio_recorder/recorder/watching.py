@@ -7,8 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.capture.watch import Passes, Watcher, around_calls
-from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError
+from scio_recorder.capture.watch import (
+    WHY_NOT_CALLED,
+    AroundCalls,
+    Passes,
+    Watcher,
+    around_calls,
+)
+from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.recorder.reading import Reading
 
 if TYPE_CHECKING:
@@ -68,6 +74,11 @@ class Watching(Reading):
         UnsupportedNetError
             The network is compiled, or is compiled inside the block.
 
+        Warns
+        -----
+        UserWarning
+            The network was not called in the block.
+
         Examples
         --------
         >>> import torch
@@ -83,8 +94,10 @@ class Watching(Reading):
         if not self._capture.program.recording:
             raise SelectorTypeError("nothing to watch: choose layers with record(...) first")
         passes = Passes(last)
-        with self._around(Watcher(passes, activation_postproc)):
+        with self._around(Watcher(passes, activation_postproc)) as calls:
             yield passes
+        if not calls.were_made:
+            warn(f"the network was not called in the block of watch: {WHY_NOT_CALLED}")
 
     @contextlib.contextmanager
     def collecting(
@@ -168,6 +181,7 @@ class Watching(Reading):
         from scio_recorder.recording.collect.block import CollectedPasses
         from scio_recorder.recording.collect.collection import Collection
         from scio_recorder.recording.collect.feed import Feed
+        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
         from scio_recorder.recording.collect.options import Options
 
         if self._collected is not None:
@@ -188,6 +202,7 @@ class Watching(Reading):
         )
         collected = CollectedPasses(collection)
         with (
+            saying_what_is_durable(store),
             collected.open(progress=progress),
             self._around(Watcher(None, activation_postproc)),
         ):
@@ -198,7 +213,7 @@ class Watching(Reading):
                 self._collected = None
 
     @contextlib.contextmanager
-    def _around(self, watcher: Watcher) -> Iterator[None]:
+    def _around(self, watcher: Watcher) -> Iterator[AroundCalls]:
         """Make each call of the network inside a block a pass of the recorder."""
         recorder = weakref.ref(self)
 
@@ -212,11 +227,11 @@ class Watching(Reading):
             owner = recorder()
             return owner is not None and owner._capture.is_running
 
-        with around_calls(self._net, run, is_running):
+        with around_calls(self._net, run, is_running) as calls:
             self._capture.has_missed &= bool(self._watchers)
             self._watchers.append(watcher)
             try:
-                yield
+                yield calls
             finally:
                 self._watchers.remove(watcher)
         if self._capture.has_missed:

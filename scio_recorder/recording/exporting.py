@@ -89,7 +89,7 @@ class Exporting(Readable):
         ------
         ArgumentError
             Every layer was reduced, or a dtype can't be widened.
-        ModuleNotFoundError
+        MissingPackageError
             The extra is missing.
 
         Examples
@@ -138,7 +138,7 @@ class Exporting(Readable):
             The folder exists already, or the disk fails; no partial export is left.
         ArgumentError
             Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
-        ModuleNotFoundError
+        MissingPackageError
             The extra is missing.
 
         Examples
@@ -199,7 +199,7 @@ class Exporting(Readable):
             The folder exists already, or the disk fails; no partial export is left.
         ArgumentError
             Every layer was reduced, a dtype can't be widened, or ``path`` names no folder.
-        ModuleNotFoundError
+        MissingPackageError
             The extra is missing.
 
         Examples

@@ -107,7 +107,7 @@ class Recording(RecomputingRecording, Exporting, Showing):
         Parameters
         ----------
         *selectors : label, str, pattern, type or callable
-            Layers, as in ``record``; reduced layers have no rows. None: all layers that have rows.
+            Layers, as in ``record``; by default all that have rows. Reduced layers have none.
         batch_size : int
             Rows in a batch; the last one may have fewer.
         shuffle : bool, default False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from scio_recorder.errors import CollectError
+from scio_recorder.nets.absent import closest
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
@@ -68,8 +69,10 @@ def as_store(given: str | Store | None) -> Store:
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
-    elif isinstance(given, str) and given not in ("", "disk") and ":" not in given:
-        hint = f', or write store="disk:{given}" for a folder'
+    elif name != "disk" and (near := closest(name, ["device", "host", "disk", "auto"])):
+        hint = f": the closest names are {', '.join(map(repr, near))}"
+    elif name not in ("", "disk") and not place:
+        hint = f', or write store="disk:{name}" for a folder'
     raise CollectError(
         f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, '
         '"s3://BUCKET/RUN", or an object from scio_recorder.stores'

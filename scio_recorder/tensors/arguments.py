@@ -1,9 +1,11 @@
-"""Checks of arguments that are numbers."""
+"""Checks of arguments that are numbers or devices."""
 
 from __future__ import annotations
 
 from operator import index
 from typing import SupportsIndex
+
+import torch
 
 from scio_recorder.errors import CollectError, RecorderError
 
@@ -40,3 +42,38 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise error(f"{name}={value!r}: give a whole number from {least} on")
     return index(value)
+
+
+def usable_device(value: torch.device | str, error: type[RecorderError]) -> torch.device:
+    """Return a device of this machine; refuse what is no device, and one that isn't there.
+
+    Parameters
+    ----------
+    value : torch.device or str
+        The argument ``device=``.
+    error : type
+        The class of the error.
+
+    Returns
+    -------
+    torch.device
+        With its number, if there are several of its kind.
+
+    Raises
+    ------
+    `error`
+        No tensor can be made there.
+
+    Examples
+    --------
+    >>> usable_device("cpu", CollectError)
+    device(type='cpu')
+    """
+    try:
+        return torch.empty(0, device=value).device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as reason:
+        name = "cuda" if str(value).lower().startswith("gpu") else "cpu"
+        raise error(
+            f"device={value!r} can't be used here ({reason}): write a device of this machine, "
+            f'such as "{name}"'
+        ) from reason

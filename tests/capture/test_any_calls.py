@@ -156,7 +156,7 @@ def test_labelled_calls_still_raise():
     rnet(torch.ones(3, WIDTH), [0, 1, 2])
     assert len(rnet.activations["act"]) == 3
     rnet.record("act")
-    with pytest.raises(FlowError):
+    with pytest.raises(FlowError, match=r"record\(\.\.\., calls=\"any\"\)"):
         rnet(torch.ones(3, WIDTH), [0, 1, 2])
 
 

@@ -156,9 +156,7 @@ def _check_pass(
 )
 @settings(
     max_examples=3000 if FULL else 60,
-    deadline=None,
     database=None,
-    derandomize=not FULL,
     suppress_health_check=[HealthCheck.too_slow],
 )
 def test_random_programs_are_recorded_truly(

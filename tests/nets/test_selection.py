@@ -170,6 +170,7 @@ def test_a_label_is_found_or_is_an_error_of_ours(label):
         (re.compile(b"act"), ["drop the b"]),
         (lambda layer: "yes", ["'yes'", "0-1 (root) (Net)", "True or False"]),
         (lambda layer: None, ["None", "True or False"]),
+        (RAN[1], ["is a Layer", "layer.label", str(tuple(RAN[1].label))]),
     ],
 )
 def test_what_can_not_select(selector, parts):
@@ -178,6 +179,11 @@ def test_what_can_not_select(selector, parts):
     for part in parts:
         assert part in str(caught.value)
     assert isinstance(caught.value, TypeError)
+
+
+def test_a_layer_is_no_key() -> None:
+    with pytest.raises(LayerNotFoundError, match=r"is a Layer: .* layer\.label"):
+        ARCHITECTURE[RAN[1]]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
+from scio_recorder.postprocessors import OnInput
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 from tests.zoo.inplace import Overwrites
@@ -275,3 +277,28 @@ def test_what_can_never_act_is_refused_also_where_nothing_is_recorded(given):
     rnet.remove()
     with pytest.raises(PostprocessorError):
         rnet(x, activation_postproc=given)
+
+
+def halve(tensor: Tensor) -> Tensor:
+    return tensor[:, :2]
+
+
+@pytest.mark.parametrize("post", [halve, OnInput(halve)])
+def test_a_net_that_fails_after_a_changed_shape_names_the_post_processor(post: Any) -> None:
+    net = three_layers()
+    rnet = recorder(net, "1")
+    x = torch.ones(3, 4)
+    with pytest.raises(RuntimeError) as by_hand:
+        net[2].forward(halve(net[0].forward(x)))
+    for run in (rnet, rnet.extract, lambda x, **post: rnet.collect([x], **post)):
+        rnet.record("1", "2")
+        with pytest.raises(RuntimeError, match=re.escape(str(by_hand.value))) as caught:
+            run(x, activation_postproc={"1": post})
+        (note,) = caught.value.__notes__
+        for word in ("halve", "1-2 1 (Tanh)", "(3, 4) to (3, 2)"):
+            assert word in note
+        assert "to_inputs" not in str(caught.value)
+    # The net's own failures, and other layers, have nothing to do with it.
+    with pytest.raises(RuntimeError) as caught:
+        rnet(torch.ones(3, 5), activation_postproc={"1": post})
+    assert not hasattr(caught.value, "__notes__")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import Ablate, Add, At, Clip, Heads, OnInput, Replace, Scale
+from tests.oracle import same_bits
 
 SHAPE = (2, 5, 6)
 MASK = np.arange(10).reshape(2, 5) % 3 == 0
@@ -256,6 +257,18 @@ def test_a_class_is_no_post_processor(make: Any) -> None:
     rnet.record("0")
     with pytest.raises(PostprocessorError, match=r"write Ablate\(\)"):
         rnet(torch.ones(1, 3), activation_postproc=make())
+
+
+def test_a_class_that_makes_an_output_is_a_function_like_any_other() -> None:
+    class Negative(Tensor):
+        def __new__(cls, activation: Tensor) -> Tensor:
+            return -activation  # type: ignore[misc]  # what is returned is all that counts here
+
+    rnet = Recorder(nn.Sequential(nn.Tanh()), input_size=(1, 3))
+    rnet.record("0")
+    x = torch.rand(1, 3)
+    for given in (Negative, [Negative], {"0": Negative}, OnInput(Negative)):
+        assert same_bits(rnet(x, activation_postproc=given), -x.tanh())
 
 
 def nested(*lengths: int, features: int = 3) -> Tensor:

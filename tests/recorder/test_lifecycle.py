@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm, replicate
 
 from scio_recorder import Recorder, UnsupportedNetError
-from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.errors import LabellingError, LayerNotFoundError, MissingInputError
 from tests.harness import hook_state, trace
 from tests.oracle import differences, same_bits
 from tests.zoo.base import linear
@@ -310,3 +311,49 @@ def test_what_is_not_there_yet_says_how_to_get_it() -> None:
             getattr(rnet, what)["0"]
         assert "none of any layer yet" in str(caught.value)
         assert all(word in str(caught.value) for word in words)
+
+
+def test_a_recorder_of_a_recorder_records_what_the_net_returns() -> None:
+    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    inner = Recorder(net, input_size=(1, 5))
+    outer = Recorder(inner, input_size=(1, 5))
+    inner.record("0", "2")
+    outer.record("_net.0", "_net.1", gradients=True)
+    x = torch.randn(2, 5)
+    first = net[0].forward(x)
+    changed = torch.relu(first * 2)
+    for _ in range(3):
+        output = outer(x, activation_postproc={"_net.0": lambda tensor: tensor * 2})
+        assert same_bits(output, net[2].forward(changed))
+        assert same_bits(outer.activations["_net.0"], first)
+        assert same_bits(outer.activations["_net.1"], changed)
+        # The inner one sees what the module's caller gets.
+        assert same_bits(inner.activations["0"], first * 2)
+        assert same_bits(inner.activations["2"], output)
+        output.sum().backward()
+        expected = net[2].weight.sum(0) * (changed > 0) * 2
+        assert torch.equal(outer.gradients["_net.0"], expected)
+
+
+@pytest.mark.parametrize(
+    ("second", "written"),
+    [((1, 2), "input_size=(1, 2)"), (torch.ones(1, 2), "input_data=x")],
+)
+def test_an_input_given_by_position_is_refused_with_its_keyword(second: Any, written: str) -> None:
+    wrong: Any = Recorder
+    with pytest.raises(MissingInputError) as caught:
+        wrong(nn.ReLU(), second)
+    assert isinstance(caught.value, TypeError)
+    assert f"Recorder(net, {written})" in str(caught.value)
+    parameters = list(inspect.signature(Recorder).parameters.values())
+    assert [one.kind.name for one in parameters] == [
+        "POSITIONAL_ONLY",
+        "KEYWORD_ONLY",
+        "VAR_KEYWORD",
+    ]
+
+
+@pytest.mark.parametrize(("device", "written"), [("gpu", '"cuda"'), ("nothing", '"cpu"')])
+def test_a_device_that_is_none_is_refused_with_one_that_is(device: str, written: str) -> None:
+    with pytest.raises(LabellingError, match=written):
+        Recorder(nn.ReLU(), input_size=(1, 2), device=device)

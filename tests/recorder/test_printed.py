@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from scio_recorder import Recorder
+from scio_recorder.errors import MutationError
 
 COLUMNS = ("input_size", "output_size", "num_params", "params_percent")
 
@@ -100,10 +101,6 @@ def test_records_are_printed_as_shapes() -> None:
     assert "1-1 0 (Linear)  Inputs(args=((2, 4) float32,), kwargs={})" in repr(rnet.inputs)
     out[0].sum().backward()
     assert "1-1 0 (Linear)  (2, 3) float32" in repr(rnet.gradients)
-    # A record that can't be read has a shape.
-    with torch.no_grad():
-        out[0].zero_()
-    assert "1-1 0 (Linear)  (2, 3) float32" in repr(rnet.activations)
     inputs = rnet.collect([torch.ones(2, 4)], transform={"1": lambda out, batch: out[0]}).inputs
     assert "<inputs of 1 batches>" in repr(inputs)
 
@@ -115,3 +112,26 @@ def test_many_records_are_printed_in_part() -> None:
     lines = repr(rnet.activations).splitlines()
     assert len(lines) == 61
     assert lines[-1] == "... and 41 more layers"
+
+
+def test_a_record_that_can_not_be_read_is_printed_with_its_shape() -> None:
+    rnet = Recorder(nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True)), input_size=(1, 4))
+    rnet.record("0", copy="never")
+    rnet(torch.ones(2, 4))
+    with pytest.raises(MutationError):
+        rnet.activations["0"]
+    assert repr(rnet.activations) == "1-1 0 (Linear)  (2, 3) float32"
+
+
+def test_a_structure_of_many_tensors_is_printed_in_part() -> None:
+    class Many(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return (x,) * 1000
+
+    rnet = Recorder(Many(), input_size=(1, 2))
+    rnet.record("0-1")
+    rnet(torch.ones(1, 2))
+    shown = repr(rnet.activations)
+    assert "((1, 2) float32, (1, 2) float32" in shown
+    assert shown.endswith(" ...")
+    assert len(shown) < 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -99,6 +100,13 @@ def watches(path: Path) -> None:
         rnet.net(torch.ones(2, 3, 4))  # 1 warning
 
 
+def watches_nothing(path: Path) -> None:
+    rnet = plain()
+    rnet.record("0")
+    with rnet.watch():  # 1 warning
+        copy.deepcopy(rnet.net)(X)
+
+
 def tracks(path: Path) -> None:
     net = Overwriting()
     with track(net):  # 1 warning
@@ -130,6 +138,7 @@ def guards_gradients(path: Path) -> None:
         extracts,
         collects_from_other_kernels,
         watches,
+        watches_nothing,
         tracks,
         guards,
         guards_gradients,

@@ -49,6 +49,30 @@ def test_a_mapping_is_no_dataset():
             recorder("0").collect({"input": torch.ones(3, 4)}, **options)
 
 
+def test_a_mapping_of_keys_to_something_else_is_a_dataset():
+    x = torch.ones(3, 4)
+    data = {"a": "first", "b": "second"}
+    recording = recorder("0").collect(data, to_inputs=lambda key: x * len(data[key]))
+    assert recording.num_samples == 6
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x, "label")])
+def test_the_advice_for_arrays_works(pack):
+    x = torch.rand(3, 4)
+    rnet = recorder("0")
+    expected = rnet.net[0].forward(x).detach()
+    with pytest.raises(CollectError, match="single array") as whole:
+        rnet.collect(x.numpy())
+    written = str(whole.value).partition("write batches=")[2].partition(" for one")[0]
+    assert torch.equal(rnet.collect(eval(written, {"x": x.numpy(), "torch": torch}))["0"], expected)
+    with pytest.raises(
+        CollectError, match=r"batch 0 is a (ndarray|tuple that begins with a ndarray): "
+    ) as one:
+        rnet.collect([pack(x.numpy())])
+    written = eval(str(one.value).partition("write to_inputs=")[2])
+    assert torch.equal(rnet.collect([pack(x.numpy())], to_inputs=written)["0"], expected)
+
+
 def test_a_used_iterator():
     used = iter(batches(2))
     recorder("0").collect(used)
@@ -72,6 +96,10 @@ def test_the_advice_for_a_net_that_takes_a_whole_tuple_works():
     assert "Only the first element" in str(caught.value)
     recording = rnet.collect([(x, torch.zeros(3), 1)], to_inputs=eval(written))
     assert not recording["0-1"].any()
+    # No element of the batch can help.
+    for given, options in (([(x,)], {}), ([(x, x)], {"to_inputs": lambda batch: batch[0]})):
+        with pytest.raises(CollectError, match=r"Write to_inputs=lambda batch: \.\.\. with"):
+            rnet.collect(given, **options)
 
 
 def test_inputs_that_a_recording_lacks():
@@ -153,9 +181,13 @@ def test_dimension_0_counts_samples_by_chance_at_first(rows):
         ({"transform": lambda activation, batch: None}, "NoneType"),
         ({"store": None}, "store=None"),
         ({"store": "runs"}, 'write store="disk:runs" for a folder'),
+        ({"store": "hots"}, "the closest names are 'host'; a store is"),
+        ({"store": "dsk:runs"}, "the closest names are 'disk'; a store is"),
         ({"resume": True}, "disk:PATH"),
         ({"to_inputs": lambda batch: 3}, "to_inputs"),
         ({"sample_ids": lambda batch: "ab"}, "sample_ids"),
+        ({"sample_ids": [1, 2]}, "sample_ids is a list, and not a function: write sample_ids="),
+        ({"to_inputs": "x"}, "to_inputs is a str, and not a function: write to_inputs="),
         ({"sample_ids": lambda batch: [1]}, r"sample_ids gave 1 id for \d samples"),
         ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
         ({"sample_ids": lambda batch: [1, "a"]}, "integers"),

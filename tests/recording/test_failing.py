@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
-from scio_recorder.errors import CollectError, PostprocessorError, caught_as
+from scio_recorder.errors import CollectError, LabellingError, PostprocessorError, caught_as
+from tests.oracle import same_bits
 
 GOOD, BAD = torch.ones(3, 4), torch.ones(3, 5)
 
@@ -129,3 +131,64 @@ def test_an_error_that_can_be_nothing_else_gets_a_note() -> None:
     error = Exception.__new__(OddError)
     assert caught_as(CollectError, error, "batch 3") is error
     assert error.__notes__ == ["batch 3"]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(3, 3, 1), nn.Embedding(4, 4)])
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        (torch.float32, torch.float64),
+        (torch.float32, torch.int64),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.uint8),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_the_advice_for_another_dtype_works(
+    layer: nn.Module, own: torch.dtype, given: torch.dtype
+) -> None:
+    taken = own
+    if isinstance(layer, nn.Embedding):
+        taken, given = torch.int64, torch.float32
+    net, x = nn.Sequential(copy.deepcopy(layer).to(own)), torch.ones(3, 4, dtype=given)
+    rnet = Recorder(net, input_data=x.to(taken))
+    rnet.record("0")
+    for batch in (x, [x, "labels"], {"input": x}):
+        with pytest.raises(CollectError) as refused:
+            rnet.collect([batch])
+        written = str(refused.value).partition("write to_inputs=")[2]
+        recording = rnet.collect([batch], to_inputs=eval(written))
+        assert same_bits(recording["0"], net[0].forward(x.to(taken)).detach())
+    for run in (rnet, rnet.extract):
+        with pytest.raises(RuntimeError) as raised:
+            run(x)
+        (note,) = raised.value.__notes__
+        run(eval(note.partition("as ")[2].partition(" does")[0], {"x": x}))
+    with pytest.raises(LabellingError) as raised:
+        Recorder(net, input_data=x)
+    written = str(raised.value).rpartition("input_data=")[2].partition(" does")[0]
+    Recorder(net, input_data=eval(written, {"x": x}))
+
+
+def test_errors_of_other_causes_advise_no_dtype(rnet: Recorder) -> None:
+    # Integers are what this net takes, and it fails later.
+    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).half())
+    with pytest.raises(LabellingError, match="same dtype") as caught:
+        Recorder(net, input_data=torch.ones(3, 4, dtype=torch.int64))
+    assert "convert" not in str(caught.value)
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.stem(x.float())
+            return out
+
+    casting = Recorder(Casting(), input_size=(1, 4))
+    casting.record("stem")
+    for one in (rnet, casting):
+        with pytest.raises(RuntimeError, match="shapes") as raised:
+            one(BAD if one is rnet else BAD.double())
+        assert not hasattr(raised.value, "__notes__")

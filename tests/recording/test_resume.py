@@ -239,3 +239,50 @@ def test_thinned_runs_resume(tmp_path):
     resumed = rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True, every=2)
     assert_same(resumed, expected(rnet, data[::2]))
     assert resumed.sample_ids == [0, 1, 2, 3, 8, 9, 10, 15, 16]
+
+
+@pytest.mark.parametrize("way", ["collect", "collecting", "collect_parts"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_ctrl_c_says_what_is_durable_and_how_to_go_on(way, after, tmp_path):
+    rnet, data = recorder(), batches(4, 4, 3, 4)
+
+    def loader(part=0):
+        yield from data[:after]
+        raise KeyboardInterrupt
+
+    path = tmp_path / "run"
+
+    def collecting(store):
+        with rnet.collecting(store=store):
+            for batch in loader():
+                rnet.net(batch)
+
+    run = {
+        "collect": lambda store: rnet.collect(loader(), store=store),
+        "collect_parts": lambda store: rnet.collect_parts(loader, 3, store=store),
+        "collecting": collecting,
+    }[way]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(Disk(path, chunk_bytes=100))
+    notes = getattr(caught.value, "__notes__", [])
+    if way == "collect_parts":
+        assert "0 of 3 parts" in notes[-1]
+        assert "the same call goes on" in notes[-1]
+    elif after:
+        assert open_recording(path).num_samples == 8
+        assert notes == ["8 samples are durable, resume=True goes on after them"]
+        assert_same(rnet.collect(data, store=f"disk:{path}", resume=True), expected(rnet, data))
+    else:
+        assert notes == []
+
+
+def test_ctrl_c_says_nothing_of_memory():
+    rnet = recorder()
+
+    def loader():
+        yield from batches(4)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        rnet.collect(loader())
+    assert not hasattr(caught.value, "__notes__")

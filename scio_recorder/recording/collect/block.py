@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.watch import WHY_NOT_CALLED
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.nets.records import Inputs
@@ -68,9 +69,8 @@ class CollectedPasses:
             collection.check_end()
             if collection.is_empty:
                 raise CollectError(
-                    "the network was not called in the block, or all passes failed: perhaps a "
-                    "copy of the network was called, or a compiled one; give rnet.net to the "
-                    "code that calls the network"
+                    "the network was not called in the block, or all passes failed: "
+                    f"{WHY_NOT_CALLED}"
                 )
         except BaseException as error:
             self._keep_what_ended(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectError, RecorderError, caught_as
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.wrong_dtype import cast_for
 from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.tensors.dtypes import dtype_name
 
@@ -44,7 +45,7 @@ def naming_batch(
         raise
     except Exception as error:
         refused = _refused(net, inputs, batch) if isinstance(error, TypeError) else ""
-        text = refused or _failed(error, architecture, inputs)
+        text = refused or _failed(error, architecture, net, inputs, batch)
         raise caught_as(CollectError, error, f"batch {number}: {text}") from error
 
 
@@ -61,16 +62,40 @@ def naming_part(part: int) -> Iterator[None]:
         raise
 
 
-def _failed(error: Exception, architecture: Architecture, inputs: Inputs) -> str:
+def _failed(
+    error: Exception, architecture: Architecture, net: nn.Module, inputs: Inputs, batch: Any
+) -> str:
     layer = _failing_layer(error, architecture)
+    text = f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}"
+    if getattr(error, "__notes__", ()):
+        # The cause is known, and it isn't the batch.
+        return text
     given = [*map(_look, inputs.args)]
     given += [f"{name}={_look(one)}" for name, one in inputs.kwargs.items()]
     # A list of masks shows the number of samples, so this may come out only in the pass.
-    advice = advice_on_lists(inputs.kwargs) or (
-        f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
+    advice = (
+        advice_on_lists(inputs.kwargs)
+        or _advice_on_dtype(error, net, inputs, batch)
+        or f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
         "if it takes something else"
     )
-    return f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}; {advice}"
+    return f"{text}; {advice}"
+
+
+def _advice_on_dtype(error: Exception, net: nn.Module, inputs: Inputs, batch: Any) -> str:
+    """Return a sentence on an input with a wrong dtype; empty if the error is about another."""
+    found = cast_for(net, inputs, error)
+    if found is None:
+        return ""
+    cast, reason = found
+    if isinstance(batch, Mapping):
+        name = next(name for name, one in inputs.kwargs.items() if isinstance(one, Tensor))
+        converted = f'{{**batch, "{name}": batch["{name}"].{cast}}}'
+    else:
+        converted = f"{'batch' if isinstance(batch, Tensor) else 'batch[0]'}.{cast}"
+    if batch is None:
+        return f"{reason}: convert it in to_inputs, as x.{cast} does"
+    return f"{reason}: write to_inputs=lambda batch: {converted}"
 
 
 def _refused(net: nn.Module, inputs: Inputs, batch: Any) -> str:

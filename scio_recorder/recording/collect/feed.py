@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, TypeGuard
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -57,16 +58,32 @@ class Feed:
     part: int | None = None
 
     def __post_init__(self) -> None:
-        batches = self.batches
         # The number of the current batch.
         self._seen, self.number = SeenIds(), 0
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
             self.max_batches = whole("max_batches", self.max_batches, 1)
-        if isinstance(batches, Tensor):
+        for name in ("to_inputs", "sample_ids"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise CollectError(
+                    f"{name} is a {type(given).__name__}, and not a function: write "
+                    f"{name}=lambda batch: ..."
+                )
+        self._check_batches()
+        # This process's share, if a sampler splits the data between several.
+        self.share: Share | None = None
+
+    def _check_batches(self) -> None:
+        """Refuse what gives no batches, and what would give other ones than were meant."""
+        batches = self.batches
+        if isinstance(batches, Tensor | np.ndarray):
+            kind, x = "tensor", "x"
+            if isinstance(batches, np.ndarray):
+                kind, x = "array", "torch.from_numpy(x)"
             raise CollectError(
-                "batches is a single tensor, so its rows would count as batches: write "
-                "batches=[x] for one batch, or batches=x.split(32) for several"
+                f"batches is a single {kind}, so its rows would count as batches: write "
+                f"batches=[{x}] for one batch, or batches={x}.split(32) for several"
             )
         if isinstance(batches, Mapping) and any(
             self.to_inputs is None or isinstance(one, Tensor) for one in batches.values()
@@ -86,8 +103,6 @@ class Feed:
                 f"batches is a {type(batches).__name__}, which can't be iterated over: give a "
                 "DataLoader, a list of batches or a generator"
             )
-        # This process's share, if a sampler splits the data between several.
-        self.share: Share | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and request no more batches than needed."""
@@ -141,7 +156,10 @@ class Feed:
         if self.to_inputs is None and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
-            raise CollectError(f"{what}; {_WRITE}")
+            x = "batch" if given is batch else "batch[0]"
+            is_array = isinstance(given, np.ndarray)
+            array = f": write to_inputs=lambda batch: torch.from_numpy({x})"
+            raise CollectError(f"{what}{array if is_array else f'; {_WRITE}'}")
         inputs = Inputs.of(tuple(given) if isinstance(given, list) else given)
         if inputs is not None:
             odd = [key for key in inputs.kwargs if not isinstance(key, str)]

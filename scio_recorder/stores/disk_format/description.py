@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ VERSION, VERSION_WITH_ROWS = 2, 3
 MAX_RANKS = 100_000
 # The name in a chunk of the values that are kept of its batches.
 VALUES = "#values"
+_SHOWN = 10
 
 
 def row_column(name: str) -> str:
@@ -131,8 +134,23 @@ def read_description(medium: Medium) -> Description:
         if error.errno != errno.ENOENT:
             raise
         raise RecordingError(
-            f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}; give the place to "
-            "which one was written"
+            f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
+            f"{recordings_inside(medium.path) or '; give the place to which one was written'}"
         ) from None
     with parsing(file.path):
         return Description.from_json(file.content)
+
+
+def recordings_inside(path: str) -> str:
+    """Return the recordings in the folders of a folder, as the end of a message; empty if none.
+
+    Parameters
+    ----------
+    path : str
+        The folder.
+    """
+    names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=path))
+    found = [os.path.join(path, os.path.dirname(name)) for name in names]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    shown = ", ".join(f"open_recording({place!r})" for place in found[:_SHOWN])
+    return f", but folders in it hold recordings: {shown}{more}" if found else ""

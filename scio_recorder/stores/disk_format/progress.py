@@ -9,6 +9,7 @@ from typing import Any
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.beginning import agreed
 from scio_recorder.stores.disk_format.claims import complete_parts, newest_leases
+from scio_recorder.stores.disk_format.description import recordings_inside
 from scio_recorder.stores.disk_format.lease import holder_of, lease_name, machine
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 
@@ -82,6 +83,7 @@ def progress_of(medium: Medium) -> Progress:
     if begun is None:
         raise RecordingError(
             f"{medium.path} holds no recording, and no recording in parts has begun there"
+            f"{recordings_inside(medium.path)}"
         )
     with accessing(medium.path):
         newest, done = newest_leases(medium), set(complete_parts(medium))

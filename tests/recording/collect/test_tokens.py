@@ -198,7 +198,7 @@ def test_each_segment_of_packed_documents_is_a_sample(masked):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_masks_segments_and_conditions(data):
     rnet = READER
     lines, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6))
