@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from scio_recorder.nets.absent import closest
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.tensors.dtypes import DTYPES
@@ -30,18 +32,49 @@ class BrokenOffError(FailureError):
     """A collection failed midway, so the user should also be told how to continue."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Names the closest options, and commands, when one is mistyped."""
+
+    # All words of the command line, and the names of commands.
+    words: Sequence[str] = ()
+    commands: Collection[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the usage, the message, and the closest names."""
+        options = sorted(set(re.findall(r"(?<!-)--[a-z][\w-]*", self.format_help())))
+        for number, word in enumerate(self.words):
+            name = word.partition("=")[0]
+            known = options if name.startswith("--") else [] if number else self.commands
+            if not any(one.startswith(name) for one in known):
+                message += _nearest(name, known).replace("; ", f"; {name}: ")
+        super().error(message)
+
+
 def load(target: str) -> Any:
     """Import the object that ``MODULE:NAME`` names."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
+    if module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"{module_name!r} is a file, not a module: write {module}:{name}")
     try:
         found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
     except (Exception, SystemExit) as error:
         raise UsageError(f"can't load {target}: {said(error)}") from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except Exception as error:
+            near = _nearest(part, dir(found))
+            raise UsageError(f"can't load {target}: {said(error)}{near}") from error
     return found
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Return the closest names, as the end of a message; empty if there are none."""
+    near = closest(name, sorted(names))
+    return f"; the closest names are {', '.join(near)}" if near else ""
 
 
 @contextmanager
@@ -129,7 +162,10 @@ def dtype_of(text: str) -> torch.dtype:
     """Read a dtype."""
     dtype = DTYPES.get(text.removeprefix("torch."))
     if dtype is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; write it like float32 or int64")
+        near = _nearest(text, DTYPES)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a dtype; write it like float32 or int64{near}"
+        )
     return dtype
 
 

@@ -9,9 +9,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from rich.table import Table
 from scio_recorder.command_line.arguments import (
     BrokenOffError,
     FailureError,
+    Parser,
     UsageError,
     current_folder_on_path,
     dtype_of,
@@ -83,18 +85,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _way_on(parsed: argparse.Namespace) -> str:
     """Say how to continue with what a collection has on disk, if there is anything."""
-    from scio_recorder.recording import open_recording
+    from scio_recorder.recording.collect.interrupted import what_is_durable
 
-    try:
-        if parsed.parts is not None:
-            done = _progress(parsed.out).num_done
-            others = "durable data of the others stays, and the same command goes on"
-            return f"; {done:,} of {parsed.parts:,} parts are complete, {others}"
-        samples = open_recording(parsed.out).num_samples
-    except (AttributeError, RecorderError):
-        # Another command, or no recording yet.
+    if parsed.run is not collect:
         return ""
-    return f"; {samples:,} samples are durable, --resume goes on after them" if samples else ""
+    text = what_is_durable(parsed.out, parsed.parts)
+    return f"; {spoken(text)}" if text else ""
 
 
 def _drop_output() -> None:
@@ -107,10 +103,13 @@ def _drop_output() -> None:
 
 def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, or exit the program if they can't be parsed."""
-    parser = argparse.ArgumentParser(
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = Parser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",
     )
+    with suppress(PackageNotFoundError):
+        parser.add_argument("--version", action="version", version=version("scio-recorder"))
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_net(_command(commands, summary))
     _add_collect(_command(commands, collect))
@@ -129,17 +128,24 @@ def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument(
         "--epochs", type=whole_from(1), default=15, help="length of the training (15)"
     )
-    return parser.parse_args(arguments)
+    parser.commands = commands.choices
+    for one in (parser, *commands.choices.values()):
+        one.words = words
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
 
 
 def _command(commands: Any, run: Callable[..., int | None]) -> argparse.ArgumentParser:
     """Add a command that has a function's name and is described by its docstring."""
-    text = getdoc(run) or ""
+    # Python's option -OO removes docstrings.
+    text = getdoc(run) or run.__name__
     short = text.partition("\n")[0].rstrip(".")
     parser: argparse.ArgumentParser = commands.add_parser(
         run.__name__, help=f"{short[0].lower()}{short[1:]}", description=text
     )
-    parser.set_defaults(run=run, failed=FAILED)
+    parser.set_defaults(run=run, failed=FAILED, parser=parser)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser
 

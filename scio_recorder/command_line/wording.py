@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import warnings
@@ -13,7 +14,9 @@ from scio_recorder.errors import CollectWarning
 
 _OPTIONS = (
     (r"resume=True", "--resume"),
+    (r"the same call goes on", "the same command goes on"),
     (r"[Rr]ead it with open_recording", "look at it with scio-recorder inspect"),
+    (r"\bopen_recording\((['\"].+?['\"])\)", r"scio-recorder inspect \1"),
     (r"write force_static_flow=False", "give --allow-dynamic-flow"),
     (r"call net\.eval\(\) before collect\(\.\.\.\) unless", "leave out --train unless"),
     (r"write store=\"disk:PATH\"", "give --out PATH"),
@@ -25,14 +28,32 @@ _OPTIONS = (
     (r"match has ['\"](.+?)['\"]", r"--match has '\1'"),
     (r"Write match=", "Give --match"),
     (r"\bdtype=(?=[\s,;:.)]|$)", "--keep-dtype"),
+    (r"\bdtype=", "--keep-dtype="),
     (r"\b(rows|match|floor|every)=(?=[\s,;:.]|$)", r"--\1"),
+    (r"\b(rows|match|floor|every)=(?=\S)", r"--\1="),
+    (r"\bmax_batches=", "--max-batches="),
     (r"\b(make_)?batches is\b(?! empty)", "--data is"),
     (r"\bbatches is empty: it gave", "--data gave"),
     (r"\bmake_batches\(", "the function of --data, called with ("),
-    (r"write batches=\[x\] for one batch, or batches=", "give [x] for one batch, or "),
+    (r"\bwrite batches=", "give "),
+    (r"\bbatches=(?=\S)", ""),
+    (r"\bwrite dtypes=\[torch\.long\]", "give --dtype int64"),
+    (r"\bas input_data=x", "as x"),
+    (r"\binput_(size|data)\b", r"--input-\1"),
 )
-# Keywords without an option, and what is written in their place.
-_OF_PYTHON = r"\b(transform|to_inputs|sample_ids|reduce)="
+# Keywords of these methods are options above, or are said to be Python.
+_CALLS = {"collect": "collect(batches, {})", "record": "record(..., {})"}
+_WITH_OPTION = (
+    "self",
+    "selectors",
+    "batches",
+    "store",
+    "every",
+    "max_batches",
+    "resume",
+    "dtype",
+    "rows",
+)
 _INPUTS = "On the command line, let --data give what the net takes: a tensor, or a dict of keywords"
 _ROWS = "On the command line, --rows MODULE:NAME names such an object"
 
@@ -49,18 +70,34 @@ def spoken(text: str) -> str:
     """
     for pattern, words in _OPTIONS:
         text = re.sub(pattern, words, text)
-    keywords = list(dict.fromkeys(re.findall(_OF_PYTHON, text)))
-    text = re.sub(rf"\b(?:write|give) (?={_OF_PYTHON})", "in Python, write ", text)
-    text = re.sub(rf"\b(?:Write|Give) (?={_OF_PYTHON})", "In Python, write ", text)
-    hints = [_INPUTS] if "to_inputs" in keywords else []
+    keywords = _of_python() if "=" in text else {}
+    of_python = rf"\b({'|'.join(keywords)})=(?!=)" if keywords else "(?!)"
+    named = list(dict.fromkeys(re.findall(of_python, text)))
+    text = re.sub(rf"\b(?:write|give) (?={of_python})", "in Python, write ", text)
+    text = re.sub(rf"\b(?:Write|Give) (?={of_python})", "In Python, write ", text)
+    hints = [_INPUTS] if "to_inputs" in named else []
     hints += [_ROWS] if re.search(r"\b(Tokens|Nodes)\(\w", text) else []
-    others = [word for word in keywords if word != "to_inputs"]
-    if others:
-        given = ", ".join(f"{word}=..." for word in others)
-        verb = "is no option" if len(others) == 1 else "are no options"
-        call = f"Recorder(net, ...).collect(batches, {given})"
-        hints.append(f"{' and '.join(others)} {verb} of the command: write {call} in Python")
+    for method, call in _CALLS.items():
+        others = [word for word in named if word != "to_inputs" and keywords[word] == method]
+        if others:
+            given = ", ".join(f"{word}=..." for word in others)
+            verb = "is no option" if len(others) == 1 else "are no options"
+            written = f"Recorder(net, ...).{call.format(given)}"
+            hints.append(f"{' and '.join(others)} {verb} of the command: write {written} in Python")
     return ". ".join([text.removesuffix(".") if hints else text, *hints])
+
+
+def _of_python() -> dict[str, str]:
+    """Return the keywords without an option, with the method that takes them."""
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder.recorder.recorder import Recorder
+
+    return {
+        name: method
+        for method in _CALLS
+        for name in inspect.signature(getattr(Recorder, method)).parameters
+        if name not in _WITH_OPTION
+    }
 
 
 @contextmanager

@@ -129,6 +129,13 @@ def test_what_is_imported_later_is_found_in_the_current_folder(
     assert "Tanh" in out(capsys, "cli_lazy:build", "--input-size", "2,3")
 
 
+def test_help_where_python_has_removed_docstrings() -> None:
+    command = [sys.executable, "-OO", "-m", "scio_recorder", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "inspect" in done.stdout
+
+
 def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["summary", "cli_nets:Branching", "--input-size", "1,2"]) == 2
     assert "error:" in capsys.readouterr().err
@@ -272,3 +279,63 @@ def test_as_a_program() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Linear" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word", "near"),
+    [
+        (["inspct", "run"], "inspct", "inspect"),
+        (["--hlep"], "--hlep", "--help"),
+        (["report", "run", "--titel", "x"], "--titel", "--title"),
+        (["report", "run", "--titel=inspct"], "--titel", "--title"),
+        # The message would only say what is missing.
+        (["collect", "cli_nets:net", "--ouput", "run"], "--ouput", "--out"),
+    ],
+)
+def test_what_is_mistyped_gets_the_closest_names(
+    arguments: list[str], word: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    hints = capsys.readouterr().err.splitlines()[-1].split("; ")[1:]
+    assert [hint.partition(",")[0] for hint in hints] == [f"{word}: the closest names are {near}"]
+
+
+def test_what_is_right_gets_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        # The shortened option is right as well.
+        main(["summary", "cli_nets:net", "--input-si=2,3", "--allow-dynamic-flow", "--dtype"])
+    assert "closest" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("cli_nets.py:net", "write cli_nets:net"),
+        ("./src/cli_nets.py:net", "write src.cli_nets:net"),
+        ("cli_nets:Smal", "the closest names are Small"),
+        ("cli_nets:Small.forwrd", "the closest names are forward"),
+    ],
+)
+def test_a_module_that_is_mistyped(
+    target: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["summary", target, "--input-size", "2,3"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_mistyped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["summary", "cli_nets:net", "--input-size", "2,3", "--dtype", "flaot32"])
+    assert "the closest names are float32" in capsys.readouterr().err
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # The tests also run where the package is not installed.
+    installed = {"scio-recorder": "1.2.3"}
+    monkeypatch.setattr("scio_recorder.command_line.commands.version", installed.__getitem__)
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == "1.2.3\n"

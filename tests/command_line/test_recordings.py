@@ -429,6 +429,8 @@ def test_what_is_no_recording_is_wrong_use(command, capsys):
         assert main([command, path]) == 2
         assert f"{path!r}" in (said := capsys.readouterr().err)
         assert words in said
-    for path in ("empty", "."):
+    for path, more in {"empty": "", ".": ": scio-recorder inspect './run'\n"}.items():
         assert main([command, path]) == 1
-        assert "holds no recording" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "holds no recording" in said
+        assert said.endswith(more)

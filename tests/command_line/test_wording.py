@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import scio_recorder
+from scio_recorder import Recorder
 from scio_recorder.command_line import main
-from scio_recorder.command_line.wording import warnings_spoken
+from scio_recorder.command_line.wording import spoken, warnings_spoken
+
+PACKAGE = Path(scio_recorder.__file__).parent
 
 CODE = """
 import torch
@@ -34,6 +41,7 @@ class Flow(nn.Module):
     def forward(self, input):
         return input if input.sum() > 0 else -input
 nothing = []
+mapping = {"input": torch.ones(2, 4)}
 """
 
 
@@ -65,6 +73,7 @@ UNFIT = {
         [],
         ["choose one with transform", PYTHON.format("transform")],
     ),
+    "a mapping": (PLAIN, "mapping", [], ["--data is a mapping", "give [x] if it is one batch"]),
     "flow": (
         ("unfit_nets:Flow", "--input-size", "2,4"),
         "data",
@@ -88,6 +97,39 @@ def test_messages_name_options_and_say_what_needs_python(
     for word in words:
         assert word in said
     assert KEYWORDS.findall(said.replace("batches, sample_ids=", "")) == []
+
+
+ROOMS = ("capture", "nets", "postprocessors", "recording/collect", "stores")
+
+
+def messages() -> Iterator[str]:
+    """Yield the texts in the rooms in which a command runs, with ``_`` for what is put in."""
+    for room in ROOMS:
+        for file in (PACKAGE / room).rglob("*.py"):
+            tree = ast.parse(file.read_text())
+            for node in ast.walk(tree):
+                for field in ast.iter_child_nodes(node):
+                    parts = field.values if isinstance(field, ast.JoinedStr) else [field]
+                    texts = [getattr(part, "value", "_") for part in parts]
+                    shown = "".join(text if isinstance(text, str) else "_" for text in texts)
+                    is_docstring = isinstance(node, ast.Expr)
+                    if " " in shown and not (is_docstring or isinstance(node, ast.JoinedStr)):
+                        yield shown
+
+
+def test_no_message_leaves_a_keyword_of_python_unexplained() -> None:
+    methods = [Recorder.collect, Recorder.record]
+    keywords = {name for one in methods for name in inspect.signature(one).parameters} - {"store"}
+    keywords |= {"input_size", "input_data", "dtypes", "force_static_flow"}
+    found = 0
+    for text in messages():
+        said = spoken(text)
+        for keyword in re.findall(r"(?<![-\w])(\w+)=(?!=)", said):
+            if keyword in keywords:
+                found += 1
+                hint = INPUTS if keyword == "to_inputs" else f"{keyword}=..."
+                assert hint in said, text
+    assert found > 20
 
 
 def test_a_warning_is_one_line_in_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
