@@ -12,7 +12,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
+# No example counts as too slow on a busy machine, and they are the same each time.
+is_campaign = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
+settings.register_profile("tests", deadline=None, derandomize=not is_campaign)
+settings.load_profile("tests")
 # Bit-for-bit comparisons need sums in one order, and the tests run several processes at once.
 torch.set_num_threads(1)
 

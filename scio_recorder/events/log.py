@@ -68,8 +68,9 @@ class Tracker:
     Parameters
     ----------
     stash : callable
-        ``Event -> Any``: returns what to keep of an event, usually a :class:`Stash`. The tensors
-        of an event are those of the net, so copy what you keep.
+        ``Event -> Any``: returns what to keep of an event, usually a
+        :class:`~scio_recorder.events.Stash`. The tensors of an event are those of the net, so copy
+        what you keep.
 
     Notes
     -----

@@ -153,7 +153,8 @@ def test_tree_is_searched_with_the_way_to_what_is_found(browser: Any, report: Pa
 
 def test_labels_in_the_tree_lead_to_the_table(browser: Any, report: Path) -> None:
     browser.open(report)
-    browser.find(".sn-recorded a").click()
+    # A click at a place can miss while the page still settles.
+    browser.ask("document.querySelector('.sn-recorded a').click()")
     assert browser.ask("return document.querySelector('tr:target').cells[0].textContent") == "2-2"
 
 

@@ -76,6 +76,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
         fresh,
         timeout=300,
         record_timing=False,
+        coalesce_streams=True,  # what is printed comes in pieces, which differ from run to run
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(folder)}},
     )

@@ -18,6 +18,8 @@ from PIL import Image
 from tests.project.notebooks import NOTEBOOKS, differences, environment, execute, read
 
 MAX_BYTES = 500_000
+# Pixels of five inches, with the margin that a notebook adds.
+WIDTH = 520
 
 
 @pytest.fixture
@@ -70,6 +72,8 @@ def test_notebook_begins_with_a_figure_that_it_draws(path: Path) -> None:
     notebook = read(path)
     (link,) = re.findall(r"^!\[[^]]+\]\((.*)\)$", notebook.cells[0].source, re.MULTILINE)
     shown = Image.open(path.parent / link).convert("RGB")
+    # Wider ones scroll on a phone, which hides a part.
+    assert shown.width <= WIDTH
     outputs = [output for cell in notebook.cells[1:] for output in cell.get("outputs", ())]
     pictures = [
         output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})

@@ -36,7 +36,7 @@ def plain(x: Tensor, layers: Any) -> dict[int, Tensor]:
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(every=st.integers(1, 10), count=st.integers(1, 9), seed=st.integers(0, 9))
 def test_every_activation_comes_back_bit_for_bit(every: int, count: int, seed: int) -> None:
     x, layers = torch.randn(3, 4), range(count)

@@ -22,7 +22,7 @@ DATA[:23, 2] = 0.995
 DATA[:, 3] = -torch.rand(24, 3) - 0.001
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(plans(len(DATA)))
 def test_channels_are_counted_however_the_data_is_split(plan: Plan) -> None:
     result = reduce_in_parts(lambda: Alive(1, (-1, 1)), DATA, plan).compute()

@@ -38,7 +38,7 @@ def by(batch: tuple[Tensor, Any]) -> Any:
     return batch[1]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plan=plans(COUNT))
 def test_elementwise_summaries(plan: Plan) -> None:
     results = {
@@ -57,7 +57,7 @@ def test_elementwise_summaries(plan: Plan) -> None:
         torch.testing.assert_close(variance.double(), exact.var(0), rtol=1e-6, atol=0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(plan=plans(COUNT), feature_dim=st.sampled_from([None, 1]))
 def test_covariance_is_pooled_within_classes(plan: Plan, feature_dim: int | None) -> None:
     def rows_of(label: str) -> Tensor:
@@ -102,7 +102,7 @@ def test_histograms_share_the_range_of_the_whole_first_batch() -> None:
         assert result[label].edges.tolist() == edges.tolist()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(plan=plans(COUNT))
 def test_quantiles_and_folds(plan: Plan) -> None:
     quantiles = reduce_in_parts(lambda: Quantiles([0.5], by=by), DATA, plan, LABELS).compute()

@@ -44,7 +44,7 @@ def rank_errors(result: Tensor, values: Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(plan=plans(COUNT))
 def test_rank_error_over_all_values(name: str, plan: Plan) -> None:
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_rank_error_over_all_values(name: str, plan: Plan) -> None:
     assert result[-1] == values.max()
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(plan=plans(30_000))
 def test_rank_error_of_each_feature(plan: Plan) -> None:
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def test_rank_error_of_each_feature(plan: Plan) -> None:
         assert rank_errors(result[:, feature], values[:, feature]).max() <= 0.005
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(order=st.permutations(range(24)))
 def test_rank_error_of_many_full_reductions_merged_in_any_order(order: list[int]) -> None:
     # Each has two levels and a rest, so that merging carries through several levels.

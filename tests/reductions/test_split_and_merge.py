@@ -35,7 +35,7 @@ DTYPES = [
 ]
 WIDE = {torch.float64, torch.int64}
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def data_of(dtype: torch.dtype) -> Tensor:

@@ -45,7 +45,7 @@ tables = st.dictionaries(
 
 
 @given(tables, st.lists(st.integers(0, 6), max_size=4), st.integers(0, 2**31), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_layers_split_anywhere(layers, sizes, seed, data):
     total = sum(sizes)
     kept = {
@@ -79,7 +79,7 @@ def test_any_layers_split_anywhere(layers, sizes, seed, data):
         st.lists(st.lists(st.text(alphabet='[]{}"\\,', max_size=90), max_size=3), max_size=3),
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_sample_ids(chunks):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
