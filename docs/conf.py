@@ -40,7 +40,7 @@ myst_heading_anchors = 3
 
 napoleon_google_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]  # it calls them variables
 napoleon_use_param = False  # types are prose: "(int, int) or str"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say it, with shapes and units
@@ -54,10 +54,11 @@ html_static_path = ["_static"]
 html_css_files = ["gallery.css"]
 html_js_files = ["search_in_files.js"]
 html_theme_options = {"footer_icons": []}
+pygments_dark_style = "github-dark"  # Furo's own underlines imports as if they were links
 html_math_renderer = "mathml"
 
-# What attributes are is prose as well, without dots; torchinfo is not documented here.
-nitpick_ignore_regex = [("py:class", r"\w+"), ("py:(class|func)", r"torchinfo\..*")]
+# torchinfo is not documented here.
+nitpick_ignore_regex = [("py:(class|func)", r"torchinfo\..*")]
 
 
 def visit_math(display: str) -> Any:

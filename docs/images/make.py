@@ -38,7 +38,7 @@ def main() -> None:
         photograph(table, HERE / "architecture.png", width=826, height=455)
         recording = rnet.collect(digits.test.images.split(64))
         page = recording.report(f"{folder}/page.html", title="Digits: what the test images do")
-        photograph(page, HERE / "report.png", width=1320, height=1068)
+        photograph(page, HERE / "report.png", width=1320, height=1212)
         other = copy.deepcopy(net)
         other.body[0].weight.data[3, 1] *= 1.001
         recorders = [Recorder(one, input_size=(1, 1, 8, 8)) for one in (net, other)]
