@@ -20,6 +20,8 @@ class Browser:
     def open(
         self, path: Path, *, width: int = 1280, scheme: str = "light", script: bool = True
     ) -> None:
+        from selenium.webdriver.support.wait import WebDriverWait
+
         self.command(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -33,6 +35,10 @@ class Browser:
         self.driver.get_log("performance")
         self.driver.get_log("browser")
         self.driver.get(path.as_uri())
+        # A busy driver does not wait for all of a long page if scripts are off.
+        WebDriverWait(self.driver, 60).until(
+            lambda _: self.ask("return document.readyState") == "complete"
+        )
 
     def command(self, name: str, **parameters: Any) -> Any:
         return self.driver.execute_cdp_cmd(name, parameters)
