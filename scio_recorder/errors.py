@@ -179,6 +179,26 @@ class ShardWarning(UserWarning):
     """A layer returns a shard, so its record is only this process's part of the activation."""
 
 
+def raised_by(what: str, error: Exception, kind: type[RecorderError] = CollectError) -> Exception:
+    """Return an error that names the caller's function that raised; it can be caught as both.
+
+    Parameters
+    ----------
+    what : str
+        The function.
+    error : Exception
+        What it raised.
+    kind : type, default CollectError
+        A class of this tree.
+
+    Examples
+    --------
+    >>> print(raised_by("batch 3: to_inputs", KeyError("image")))
+    batch 3: to_inputs raised KeyError: 'image'
+    """
+    return caught_as(kind, error, f"{what} raised {type(error).__name__}: {error}")
+
+
 @contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
     """If an import in the block finds no package, say which extra has it.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError, caught_as
+from scio_recorder.errors import PostprocessorError, raised_by
 from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
@@ -275,8 +275,7 @@ def _failure(error: Exception, layer: Layer) -> Exception:
     if isinstance(error, PostprocessorError):
         error.add_note(f"raised by the post-processor of layer {layer}")
         return error
-    text = f"the post-processor of layer {layer} raised {type(error).__name__}: {error}"
-    return caught_as(PostprocessorError, error, text)
+    return raised_by(f"the post-processor of layer {layer}", error, PostprocessorError)
 
 
 def _signature(function: Postprocessor) -> object:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, raised_by
 
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
@@ -219,7 +219,10 @@ def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> l
             "A reduction with by= needs the batch to read labels from; write update(activation, "
             "batch)."
         )
-    given = by(batch)
+    try:
+        given = by(batch)
+    except Exception as error:
+        raise raised_by("by=", error) from error
     # Tensors and NumPy arrays convert as a whole much faster than element by element.
     values = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(values, str) or not isinstance(values, Iterable):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder, compare
+from scio_recorder import Nodes, Recorder, Tokens, compare
 from scio_recorder.errors import CollectError, LabellingError, PostprocessorError, caught_as
+from scio_recorder.reductions import Fold, Mean
 from tests.oracle import same_bits
 
 GOOD, BAD = torch.ones(3, 4), torch.ones(3, 5)
@@ -46,6 +47,10 @@ def rnet() -> Recorder:
     return rnet
 
 
+def divide(*given: Any) -> Any:
+    return len(given) / 0
+
+
 def raising(*good: Tensor, error: Exception) -> Iterator[Tensor]:
     yield from good
     raise error
@@ -72,6 +77,12 @@ def raising(*good: Tensor, error: Exception) -> Iterator[Tensor]:
         ({"batches": [[GOOD]], "to_inputs": lambda b: b[1]}, IndexError, ["to_inputs", "batch 0"]),
         ({"batches": [GOOD], "sample_ids": lambda b: 1 / 0}, ZeroDivisionError, ["sample_ids"]),
         ({"batches": [GOOD], "transform": lambda a, b: 1 / 0}, ZeroDivisionError, ["1-1 stem"]),
+        ({"rows": Tokens(mask=divide)}, ZeroDivisionError, ["batch 0: mask of rows= raised"]),
+        ({"rows": Tokens(fields={"word": divide})}, ZeroDivisionError, ["0: the field 'word' of"]),
+        ({"rows": Tokens(where=divide)}, ZeroDivisionError, ["batch 0: where of rows= raised"]),
+        ({"rows": Nodes(sample=divide)}, ZeroDivisionError, ["batch 0: sample of rows= raised"]),
+        ({"reduce": Mean(by=divide)}, ZeroDivisionError, ["by= raised"]),
+        ({"reduce": Fold(divide)}, ZeroDivisionError, ["Fold(", "of layer 1-1 stem", "raised"]),
         ({"batches": [GOOD, "text"]}, CollectError, ["batch 1 is a str", "to_inputs="]),
     ],
 )
@@ -79,7 +90,7 @@ def test_it_names_the_batch_and_the_place(
     rnet: Recorder, options: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(kind) as caught:
-        rnet.collect(**options)
+        rnet.collect(**{"batches": [GOOD], **options})
     error = caught.value
     assert isinstance(error, CollectError)
     for word in words:

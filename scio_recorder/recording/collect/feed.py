@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from scio_recorder.errors import CollectError, RecorderError, caught_as
+from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.given_ids import SeenIds
 from scio_recorder.recording.collect.samplers import share_of
@@ -117,8 +117,7 @@ class Feed:
             except RecorderError:
                 raise
             except Exception as error:
-                text = f"the loader failed at batch {number} with {type(error).__name__}: {error}"
-                raise caught_as(CollectError, error, text) from error
+                raise raised_by(f"batch {number}: the loader", error) from error
             yield batch, self.is_taken(number)
 
     def is_taken(self, number: int) -> bool:
@@ -177,8 +176,7 @@ class Feed:
         try:
             return getattr(self, name)(batch)
         except Exception as error:
-            text = f"{name} failed for batch {self.number} with {type(error).__name__}: {error}"
-            raise caught_as(CollectError, error, text) from error
+            raise raised_by(f"batch {self.number}: {name}", error) from error
 
     def place_settings(self, *, is_shared: bool) -> dict[str, Any]:
         """Return the settings of this process's share, which must agree on resuming.
@@ -268,7 +266,7 @@ class Feed:
         try:
             ids = to_ids(given[:own])
         except ValueError as error:
-            raise CollectError(f"sample_ids: {error}") from None
+            raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
         self._seen.add(ids, self.number)
         return ids, len(given)
 
@@ -277,7 +275,8 @@ class Feed:
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
-                f"sample_ids returned {given!r}: return one integer or string for each sample"
+                f"sample_ids returned {given!r} for batch {self.number}: return one integer or "
+                "string for each sample"
             )
         ids = list(values)
         if number is not None and len(ids) != number:
@@ -306,11 +305,7 @@ def _has_rows(value: Any) -> TypeGuard[Tensor]:
 
 
 def _first(batch: Any) -> Any:
-    if not isinstance(batch, tuple | list):
-        return batch
-    if not batch:
-        raise CollectError(f"a batch is an empty {type(batch).__name__}; {_WRITE}")
-    return batch[0]
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
 
 
 def counting_tensor(inputs: Inputs) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, caught_as
+from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import Layer, TensorSpec
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.options import Transform
@@ -98,8 +98,7 @@ class LayerIntake:
         try:
             result = transform(activation, self.current.batch)
         except Exception as error:
-            text = f"the transform of layer {self.layer} raised {type(error).__name__}: {error}"
-            raise caught_as(CollectError, error, text) from error
+            raise raised_by(f"the transform of layer {self.layer}", error) from error
         if is_counted and activation._version != before:
             raise CollectError(
                 f"the transform of layer {self.layer} changed the activation in place, and so the "
@@ -283,6 +282,8 @@ class ReducingIntake(LayerIntake):
                 current.is_reduced = was_reduced or not isinstance(reduction, SampleReduction)
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
+            except Exception as error:
+                raise raised_by(f"{reduction!r} of layer {self.layer}", error) from error
 
     def _check_boundary(self) -> None:
         """Refuse a batch that counts in part, if a reduction would read all of it."""

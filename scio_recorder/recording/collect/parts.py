@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError, caught_as
+from scio_recorder.errors import CollectError, caught_as, raised_by
 from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.collect.collection import Collection
 from scio_recorder.recording.collect.failing import naming_part
@@ -161,8 +161,7 @@ class Parts:
         try:
             return self.make_batches(part)
         except Exception as error:
-            text = f"make_batches({part}) failed with {type(error).__name__}: {error}"
-            raise caught_as(CollectError, error, text) from error
+            raise raised_by(f"make_batches({part})", error) from error
 
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
         self._store = self._store.part(part, self.num_parts, lease)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.tensors.copies import is_dense
@@ -133,8 +133,12 @@ class Source:
         given : str or callable
             The name or function.
         """
-        value = self.find(given) if isinstance(given, str) else given(self.batch)
-        if value is None and isinstance(given, str):
+        if not isinstance(given, str):
+            try:
+                value = given(self.batch)
+            except Exception as error:
+                raise raised_by(f"batch {self.number}: {what} of rows=", error) from error
+        elif (value := self.find(given)) is None:
             raise CollectError(
                 f"rows= has {what}={given!r}, but batch {self.number} has no such key or "
                 "attribute, and forward gets no such argument: give a name that each batch has, "
