@@ -30,12 +30,12 @@ from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.stores.base import EmptyPartError, Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
 from scio_recorder.stores.calls import KeptCalls
+from scio_recorder.stores.disk_format import places
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium
-from scio_recorder.stores.disk_format.places import check_writable, holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
@@ -99,7 +99,7 @@ class Disk(Store):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = places.place_of(path)
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
         self._is_placed = world_size is not None
         given = (0 if rank is None else rank), (1 if world_size is None else world_size)
@@ -154,7 +154,7 @@ class Disk(Store):
                 "collect_parts decides which process writes what: leave rank= and world_size= "
                 "out of Disk(...)"
             )
-        medium = medium_at(self.path, makes_it=True)
+        medium = places.medium_at(self.path, makes_it=True)
         medium.check_writable(0)
         agree(medium, num_parts, header)
         return medium
@@ -220,10 +220,10 @@ class DiskWriter(StoreWriter):
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
         check_shards(self._architecture, self._header, store)
-        if holds_recording(store.path):
+        if places.holds_recording(store.path):
             self._go_on(job.resume)
         elif store.lease is None:
-            check_writable(store.path, store.rank)
+            places.check_writable(store.path, store.rank)
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
@@ -357,7 +357,7 @@ class DiskWriter(StoreWriter):
         if self._found is None:
             # A worker can look for another part meanwhile.
             until = time.monotonic() + (_SECONDS_OF_WAITING if self._store.lease is None else 0)
-            while not holds_recording(self._path):
+            while not places.holds_recording(self._path):
                 if time.monotonic() >= until:
                     raise EmptyPartError(
                         "there are no samples here, and no other process has recorded a batch yet, "

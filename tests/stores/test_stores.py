@@ -7,13 +7,14 @@ import mmap
 import pickle
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from scio_recorder import CollectError, Recorder, open_recording
+from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Device, Disk, Host
 from scio_recorder.stores.buffers import Column, HostBuffer
@@ -253,6 +254,31 @@ def test_a_pass_of_the_recorder_itself_goes_on_as_before():
 def test_no_store(store):
     with pytest.raises(CollectError, match="store"):
         recorder("1-1").collect(batches(2), store=store)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        None,
+        3,
+        "",
+        b"run",
+        "disk:run",
+        "gcs://bucket/run",
+        "https://me:secret@host/run",
+        Path("s3://b/r"),
+    ],
+)
+def test_what_is_no_place_makes_no_folder_of_that_name(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recording = recorder().collect(batches(2))
+    for use in (open_recording, recording.save, Disk):
+        with pytest.raises(RecordingError, match="names no folder and no bucket") as refused:
+            use(place)
+        assert "secret" not in str(refused.value)
+    assert not any(tmp_path.iterdir())
+    recording.save("exp:1")
+    assert open_recording(Path("exp:1")).num_samples == 2
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import closing
 
@@ -10,6 +11,34 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.bucket import Bucket, is_url
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.stores.disk_format.medium import Medium, accessing
+
+# A URL may have lost a slash on its way through a path object.
+_PREFIX = re.compile(r"disk:|[a-z][a-z0-9+.-]*:/+", re.ASCII | re.IGNORECASE)
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Return the name of a place; a URL of another kind must not become the name of a folder.
+
+    Raises
+    ------
+    RecordingError
+        It names neither a folder nor a place in a bucket.
+
+    Examples
+    --------
+    >>> place_of("runs/one")
+    'runs/one'
+    """
+    place = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    prefix = _PREFIX.match(place)
+    if not place or (prefix is not None and not is_url(place)):
+        # The rest of a URL may hold a password.
+        given = f'"{prefix[0]}..."' if prefix else repr(path)
+        raise RecordingError(
+            f'{given} names no folder and no bucket: write "runs/one" for a folder, or a URL '
+            'such as "s3://bucket/run" (also "gs://", "az://")'
+        )
+    return place
 
 
 def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium:
@@ -27,7 +56,7 @@ def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium
     RecordingError
         There is no such folder, the URL is invalid, or the system has no such folders.
     """
-    place = os.fspath(path)
+    place = place_of(path)
     if sys.byteorder != "little":
         raise RecordingError("recordings can only be used on little-endian machines")
     if is_url(place):
