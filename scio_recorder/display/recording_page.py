@@ -122,7 +122,7 @@ def _explosions(summary: LayerSummary) -> list[str]:
     shown = ", ".join(map(str, units.exploding[:_SHOWN]))
     more = f" and {number - _SHOWN:,} more" if number > _SHOWN else ""
     which = f"unit {shown} explodes" if number == 1 else f"units {shown}{more} explode"
-    return [f"{which}, with values up to {units.excess:,.0f} times the largest of the median unit"]
+    return [f"{which}: the largest value is {units.excess:,.0f} times that of the median unit"]
 
 
 def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:

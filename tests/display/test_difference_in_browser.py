@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_the_first_difference_is_in_sight(browser: Any, report: Path, width: int
     assert values.text.split()[:4] == ["Sample", "Index", "Reference", "Candidate"]
     # Nothing is wider than the window.
     assert browser.ask("return document.documentElement.scrollWidth") <= width
+
+
+def test_a_long_name_is_no_wider_than_a_phone(browser: Any, tmp_path: Path) -> None:
+    net = nn.Linear(3, 3)
+    for _ in range(5):
+        net = nn.Sequential(OrderedDict({"a_long_name_without_a_place_to_break_it": net}))
+    other = copy.deepcopy(net)
+    next(other.parameters()).data += 1
+    recorders = [Recorder(one, input_size=(1, 3)) for one in (net, other)]
+    difference = compare(*recorders, [torch.randn(4, 3)], progress=False)
+    browser.open(difference.report(tmp_path / "page.html"), width=390)
+    assert browser.ask("return document.documentElement.scrollWidth") <= 390
 
 
 def test_the_table_sorts_and_is_searched(

@@ -55,7 +55,7 @@ _WORDS = {
     "Rel. error": "The norm of the difference divided by the norm of the reference, over all "
     "samples.",
     "Noise": "The relative error of the run given as floor=.",
-    "Cosine": "The cosine of the angle between the two, over all samples.",
+    "Cosine": "The cosine of the angle between the two, over values that are finite on both sides.",
     "Different": "Elements that differ by more than the tolerances; samples, with digests.",
     "Worst": "The element that differs most: its sample, its index within the sample, and its "
     "values in the reference and in the candidate.",
