@@ -266,7 +266,7 @@ class Pass:
                 labels = (program.labels[at] for at in positions)
                 names = ", ".join(str(program.architecture[label]) for label in labels if label)
                 wrong.append(
-                    f"\n  {names}: {expected[index]} calls of the module at labelling, "
+                    f"\n  {names}: calls of the module: {expected[index]} at labelling, "
                     f"{seen[index]} now"
                 )
         if wrong:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import index
-from typing import SupportsIndex
 
 import torch
 
@@ -39,9 +38,13 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     >>> whole("every", 2, 1)
     2
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
+    try:
+        number = index(value)  # type: ignore[arg-type]  # a value of any type
+    except TypeError:  # an array of several numbers raises it too
+        number = least - 1
+    if isinstance(value, bool) or number < least:
         raise error(f"{name}={value!r}: give a whole number from {least} on")
-    return index(value)
+    return number
 
 
 def usable_device(value: torch.device | str, error: type[RecorderError]) -> torch.device:

@@ -43,7 +43,7 @@ def test_surplus_call_is_refused_also_where_the_pass_stops_early(stops: bool) ->
     run = rnet.extract if stops else rnet
     run(torch.randn(3, 4))
     net.is_twice = True
-    with pytest.raises(FlowError, match="1 calls of the module at labelling, 2 now"):
+    with pytest.raises(FlowError, match="calls of the module: 1 at labelling, 2 now"):
         run(torch.randn(3, 4))
 
 

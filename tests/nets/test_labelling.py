@@ -338,6 +338,15 @@ def test_the_message_of_a_net_that_fails_is_passed_on():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_texts_in_place_of_tensors():
+    with pytest.raises(LabellingError) as caught:
+        label_net(nn.Embedding(5, 2), input_data="a text")
+    message = str(caught.value)
+    assert "input_data='a text' failed with TypeError" in message
+    assert "tokenizer(" in message
+    assert "input_size" not in message
+
+
 def test_a_failing_net_is_left_as_it_was():
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 1))
     before = snapshot(net)

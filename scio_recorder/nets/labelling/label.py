@@ -20,6 +20,7 @@ from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedT
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
+from scio_recorder.nets.labelling.failing import failed_run
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
@@ -29,7 +30,6 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
     summary,
 )
-from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.shards import Following, mark
 from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
@@ -41,7 +41,6 @@ from scio_recorder.nets.state.restoring import (
     restored,
 )
 from scio_recorder.nets.state.sharded import is_sharded, plain_type, restored_in_step
-from scio_recorder.nets.wrong_dtype import cast_for
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -249,7 +248,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
     assert failure is not None
-    raise LabellingError(_explain(net, keywords, failure.cause)) from failure.cause
+    raise LabellingError(failed_run(net, keywords, failure.cause)) from failure.cause
 
 
 def _label_once(
@@ -380,21 +379,3 @@ def _names(net: nn.Module, layers: list[Layer]) -> dict[str, tuple[DepthIdx, ...
         labels.setdefault(id(layer.module), {})[layer.label] = None
     modules = net.named_modules(remove_duplicate=False)
     return {name: tuple(labels.get(id(module), ())) for name, module in modules}
-
-
-def _explain(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> str:
-    given = "input_size" if keywords["input_data"] is None else "input_data"
-    value = keywords[given]
-    shown = value if given == "input_size" else f"tensors of shape {shapes_of(describe(value))}"
-    advice = (
-        "input_size includes the batch dimension and gives float inputs; for others write "
-        "dtypes=[torch.long], or give input_data"
-    )
-    inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
-    cast = inputs and cast_for(net, inputs, cause)
-    if cast:
-        advice = f"Probably {cast[1]}: convert it, as input_data=x.{cast[0]} does"
-    return (
-        f"the dry run of {type(net).__name__} on {given}={str(shown)[:300]} failed with "
-        f"{type(cause).__name__}: {cause}\n{advice}"
-    )
