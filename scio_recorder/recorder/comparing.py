@@ -14,7 +14,7 @@ from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.comparing.difference import Difference
-    from scio_recorder.analysis.comparing.sides import Side
+    from scio_recorder.analysis.comparing.running import Side
     from scio_recorder.recording.collect.feed import Feed
     from scio_recorder.recording.collect.rows import Rows
 

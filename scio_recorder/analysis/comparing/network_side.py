@@ -111,67 +111,38 @@ class NetworkSide:
         capture = self._capture
         if self._compiled is None and not self._keeps_digests:
             capture.run(self.net, args, kwargs)
-            outputs, inputs = capture.activations.peek, capture.inputs.peek
+            outputs, inputs = capture.activations, capture.inputs
             has_inputs = capture.program.options.inputs
-            return _PassValues(outputs, inputs if has_inputs else None, block.rows)
+            return Values(
+                lambda label: _chosen(outputs.peek(label), block.rows),
+                lambda label: _chosen(inputs.peek(label), block.rows) if has_inputs else None,
+            )
         sink = _Sink(capture.program.recording, block, keeps_digests=self._keeps_digests)
         if self._compiled is None:
             capture.run(self.net, args, kwargs, records_outputs=False, sink=sink)
         else:
             capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
-        return sink
-
-
-class _PassValues:
-    """The records of a pass."""
-
-    def __init__(
-        self,
-        outputs: Callable[[DepthIdx], Any],
-        inputs: Callable[[DepthIdx], Any] | None,
-        rows: BatchRows | None,
-    ) -> None:
-        self._outputs = outputs
-        self._inputs = inputs
-        self._rows = rows
-
-    def output(self, label: DepthIdx) -> Any:
-        return _chosen(self._outputs(label), self._rows)
-
-    def inputs(self, label: DepthIdx) -> Inputs | None:
-        return None if self._inputs is None else _chosen(self._inputs(label), self._rows)
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        return False
+        return Values(sink.values.__getitem__, is_digest=lambda label: sink.keeps_digests)
 
 
 class _Sink:
     """Takes the outputs of layers: as digests at the hook, or as the copies of a compiled pass."""
 
     def __init__(self, labels: Sequence[DepthIdx], block: Block, *, keeps_digests: bool) -> None:
-        self._values: dict[DepthIdx, Any] = {}
+        self.values: dict[DepthIdx, Any] = {}
         self._rows = block.rows
-        self._keeps_digests = keeps_digests
+        self.keeps_digests = keeps_digests
         self.receivers = {label: partial(self._receive, label) for label in labels}
 
     def _receive(self, label: DepthIdx, value: Any) -> None:
         chosen = _chosen(value, self._rows)
-        self._values[label] = digests_of(chosen) if self._keeps_digests else chosen
+        self.values[label] = digests_of(chosen) if self.keeps_digests else chosen
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
         """Keep nothing: inputs are not requested."""
 
     def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
         """Take nothing."""
-
-    def output(self, label: DepthIdx) -> Any:
-        return self._values[label]
-
-    def inputs(self, label: DepthIdx) -> Inputs | None:
-        return None
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        return self._keeps_digests
 
 
 def _chosen(value: Any, rows: BatchRows | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -65,18 +64,16 @@ class RecordingSide:
         """Whether the inputs of layers are known: after ``record(..., inputs=True)``."""
         return label in self.recording.calls.labels
 
-    @contextlib.contextmanager
-    def opened(
-        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
-    ) -> Iterator[None]:
-        """Do nothing: a recording needs no preparation."""
-        yield
-
     def at(self, block: Block) -> Values:
         """Return the values of some samples, which are read when they are used."""
         where = self.positions(block.ids)
         self._seen[where] = True
-        return _Rows(self, where, block.lengths)
+        rows = where if block.lengths is None else self._rows_at(where, block.lengths)
+        return Values(
+            lambda label: self._output(label, rows),
+            lambda label: self._inputs(label, where),
+            self.digests.__contains__,
+        )
 
     def check_rows(self, is_given: bool) -> None:
         """Refuse a recording whose rows differ in kind from those of the running networks."""
@@ -120,7 +117,7 @@ class RecordingSide:
         found: list[int] = self.recording.rows_of_samples().lengths[where].tolist()
         return found
 
-    def rows_at(self, where: slice | list[int], lengths: list[int]) -> slice | list[int]:
+    def _rows_at(self, where: slice | list[int], lengths: list[int]) -> slice | list[int]:
         """Return the places of the rows of samples, which must be as many as on the other side."""
         found = self._lengths_at(where)
         if found != lengths:
@@ -137,8 +134,7 @@ class RecordingSide:
         numbers = torch.arange(self.recording.num_rows, device="cpu")
         return _run_of(torch.cat([numbers[:0], *(numbers[one] for one in rows)]).tolist())
 
-    def output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
-        """Return a layer's output for some rows."""
+    def _output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
         values = self._digests_of(label) if label in self._digests else self.recording[label]
         return values[rows]
 
@@ -168,7 +164,7 @@ class RecordingSide:
     def _batch_starts(self) -> list[int]:
         return list(accumulate(self.recording.calls.rows, initial=0))
 
-    def inputs_at(self, where: slice | list[int], label: DepthIdx) -> Inputs | None:
+    def _inputs(self, label: DepthIdx, where: slice | list[int]) -> Inputs | None:
         """Return a layer's inputs for some samples; None if they can't be known."""
         if not self.knows_inputs(label):
             return None
@@ -182,26 +178,6 @@ class RecordingSide:
         each = zip(numbers, places, strict=True)
         wanted = [(number, place - starts[number]) for number, place in each]
         return samples_of_inputs(inputs, self.recording.calls.rows, wanted)
-
-
-class _Rows:
-    """Samples of a recording."""
-
-    def __init__(
-        self, side: RecordingSide, where: slice | list[int], lengths: list[int] | None
-    ) -> None:
-        self._side = side
-        self._where = where
-        self._rows = where if lengths is None else side.rows_at(where, lengths)
-
-    def output(self, label: DepthIdx) -> Any:
-        return self._side.output(label, self._rows)
-
-    def inputs(self, label: DepthIdx) -> Inputs | None:
-        return self._side.inputs_at(self._where, label)
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        return label in self._side.digests
 
 
 def _run_of(places: list[int]) -> slice | list[int]:

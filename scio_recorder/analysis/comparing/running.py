@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -21,7 +22,7 @@ from scio_recorder.analysis.comparing.matching import (
 from scio_recorder.analysis.comparing.measures import Tolerance
 from scio_recorder.analysis.comparing.network_side import NetworkSide
 from scio_recorder.analysis.comparing.recording_side import RecordingSide
-from scio_recorder.analysis.comparing.sides import Block, Side, Values
+from scio_recorder.analysis.comparing.sides import Block, Values
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
@@ -35,6 +36,8 @@ from scio_recorder.stores.disk_tensor import bytes_of_row
 # The bytes of a layer that are read at once from each recording.
 _BLOCK_BYTES = 1 << 26
 _SHOWN = 5
+
+Side: TypeAlias = NetworkSide | RecordingSide
 
 
 @dataclass
@@ -188,7 +191,7 @@ def _open(
     floors: dict[DepthIdx, DepthIdx] | None,
     digested: frozenset[DepthIdx],
 ) -> None:
-    """Prepare all sides; afterwards networks are as they were before."""
+    """Prepare all networks; afterwards they are as they were before."""
     both = [pair for pair in pairs if pair.error is None]
     inputs = any(
         sides.reference.knows_inputs(pair.reference.label)
@@ -206,7 +209,8 @@ def _open(
     for net in {id(side.net): side.net for side in sides.networks}.values():
         stack.enter_context(restored_after_passes(net))
     for side, own in zip(sides.all, labels, strict=False):
-        stack.enter_context(side.opened(own, inputs=inputs, calls=calls, digests=only_digests))
+        if isinstance(side, NetworkSide):
+            stack.enter_context(side.opened(own, inputs=inputs, calls=calls, digests=only_digests))
 
 
 def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import DepthIdx
-from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.tensors.copies import is_plain
@@ -69,46 +67,22 @@ class Block:
         return sample, (index[0] - ends[sample] + lengths[sample], *index[1:])
 
 
-class Values(Protocol):
-    """The data of one side for a block."""
+class Values(NamedTuple):
+    """The data of one side for a block, as functions of a layer.
 
-    def output(self, label: DepthIdx) -> Any:
-        """Return a layer's output, or digests of it."""
+    Parameters
+    ----------
+    output : callable
+        Returns a layer's output, or digests of it.
+    inputs : callable
+        Returns a layer's inputs; None if they are not known.
+    is_digest : callable
+        Whether only digests of a layer's output are known.
+    """
 
-    def inputs(self, label: DepthIdx) -> Inputs | None:
-        """Return a layer's inputs; None if they are not known."""
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        """Whether only digests of a layer's output are known."""
-
-
-class Side(Protocol):
-    """One side of a comparison."""
-
-    architecture: Architecture
-
-    @property
-    def labels(self) -> tuple[DepthIdx, ...]:
-        """The layers that can be compared."""
-
-    @property
-    def digests(self) -> frozenset[DepthIdx]:
-        """The layers of which only digests are known."""
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Names of the layers that can't be compared."""
-
-    def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether the inputs of layers are known."""
-
-    def opened(
-        self, labels: Sequence[DepthIdx], *, inputs: bool, calls: Any, digests: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """Provide values of some layers inside a block."""
-
-    def at(self, block: Block) -> Values:
-        """Return the values of some samples."""
+    output: Callable[[DepthIdx], Any]
+    inputs: Callable[[DepthIdx], Inputs | None] = lambda label: None
+    is_digest: Callable[[DepthIdx], bool] = lambda label: False
 
 
 def digests_of(value: Any) -> Any:
