@@ -25,7 +25,8 @@ from torch import Tensor
 from scio_recorder.capture.learning import BARE, COPY, LEARN, REFERENCE
 from scio_recorder.nets.records import Recorded, copied
 from scio_recorder.tensors import private
-from scio_recorder.tensors.ownership import Hold, exchange, own_copy, version_of
+from scio_recorder.tensors.copies import version_of
+from scio_recorder.tensors.ownership import Hold, exchange, own_copy
 from scio_recorder.tensors.structures import Rebuild, flatten, tensors
 
 

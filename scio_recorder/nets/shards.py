@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.errors import ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Shard
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.state.sharded import is_dtensor, is_sharded
+from scio_recorder.nets.state.sharded import dtensor_type, is_dtensor, is_sharded
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
@@ -74,7 +73,7 @@ class Following:
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Follow the operations of this thread inside the block."""
-        kind: Any = sys.modules["torch.distributed.tensor"].DTensor if _has_dtensors() else None
+        kind: Any = next(iter(dtensor_type()), None)
         with contextlib.ExitStack() as stack:
             if kind is not None:
                 given = kind.to_local
@@ -133,10 +132,6 @@ class Following:
             self._known.pop(memory, None)
         else:
             self._known.setdefault(memory, {})[_place(tensor)] = shard
-
-
-def _has_dtensors() -> bool:
-    return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")
 
 
 def _place(tensor: Tensor) -> _Place:
@@ -201,7 +196,7 @@ class Shards:
     @property
     def are_to_be_found(self) -> bool:
         """Whether the next pass should be followed: its network may be spread over processes."""
-        if self._is_known or not _has_dtensors() or self._checked_at == RemovableHandle.next_id:
+        if self._is_known or not dtensor_type() or self._checked_at == RemovableHandle.next_id:
             return False
         self._checked_at = RemovableHandle.next_id
         net = self._net()

@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter, or -1 if there is none.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        One made in inference mode has no counter.
+
+    Examples
+    --------
+    >>> version_of(torch.zeros(1).add_(1))
+    1
+    """
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def version_counter(tensor: Tensor) -> Tensor:
     """Return a tensor without memory that shares another one's version counter.
 

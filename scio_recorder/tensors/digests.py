@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_plain
+from scio_recorder.tensors.copies import is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
 # A piece of host memory stays in the cache; one of another device is worth its transfer.
@@ -84,7 +84,7 @@ def sample_digests(samples: Tensor) -> Tensor:
     >>> one == other, one == sample_digests(torch.zeros(3, 1))[2]
     (False, tensor(True))
     """
-    version = -1 if samples.is_inference() else samples._version
+    version = version_of(samples)
     if version >= 0 and _LATEST.tensor() is samples and _LATEST.version == version:
         # Modules often return what an inner module returned.
         return _LATEST.digests.clone()
@@ -227,7 +227,7 @@ class Weights:
         if not all(map(is_plain, parameters)):
             # A tensor inside a wrapper may change without a trace on the wrapper.
             return digest_of(parameters)
-        versions = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in parameters]
+        versions = [(p.data_ptr(), version_of(p)) for p in parameters]
         known = self._known.get(module)
         if known is None or known[0] != versions:
             known = self._known[module] = versions, digest_of(parameters)

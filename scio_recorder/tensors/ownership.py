@@ -30,7 +30,7 @@ from torch.utils import swap_tensors
 
 from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import is_dense
+from scio_recorder.tensors.copies import is_dense, version_of
 
 # Saving these takes half the time: torch accepts elements of these everywhere.
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -110,22 +110,6 @@ def holder() -> Hold:
         return held
 
     return hold
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the version counter, or -1 if there is none.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        One made in inference mode has no counter.
-
-    Examples
-    --------
-    >>> version_of(torch.zeros(1).add_(1))
-    1
-    """
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.nets.state.restoring import random_state, restore_random
-from scio_recorder.tensors.copies import is_plain, same_bits
+from scio_recorder.tensors.copies import is_plain, same_bits, version_of
 from scio_recorder.tensors.structures import tensors
 
 _SMALL_BYTES = 1 << 18
@@ -172,11 +172,12 @@ class LiveMoment(Moment):
         moment = super().of(module, inputs)
         for at, (_, name, buffer) in enumerate(_buffers(module)):
             if moment.buffers[at] is None:
-                moment.large.append((name, buffer, _version(buffer)))
+                moment.large.append((name, buffer, version_of(buffer)))
                 moment.buffers[at] = buffer
             else:
                 moment.buffers[at] = buffer.detach().clone()
-        moment.weights = [(name, p, _version(p), p.device) for name, p in module.named_parameters()]
+        named = module.named_parameters()
+        moment.weights = [(name, p, version_of(p), p.device) for name, p in named]
         moment.samples = moment._sampled()
         return moment
 
@@ -186,10 +187,10 @@ class LiveMoment(Moment):
         for name, parameter, version, device in self.weights:
             if name in now and now[name].device != device:
                 return f"the net is on another device: {name} was on {device}"
-            if now.get(name) is not parameter or _version(parameter) != version:
+            if now.get(name) is not parameter or version_of(parameter) != version:
                 return f"weights have changed since that pass: {name}"
         for name, buffer, version in self.large:
-            if _version(buffer) != version:
+            if version_of(buffer) != version:
                 return f"the buffer {name} has changed since that pass"
         # Writes through `.data` and by fused optimisers are not counted.
         samples = self._sampled()
@@ -246,7 +247,3 @@ def _put(module: nn.Module, name: str, buffer: Tensor, then: Tensor) -> None:
 
 def _homes(module: nn.Module) -> list[str]:
     return sorted(map(str, {parameter.device for parameter in module.parameters()}))
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored, snapshot
+from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
 
@@ -48,15 +48,20 @@ def is_sharded(net: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(2, 1))
     False
     """
-    if not (loaded(FSDP, "FSDPModule") or loaded("torch.distributed.tensor", "DTensor")):
+    if not (loaded(FSDP, "FSDPModule") or dtensor_type()):
         return False
     tensors = (*net.parameters(), *net.buffers())
     return bool(fsdp_modules(net)) or any(map(is_dtensor, tensors))
 
 
+def dtensor_type() -> tuple[type, ...]:
+    """Return the class of tensors that know how they are spread; nothing if nobody uses it."""
+    return loaded("torch.distributed.tensor", "DTensor")
+
+
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a tensor that knows how it is spread over processes."""
-    return isinstance(value, loaded("torch.distributed.tensor", "DTensor"))
+    return isinstance(value, dtensor_type())
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
@@ -169,10 +174,9 @@ def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[No
     notes = [note for module in fsdp for note in private_distributed.fsdp_notes(module)]
     end_passes = private_distributed.ending(notes)
     put_back = attributes_of(notes)
-    restore = snapshot(net, keep_parameters=True)
     # FSDP1 moves the gradients of its visible parameters back into flat parameters.
     flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
-    with gradients_aside((*net.parameters(), *flat)):
+    with gradients_aside(flat), restored(net, keep_hooks=True, keep_parameters=True):
         try:
             if not keep_hooks:
                 _leave_hooks_of_torch(net)
@@ -182,7 +186,6 @@ def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[No
             for module in fsdp:
                 private_distributed.take_whole_parameters(module)
             put_back()
-            restore()
 
 
 def restored_after_passes(net: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -18,7 +18,7 @@ import re
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from operator import is_
 from pathlib import PurePath
@@ -73,7 +73,7 @@ class Reach:
         Containers and other objects that hold something, in the order in which they are found,
         which is the same for similar structures.
     contents : dict
-        The contents of each, as a live view.
+        The contents of each, as live views.
     tensors, generators : dict
         The tensors and generators that were found.
     is_clear : bool
@@ -82,7 +82,7 @@ class Reach:
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
-        self.contents: dict[int, Collection[Any]] = {}
+        self.contents: dict[int, list[Iterable[Any]]] = {}
         self.tensors: dict[int, Tensor] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.is_clear = True
@@ -105,7 +105,7 @@ class Reach:
         """Note the contents of a container or an object, and return them."""
         if isinstance(value, nn.Module):
             return [*self.open_module(value), *value.children()]
-        views: list[Collection[Any]] = []
+        views: list[Iterable[Any]] = []
         if isinstance(value, dict | types.MappingProxyType):
             views.append(value.values())
         elif isinstance(value, list | set | deque):
@@ -115,7 +115,7 @@ class Reach:
         is_fixed = isinstance(value, tuple | frozenset | functools.partial | types.MethodType)
         self.is_clear &= is_fixed or bool(views)
         self.objects[id(value)] = value
-        self.contents[id(value)] = views[0] if len(views) == 1 else _Joined(views)
+        self.contents[id(value)] = views
         if isinstance(value, functools.partial):
             return value.func, value.args, value.keywords
         if isinstance(value, types.MethodType):
@@ -126,10 +126,10 @@ class Reach:
         """Note the contents of a module, and return those other than its children."""
         own = vars(module)
         self.objects[id(module)] = module
-        self.contents[id(module)] = own.values()
+        self.contents[id(module)] = [own.values()]
         for name in ("_parameters", "_buffers", "_modules"):
             self.objects[id(own[name])] = own[name]
-            self.contents[id(own[name])] = own[name].values()
+            self.contents[id(own[name])] = [own[name].values()]
         # Batch norm writes its buffers without new versions.
         self.is_clear &= not (module.training and own["_buffers"])
         found = [item for name, item in own.items() if name not in _NOT_OWN]
@@ -142,22 +142,6 @@ class Reach:
         self.tensors |= other.tensors
         self.generators |= other.generators
         self.is_clear &= other.is_clear
-
-
-class _Joined(Collection[Any]):
-    """The contents of several views, one after the other."""
-
-    def __init__(self, views: list[Collection[Any]]) -> None:
-        self._views = views
-
-    def __iter__(self) -> Any:
-        return chain.from_iterable(self._views)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._views))
-
-    def __contains__(self, value: object) -> bool:
-        return any(value in view for view in self._views)
 
 
 class Surroundings:
@@ -268,7 +252,7 @@ _State: TypeAlias = tuple[list[Any], list[int], list[Tensor]]
 
 def _state(reach: Reach) -> _State:
     return (
-        [*chain.from_iterable(reach.contents.values())],
+        [*chain.from_iterable(chain.from_iterable(reach.contents.values()))],
         # If it is not clear, it counts as changed whatever else is found.
         [tensor._version for tensor in reach.tensors.values()] if reach.is_clear else [],
         [generator.get_state() for generator in reach.generators.values()],
