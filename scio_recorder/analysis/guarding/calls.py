@@ -17,6 +17,7 @@ from scio_recorder.analysis.guarding.vouching import Link, can_wait, followed, i
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
@@ -43,10 +44,9 @@ def guarded(
     UnsupportedNetError
         The network is compiled, in part or as a whole.
     """
-    names = {
-        row.module: row.name for row in architecture.values() if row.module is not None
-    }.items()
-    if any(private.is_compiled(module) for module, _ in names):
+    # The rows of a module differ in nothing that matters here.
+    rows = {row.module: row for row in architecture.values() if row.module is not None}
+    if any(map(private.is_compiled, rows)):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
             "guard the uncompiled network"
@@ -55,12 +55,12 @@ def guarded(
     guard.gradients = watched
     shared = _Shared(architecture, guard, watched)
     compiled: dict[str, bool] = {}
-    keeps = _Keeper(architecture) if keep_inputs else None
+    weights = Weights() if keep_inputs else None
     brackets = {
-        module: _GuardedCall(module, name, compiled, shared, keeps) for module, name in names
+        module: _GuardedCall(module, row, compiled, shared, weights) for module, row in rows.items()
     }
     # Calls are kept as they return.
-    for module, parent in {} if keep_inputs else followed(module for module, _ in names).items():
+    for module, parent in {} if keep_inputs else followed(rows).items():
         if module in brackets and parent in brackets:
             brackets[module].chained_in = brackets[parent].name
     try:
@@ -159,33 +159,23 @@ class _Shared:
         return found
 
 
-class _Keeper:
-    """Keeps calls before they run."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        self._architecture = architecture
-        self._weights = Weights()
-
-    def keep(self, name: str, inputs: Inputs) -> CallBefore:
-        layer = self._architecture[self._architecture.rows_of(name)[0]]
-        assert layer.module is not None, "the architecture of a recorder has modules"
-        return CallBefore(layer, layer.module, inputs, self._weights)
-
-
 class _GuardedCall(Bracket):
     """Examines the inputs before each call of a module, and its output afterwards."""
 
     def __init__(
         self,
         module: nn.Module,
-        name: str,
+        layer: Layer,
         unseen: dict[str, bool],
         shared: _Shared,
-        keeper: _Keeper | None,
+        weights: Weights | None,
     ) -> None:
-        super().__init__(name, unseen)
+        super().__init__(layer.name, unseen)
+        self._module = module
+        self._layer = layer
         self._shared = shared
-        self._keeper = keeper
+        # Takes digests of parameters, if calls are kept before they run.
+        self._weights = weights
         self._is_harmless = is_harmless(module)
         self._tells = tells(module)
         # The Sequential in which the next module vouches for this one's output, if any.
@@ -212,8 +202,8 @@ class _GuardedCall(Bracket):
                 given = given + _look(state.known, kwargs.values())
             if shared.gradients is not None and torch.is_grad_enabled():
                 passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
-            if self._keeper is not None:
-                kept = self._keeper.keep(self.name, Inputs(args, kwargs))
+            if self._weights is not None:
+                kept = CallBefore(self._layer, self._module, Inputs(args, kwargs), self._weights)
         frames.append((self.name, args, given, passing, kept, links))
 
     def end(self, args: Any, output: Any) -> None:
