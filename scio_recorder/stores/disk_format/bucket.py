@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.medium import Medium, NewFile, accessing
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 from scio_recorder.stores.disk_format.requests import NUM_REQUESTS, PassingError, Requests, was_met
 
 if TYPE_CHECKING:
@@ -139,11 +139,12 @@ class Bucket(Medium):
         """Open an object for reading; nothing is requested before it is read."""
         yield Object(self, name, stamp)
 
-    def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
+    def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new object in place, whole or not at all; see the NOTE."""
-        file = _Pieces()
-        written = write(file)
-        self._put(name, file.in_order())
+        # An object is sent as a whole, so its pieces stay in the caller's memory until then.
+        pieces: dict[int, memoryview] = {}
+        written = write(lambda offset, data: pieces.update({offset: memoryview(data)}))
+        self._put(name, [pieces[offset] for offset in sorted(pieces)])
         return written
 
     def claim(self, name: str, content: bytes) -> None:
@@ -288,21 +289,3 @@ class Object:
             raise RecordingError(f"{self.path} was replaced since it was opened")
         self._stamp = stamp
         return data
-
-
-class _Pieces:
-    """The pieces of an object, in the caller's memory, until it is put."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[int, memoryview]] = []
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Note the piece at ``offset``."""
-        self._pieces.append((offset, memoryview(data)))
-
-    def begin_writing(self, offset: int, count: int) -> None:
-        """Do nothing: an object is sent as a whole."""
-
-    def in_order(self) -> list[memoryview]:
-        """Return the pieces from the first byte to the last."""
-        return [data for _, data in sorted(self._pieces, key=lambda piece: piece[0])]

@@ -17,11 +17,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, NewFile
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt
 
 _T = TypeVar("_T")
 
@@ -30,6 +31,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# The bytes that go to the disk at a time while the next are copied to the system's cache.
+_BEHIND_BYTES = 8 << 20
 
 
 class File:
@@ -68,28 +71,16 @@ class File:
             out, offset = out[done:], offset + done
 
 
-class FileInPlace:
-    """A file that is written through a descriptor.
-
-    Parameters
-    ----------
-    descriptor : int
-        The descriptor for writing. Its owner closes it.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write the whole of ``data`` at ``offset``; the system may take less at a time."""
-        view = memoryview(data)
-        while view:
-            done = system.write(self.descriptor, view, offset)
-            view, offset = view[done:], offset + done
-
-    def begin_writing(self, offset: int, count: int) -> None:
-        """Let the disk begin to write."""
-        system.write_behind(self.descriptor, offset, count)
+def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """Write the whole of ``data`` at ``offset``, and let the disk begin with what is before it."""
+    view, begun = memoryview(data), offset - offset % _BEHIND_BYTES
+    while view:
+        # The system may take less at a time.
+        done = system.write(descriptor, view, offset)
+        view, offset = view[done:], offset + done
+    ready = offset - offset % _BEHIND_BYTES
+    if ready > begun:
+        system.write_behind(descriptor, begun, ready - begun)
 
 
 class Folder(Medium):
@@ -155,11 +146,11 @@ class Folder(Medium):
         finally:
             close_quietly(descriptor)
 
-    def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
+    def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new file in place, whole or not at all, and make that durable; see the NOTE."""
         with self._put_in_place(name, owner) as descriptor:
             try:
-                written = write(FileInPlace(descriptor))
+                written = write(partial(write_at, descriptor))
                 # Linux reports a failed sync once and then treats the lost pages as written, so
                 # this file is never synced again.
                 system.fsync(descriptor)
@@ -176,7 +167,7 @@ class Folder(Medium):
                 # On a file system without locks, others rely on renewals.
                 with suppress(OSError):
                     system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                FileInPlace(descriptor).write(0, content)
+                write_at(descriptor, 0, content)
         except BaseException:
             close_quietly(descriptor)
             raise

@@ -11,7 +11,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.stores.disk_format.description import INDEX_NAME
 from scio_recorder.stores.disk_format.jsons import JSON, dump
 from scio_recorder.stores.disk_format.lease import Lease
-from scio_recorder.stores.disk_format.medium import Medium, NewFile, accessing
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 from scio_recorder.stores.disk_format.run import MANIFESTS, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import prepared
 
@@ -52,7 +52,7 @@ def put_together(medium: Medium, lease: Lease) -> None:
         medium.put(INDEX_NAME, "index", _written(run))
 
 
-def _written(run: Run) -> Callable[[NewFile], str]:
+def _written(run: Run) -> Callable[[WriteAt], str]:
     manifests: list[JSON] = [
         {**run.manifest(rank), "commits": [chunk.said for chunk in chunks]}
         for rank, chunks in run.chunks.items()

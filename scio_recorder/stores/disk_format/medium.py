@@ -10,11 +10,13 @@ import abc
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from scio_recorder.errors import RecordingError
 
 _T = TypeVar("_T")
+# Writes data at an offset of a file that is not in place yet. The data must not change until then.
+WriteAt: TypeAlias = Callable[[int, bytes | memoryview], None]
 
 
 @contextmanager
@@ -65,16 +67,6 @@ class OpenFile(Protocol):
 
     def fill(self, out: memoryview, offset: int) -> None:
         """Read into memory from ``offset`` on."""
-
-
-class NewFile(Protocol):
-    """A file that is being written and is not in place yet."""
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write all of ``data`` at ``offset``; it must not change until the file is put."""
-
-    def begin_writing(self, offset: int, count: int) -> None:
-        """Hint that the written data can be sent on; this guarantees nothing."""
 
 
 class Medium(abc.ABC):
@@ -130,7 +122,7 @@ class Medium(abc.ABC):
                 return False
 
     @abc.abstractmethod
-    def put(self, name: str, owner: str, write: Callable[[NewFile], _T]) -> _T:
+    def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new file in place, whole or not at all, and make that durable.
 
         Parameters
@@ -140,7 +132,7 @@ class Medium(abc.ABC):
         owner : str
             Its owner, which is part of its temporary name.
         write : callable
-            Writes it.
+            Writes it, by the function that it is given.
 
         Returns
         -------

@@ -37,7 +37,7 @@ from scio_recorder.stores.disk_format.jsons import (
     expect,
     parse,
 )
-from scio_recorder.stores.disk_format.medium import Medium, NewFile, OpenFile, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, OpenFile, WriteAt, accessing, parsing
 from scio_recorder.tensors.dtypes import DTYPES, dtype_name
 from scio_recorder.tensors.threads import for_each
 
@@ -47,8 +47,6 @@ BLOCK_BYTES = 1 << 20
 MAX_DIMENSIONS = 64
 # If the header fills whole pages, the data begins aligned, and is read faster.
 _PAGE_BYTES = 4096
-# The bytes that go to the disk at a time while the next are copied to the system's cache.
-_BEHIND_BYTES = 8 << 20
 # The number of reads from which a second thread is worth its start on any medium.
 _READS_FOR_TWO = 6
 
@@ -204,7 +202,7 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
 
 def prepared(
     tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
-) -> Callable[[NewFile], str]:
+) -> Callable[[WriteAt], str]:
     """Return a function that writes a file and returns the checksum of its header.
 
     Values that no file can hold are a `ValueError` or `TypeError` before anything is written.
@@ -215,7 +213,7 @@ def prepared(
 
 
 def _write(
-    file: NewFile, tensors: Mapping[str, Tensor], layout: Layout, content: Mapping[str, JSON]
+    write_at: WriteAt, tensors: Mapping[str, Tensor], layout: Layout, content: Mapping[str, JSON]
 ) -> str:
     """Write a file from the tensors' own memory.
 
@@ -223,19 +221,16 @@ def _write(
     copied to that of the system.
     """
     blocks = []
-    begun = done = len(layout.header(content))
+    done = len(layout.header(content))
     for name in layout.starts:
         data = _bytes_of(tensors[name])
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             blocks.append(checksum(block))
-            file.write(done, block)
+            write_at(done, block)
             done += len(block)
-            if done - begun >= _BEHIND_BYTES:
-                file.begin_writing(begun, done - begun)
-                begun = done
     header = layout.header(content, "".join(blocks))
-    file.write(0, header)
+    write_at(0, header)
     return _checksum_of(header)
 
 

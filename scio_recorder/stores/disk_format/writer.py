@@ -27,7 +27,7 @@ from scio_recorder.stores.disk_format.description import (
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
 from scio_recorder.stores.disk_format.lease import Lease
-from scio_recorder.stores.disk_format.medium import NewFile, accessing
+from scio_recorder.stores.disk_format.medium import WriteAt, accessing
 from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.stores.disk_format.reader import KeptBatches
 from scio_recorder.stores.disk_format.run import scan
@@ -262,7 +262,7 @@ class RunWriter:
         self._remove_orphans()
         self.abort()
 
-    def _put(self, name: str, write: Callable[[NewFile], str]) -> str:
+    def _put(self, name: str, write: Callable[[WriteAt], str]) -> str:
         """Put a file in place, unless the lease is lost by then."""
         with accessing(self._medium.path):
             if self._lease is not None:
