@@ -7,9 +7,8 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from queue import SimpleQueue
 
 # Linux's MADV_POPULATE_WRITE, which takes many page faults at once at a part of their cost.
 POPULATE = 23
@@ -31,8 +30,7 @@ class Prefaulter:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
-        self._wanted: SimpleQueue[list[tuple[int, int]]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(1, "scio-prefault")
         self._is_over = False
 
     def ask(self, address: int, num_bytes: int) -> None:
@@ -42,33 +40,23 @@ class Prefaulter:
     def begin(self) -> None:
         """Begin to prepare the requested ranges."""
         if self._ranges:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="scio-prefault", daemon=True
-                )
-                self._thread.start()
-            self._wanted.put(self._ranges)
+            self._pool.submit(self._prepare, self._ranges)
             self._ranges = []
 
     def close(self) -> None:
         """Stop; ranges that are not ready yet stay so."""
-        if self._thread is not None:
-            self._is_over = True
-            self._wanted.put([])
-            self._thread.join()
-            self._thread = None
+        self._is_over = True
+        self._pool.shutdown()
 
-    def _work(self) -> None:
-        while not self._is_over:
-            ranges = self._wanted.get()
-            # A layer requests no more than some MiB.
-            largest = max((num_bytes for _, num_bytes in ranges), default=1)
-            step = max(1, min(_MOST_RANGES, _MOST_BYTES // largest))
-            for start in range(0, len(ranges), step):
-                # If the system refuses, the writes take the faults.
-                with contextlib.suppress(OSError):
-                    if not self._is_over:
-                        _populate(ranges[start : start + step])
+    def _prepare(self, ranges: list[tuple[int, int]]) -> None:
+        # A layer requests no more than some MiB.
+        largest = max(num_bytes for _, num_bytes in ranges)
+        step = max(1, min(_MOST_RANGES, _MOST_BYTES // largest))
+        for start in range(0, len(ranges), step):
+            # If the system refuses, the writes take the faults.
+            with contextlib.suppress(OSError):
+                if not self._is_over:
+                    _populate(ranges[start : start + step])
 
 
 def _populate(ranges: list[tuple[int, int]]) -> int:
