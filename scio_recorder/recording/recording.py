@@ -310,8 +310,7 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
             key: writer.column(key, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
             for key, whole in arrays.items()
         }
-        row_bytes = sum(column.spec.nbytes for column in columns.values())
-        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, row_bytes))):
+        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, writer.row_bytes))):
             for key, column in columns.items():
                 column.put(arrays[key][rows.start : rows.stop], writer.start, len(rows))
             ids = _ids_up_to(recording, rows, len(writer.sample_ids))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
@@ -111,6 +112,9 @@ class StoreWriter(abc.ABC):
         self.counts_rows = False
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
+        # All columns so far, and the devices from which copies into them may be pending.
+        self._columns: dict[DepthIdx | str, Column] = {}
+        self._devices: set[torch.device] = set()
         # Whether the found recording is complete already, and its last state.
         self.is_complete = False
         # The number of rows that were found, if rows are counted apart from samples.
@@ -162,6 +166,17 @@ class StoreWriter(abc.ABC):
         self.start += len(ids) if rows is None else rows
         if calls:
             self.calls.commit(len(ids), calls)
+        self._counted(ids, state)
+
+    def _counted(  # noqa: B027 - many stores have nothing to do
+        self, ids: Ids, state: Callable[[], State]
+    ) -> None:
+        """Go on after a batch that counts from now on; see `commit`."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row of all columns so far."""
+        return sum(column.spec.nbytes for column in self._columns.values())
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:

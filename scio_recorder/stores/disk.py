@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, caught_as
@@ -207,10 +206,8 @@ class DiskWriter(StoreWriter):
         # The net's present digest: passes in training mode change its buffers.
         self._header = job.header(is_shared=store.is_shared)
         self._memory = store.memory or ReusedMemory()
-        self._columns: dict[DepthIdx | str, Column] = {}
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[DepthIdx | str, Buffer] = {}
-        self._devices: set[torch.device] = set()
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
@@ -243,24 +240,15 @@ class DiskWriter(StoreWriter):
         column = self._columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 
-    def commit(
-        self,
-        ids: Ids,
-        state: Callable[[], State],
-        calls: Mapping[str, Any] | None = None,
-        *,
-        rows: int | None = None,
-    ) -> None:
-        """Count a batch, and make the buffer durable once it holds enough."""
+    def _counted(self, ids: Ids, state: Callable[[], State]) -> None:
+        """Make the buffer durable once it holds enough."""
         if self._pending is not None and self._pending.done():
             self._wait()
         if not self._committed_at:
             check_shards(self._architecture, self._header, self._store)
             self._committed_at = time.monotonic()
-        super().commit(ids, state, calls, rows=rows)
         self._staged.append(ids)
-        row_bytes = sum(column.spec.nbytes for column in self._columns.values())
-        num_bytes = self.start * row_bytes + self.calls.num_bytes
+        num_bytes = self.start * self.row_bytes + self.calls.num_bytes
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
         if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -170,10 +170,8 @@ class MemoryWriter(StoreWriter):
         super().__init__()
         self._job = job
         self._store = store
-        self._columns: dict[DepthIdx | str, Column] = {}
         is_known = job.num_batches is not None
         self._prefaulter = Prefaulter() if is_known and can_prefault() else None
-        self._devices: set[torch.device] = set()
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for the expected number of batches like the first."""
@@ -185,16 +183,8 @@ class MemoryWriter(StoreWriter):
         self._devices.add(first.device)
         return column
 
-    def commit(
-        self,
-        ids: Ids,
-        state: Callable[[], State],
-        calls: Mapping[str, Any] | None = None,
-        *,
-        rows: int | None = None,
-    ) -> None:
-        """Make the rows of the current batch count, and prepare memory for the next ones."""
-        super().commit(ids, state, calls, rows=rows)
+    def _counted(self, ids: Ids, state: Callable[[], State]) -> None:
+        # The next batches need memory.
         if self._prefaulter is not None:
             self._prefaulter.begin()
 

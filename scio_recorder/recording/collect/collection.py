@@ -320,7 +320,7 @@ class Collection:
             # There may be no end at which to check.
             self._check_number(is_end=False)
         # All layers have run by now, and all passes agree in this.
-        self._row_bytes = self._row_bytes or sum(i.sample_bytes for i in self._storing.values())
+        self._row_bytes = self._row_bytes or self._writer.row_bytes
         return len(ids) - self._current.skip, self._current.num_rows * self._row_bytes
 
     def check_end(self) -> None:

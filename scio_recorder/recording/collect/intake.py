@@ -197,11 +197,6 @@ class StoringIntake(LayerIntake):
             return None
         return (self.lost / self.total) ** 0.5 if self.total else 0.0
 
-    @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample; 0 before the first."""
-        return 0 if self._column is None else self._column.spec.nbytes
-
     def _check(self, kept: Tensor) -> None:
         rows, column = self.current.rows, self._column
         rows.check(self.layer, kept, is_transformed=self.transform is not None)
