@@ -15,7 +15,7 @@ from scio_recorder.stores.disk_format.description import (
 from scio_recorder.stores.disk_format.jsons import JSON, differences, dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.run import Run, scan
-from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
+from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared, table_to_json
 
 PARTS_NAME = "parts.safetensors"
 # Names that may exist before there is a recording, left by killed writers too.
@@ -60,7 +60,7 @@ def agreed(medium: Medium) -> dict[str, Any] | None:
 
 
 def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse to continue a recording with other settings."""
+    """Refuse to continue or to join a recording with other settings."""
     there, here = _briefly(stored), _briefly(given)
     if there["architecture"] != here["architecture"]:
         raise RecordingError(
@@ -81,10 +81,10 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
             way = "; collect_parts goes on with any number of processes"
         elif stored.get("process") != given.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise RecordingError(
             f"{path} was recorded with other {'weights, and other ' * has_other_weights}settings: "
-            f"{'; '.join(found[:4])}. Give the same "
-            f"settings, or choose another folder{way}"
+            f"{shown}. Give the same settings, or choose another folder{way}"
         )
 
 
@@ -126,19 +126,17 @@ def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
         raise RecordingError(
             f"{path} already holds a recording; resume it or choose another folder"
         )
-    found = differences(_comparable(run.description), _comparable(given))
-    if found:
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise RecordingError(
-            f"{path} was made with other settings: {shown}; use the same ones or another folder"
-        )
+    check_settings(path, _settings(run.description), _settings(given))
     if run.chunks[rank] or run.closed:
         raise RecordingError(
             f"{path} already holds samples of rank {rank}: resume it, or choose another folder"
         )
 
 
-def _comparable(description: Description) -> dict[str, Any]:
-    content = description.to_json()
-    # Their order may differ.
-    return {**content, "run": None, "layers": dict(content["layers"])}  # type: ignore[arg-type]
+def _settings(description: Description) -> dict[str, Any]:
+    """Return what ranks must agree in: the settings, and shapes and dtypes, in any order."""
+    return {
+        **description.header,
+        "world_size": description.world_size,
+        "values": dict(table_to_json(description.table)),  # type: ignore[arg-type]
+    }

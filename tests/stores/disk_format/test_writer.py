@@ -72,21 +72,21 @@ def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
     [
         ({"header": {**HEADER, "fingerprint": "abd"}}, 'fingerprint is "abc" there and "abd" here'),
         ({"header": {**HEADER, "settings": {"every": 1}}}, "settings.scale is stored and was not"),
-        ({"header": {**HEADER, "new": 1}}, "header.new is not stored"),
+        ({"header": {**HEADER, "new": 1}}, ": new is not stored"),
         (
             {"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}},
-            r"layers\.1-1\.shape is \[3\]",
+            r"values\.1-1\.shape is \[3\]",
         ),
         (
             {"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}},
-            r"layers\.1-1\.dtype is .*float32",
+            r"values\.1-1\.dtype is .*float32",
         ),
-        ({"layers": {}}, "layers.1-1 is stored and was not given; .*; and 1 more"),
+        ({"layers": {}}, "values.1-1 is stored and was not given; .*; and 1 more"),
     ],
 )
 def test_joining_needs_the_same_settings(tmp_path, changes, where):
     create(tmp_path, world_size=2).abort()
-    with pytest.raises(RecordingError, match=f"made with other settings.*{where}"):
+    with pytest.raises(RecordingError, match=f"recorded with other settings.*{where}"):
         create(tmp_path, world_size=2, rank=1, **changes)
 
 
