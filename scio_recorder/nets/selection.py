@@ -5,19 +5,20 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
+from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of, not_its_label
 from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name, offer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.supported import check_supported
 
+_T = TypeVar("_T")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -58,6 +59,52 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Dep
     for selector in selectors:
         chosen.update(_matches(architecture, selector))
     return tuple(sorted((int(depth), int(index)) for depth, index in chosen))
+
+
+def by_selector(
+    architecture: Architecture,
+    recorded: Collection[DepthIdx],
+    given: Mapping[Any, _T],
+    what: str,
+    error: type[RecorderError],
+) -> dict[DepthIdx, _T]:
+    """Return the entry of a mapping for each recorded layer that a selector among its keys matches.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    recorded : collection of (int, int)
+        The recorded ones.
+    given : mapping
+        Selectors -> entries.
+    what : str
+        The name of the argument, for messages.
+    error : type
+        The class of the error.
+
+    Raises
+    ------
+    `error`
+        A selector matches no recorded layer, or two match the same one.
+    LayerNotFoundError
+        A selector matches no layer.
+    """
+    chosen: dict[DepthIdx, _T] = {}
+    for selector, entry in given.items():
+        found = [label for label in select(architecture, [selector]) if label in recorded]
+        if not found:
+            raise error(
+                f"the selector {selector!r} of {what} names no recorded layer: record() it too"
+            )
+        for label in found:
+            if label in chosen:
+                raise error(
+                    f"two entries of {what} match layer {architecture[label]}, the second by "
+                    f"{selector!r}: make the selectors disjoint, or combine the two entries"
+                )
+            chosen[label] = entry
+    return chosen
 
 
 def select_modules(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:

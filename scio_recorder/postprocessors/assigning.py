@@ -10,7 +10,7 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError, raised_by
 from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.selection import select
+from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.base import refuse_class
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors.structures import flatten
@@ -52,7 +52,9 @@ def assign(
     {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
     """
     if isinstance(given, Mapping):
-        return _by_selector(architecture, order, given)
+        for selector, function in given.items():
+            _check_callable(function, f"selector {selector!r}")
+        return by_selector(architecture, order, given, "activation_postproc", PostprocessorError)
     if callable(given):
         refuse_class(given)
         return dict.fromkeys(order, given)
@@ -111,30 +113,6 @@ def assign_by_key(
                 "names of recorded layers, not patterns or other selectors"
             )
         for label in keys[key]:
-            chosen[label] = function
-    return chosen
-
-
-def _by_selector(
-    architecture: Architecture, order: Sequence[DepthIdx], given: Mapping[Any, Postprocessor]
-) -> dict[DepthIdx, Postprocessor]:
-    chosen: dict[DepthIdx, Postprocessor] = {}
-    for selector, function in given.items():
-        _check_callable(function, f"selector {selector!r}")
-        matching = select(architecture, [selector])
-        recorded = [label for label in matching if label in order]
-        if not recorded:
-            raise PostprocessorError(
-                f"selector {selector!r} names no recorded layer: post-processors act on recorded "
-                "layers only, so record() it too"
-            )
-        for label in recorded:
-            if label in chosen:
-                raise PostprocessorError(
-                    f"two post-processors match layer {architecture[label]}, the second by "
-                    f"{selector!r}: make the selectors disjoint, or combine the two in one "
-                    "function"
-                )
             chosen[label] = function
     return chosen
 

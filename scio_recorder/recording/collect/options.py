@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
-from scio_recorder.nets.selection import select
+from scio_recorder.nets.selection import by_selector
 from scio_recorder.recording.collect.rows import Rows
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
@@ -122,22 +122,7 @@ class Options:
             return {}
         if not isinstance(given, Mapping):
             return dict.fromkeys(self.recording, given)
-        found: dict[DepthIdx, Any] = {}
-        for selector, value in given.items():
-            selected = select(self.architecture, [selector])
-            chosen = [label for label in selected if label in self.recording]
-            if not chosen:
-                raise CollectError(
-                    f"the selector {selector!r} of {what} names no recorded layer: record() it too"
-                )
-            for label in chosen:
-                if label in found:
-                    raise CollectError(
-                        f"two entries of {what} match layer {self.architecture[label]}, the second "
-                        f"by {selector!r}: make the selectors disjoint"
-                    )
-                found[label] = value
-        return found
+        return by_selector(self.architecture, self.recording, given, what, CollectError)
 
 
 def _mode_of(net: nn.Module) -> str:
