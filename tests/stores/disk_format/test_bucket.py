@@ -49,7 +49,7 @@ def place(request) -> str:
 
 
 def put(medium: Bucket, name: str, content: bytes) -> None:
-    medium.put(name, "00000", lambda file: file.write(0, content))
+    medium.put(name, "00000", lambda write_at: write_at(0, content))
 
 
 def read(medium: Bucket, name: str) -> bytes:
