@@ -286,9 +286,14 @@ def map_leaves(
     if isinstance(value, list):
         return [inner(item) for item in value]
     if isinstance(value, tuple):
-        items = [inner(item) for item in value]
-        # Some named tuples, such as PackedSequence, check the arguments of their constructor.
-        return value._make(items) if hasattr(value, "_make") else tuple(items)
+        items = tuple(inner(item) for item in value)
+        if not hasattr(value, "_make"):
+            return items
+        try:
+            return type(value)(*items)
+        except Exception:
+            # PackedSequence and others want tensors, also when they are copied or unpickled.
+            return items
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
         return {name: inner(getattr(value, name)) for name in fields}

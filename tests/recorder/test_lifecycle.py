@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm, replicate
+from torch.nn.utils.rnn import pack_sequence
 
 from scio_recorder import Recorder, UnsupportedNetError
 from scio_recorder.errors import LabellingError, LayerNotFoundError, MissingInputError
@@ -267,6 +268,19 @@ def test_pickled_recorder_records_again() -> None:
     assert twin.architecture.fingerprint == rnet.architecture.fingerprint
     assert same_bits(twin.activations["0"], rnet.net[0].forward(x))
     assert same_bits(twin.inputs["0"].args[0], x)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda rnet: pickle.loads(pickle.dumps(rnet))])
+def test_recorder_of_packed_sequences_can_be_copied(again: Any) -> None:
+    packed = pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    rnet = Recorder(nn.Sequential(nn.GRU(4, 5)), input_data=[packed])
+    rnet.record("0")
+    output, hidden = rnet.net[0](packed)
+    assert rnet.architecture["0"].input_shape == ((5, 4), (3,), None, None)
+    twin = again(rnet)
+    twin(packed)
+    assert same_bits(twin.activations["0"][0].data, output.data)
+    assert same_bits(twin.activations["0"][1], hidden)
 
 
 def test_data_parallel_makes_no_replicas_of_a_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
