@@ -242,7 +242,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     >>> same_bits(torch.zeros(1), -torch.zeros(1))
     False
     """
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+    if (one.dtype, one.layout, one.is_nested) != (other.dtype, other.layout, other.is_nested):
+        return False
+    # Nested tensors have no shape, or one with a symbol that only they have.
+    if not one.is_nested and one.shape != other.shape:
         return False
     if not is_dense(one):
         return _same_parts(one.detach(), other.detach())
@@ -254,8 +257,8 @@ def _same_parts(one: Tensor, other: Tensor) -> bool:
         one, other = one.coalesce(), other.coalesce()
         return same_bits(one.indices(), other.indices()) and same_bits(one.values(), other.values())
     if one.is_nested:
-        pairs = zip(one.unbind(), other.unbind(), strict=True)
-        return all(same_bits(left, right) for left, right in pairs)
+        own, others = one.unbind(), other.unbind()
+        return len(own) == len(others) and all(map(same_bits, own, others))
     return torch.equal(one, other)
 
 

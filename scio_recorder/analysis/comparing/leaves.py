@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance
+from scio_recorder.analysis.comparing.measures import Tolerance, dense
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.structures import flatten, tensors
@@ -173,7 +173,11 @@ def _leaves(
     """
     if value is None or id(value) in around:
         return
-    if isinstance(value, Tensor | _PLAIN):
+    if isinstance(value, Tensor) and value.is_nested:
+        # With strides it has no shape, and a jagged one has a symbol of its own in it.
+        yield (*path, "padded"), dense(value)
+        yield (*path, "shapes"), torch.tensor([part.shape for part in value.unbind()], device="cpu")
+    elif isinstance(value, Tensor | _PLAIN):
         yield path, value
     elif isinstance(value, np.ndarray | np.generic):
         try:

@@ -164,7 +164,7 @@ def dense(tensor: Tensor) -> Tensor:
     whole = gathered(tensor.detach())
     if not is_dense(whole):
         if whole.is_nested:
-            whole = torch.nested.to_padded_tensor(whole, 0.0)
+            whole = torch.nested.to_padded_tensor(whole.contiguous(), 0.0)
         whole = whole.dequantize() if whole.is_quantized else whole.to_dense()
     return whole.as_subclass(Tensor).resolve_conj().resolve_neg()
 

@@ -240,3 +240,39 @@ def test_who_tells_a_layer_otherwise_makes_the_difference(own: Any, others: Any)
 def test_a_tolerance_is_one_for_precisions_too() -> None:
     sides = [Recorder(Told(told), input_size=(2, 3)) for told in (torch.float32, torch.bfloat16)]
     assert compare(*sides, [torch.rand(2, 3)], rtol=1e-9)["inner"].inputs_equal is True
+
+
+class Ragged(nn.Module):
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        parts = [row[: 2 + number] for number, row in enumerate(x)]
+        nested = torch.nested.nested_tensor(parts, layout=self.layout)
+        return list(self.two(self.one(nested)).unbind())
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_compared(layout: torch.layout) -> None:
+    net, x = Ragged(layout), torch.randn(3, 5, 4)
+    x[:2, :, 3] = 0
+
+    def compared(other: nn.Module) -> Any:
+        both = (Recorder(one, input_data=x) for one in (net, other))
+        return compare(*both, [x], progress=False)
+
+    other = copy.deepcopy(net)
+    assert compared(other).first is None
+    with torch.no_grad():
+        other.two.weight[1, 3] += 1
+    first = compared(other).first
+    assert (first.layer.name, first.sample_id, first.inputs_equal) == ("two", 0, True)
+    with torch.no_grad():
+        other.one.weight[2, 3] += 1
+    first = compared(other).first
+    # The others have a zero there.
+    assert (first.layer.name, first.sample_id, first.index) == ("one", 2, (0, 2))
+    assert first.reference == net.one(x)[2, 0, 2].item()
