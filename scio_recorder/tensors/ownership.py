@@ -135,8 +135,9 @@ def own_copy(tensor: Tensor) -> Tensor:
     ([2.0, 2.0], (tensor([2., 2.]),))
     """
     # A view of a leaf that was made without gradients claims to require one, but has no place in a
-    # graph.
-    is_on_graph = not tensor.is_leaf or private.base_of(tensor) is None
+    # graph. Nor has a tensor of inference mode.
+    is_base = not tensor.is_inference() and private.base_of(tensor) is None
+    is_on_graph = not tensor.is_leaf or is_base
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)
