@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from scio_recorder.capture.hooks import Around, take_out
@@ -30,6 +29,7 @@ from scio_recorder.capture.uncopied import is_hooked_by_others
 from scio_recorder.errors import FlowError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.traces import Surroundings
 from scio_recorder.tensors import private
 
@@ -102,9 +102,7 @@ class Replay:
         self.thread = threading.get_ident()
         # The action at a call; None runs it.
         self.step: Callable[..., Any] | None = None
-        self._modules = [
-            module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)
-        ]
+        self._modules = [*filter(takes_hooks, net.modules())]
         self._architecture = architecture
         self._surroundings = surroundings
         self._layers = set(layers)

@@ -26,6 +26,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.nets.absent import closest
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -151,7 +152,7 @@ class Tracker:
             The argument is not a module, or hooks can't observe it.
         """
         check_supported(module)
-        modules = dict(module.named_modules())
+        modules = {name: one for name, one in module.named_modules() if takes_hooks(one)}
         names = _chosen(list(modules), include, exclude)
         for name in names:
             self._register(modules[name], name, grad)

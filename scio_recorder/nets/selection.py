@@ -16,6 +16,7 @@ from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorType
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of, not_its_label
 from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name, offer
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.supported import check_supported
 
 _T = TypeVar("_T")
@@ -193,7 +194,9 @@ def did_not_run(
     return [
         name
         for name in (unlabelled[label].name for label in sorted(matching))
-        if id(modules[name]) not in ran and type(modules[name]).forward is not nn.Module.forward
+        if id(modules[name]) not in ran
+        and takes_hooks(modules[name])
+        and type(modules[name]).forward is not nn.Module.forward
     ]
 
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.errors import ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Shard
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.sharded import dtensor_type, is_dtensor, is_sharded
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
@@ -80,7 +81,7 @@ class Following:
                 stack.callback(setattr, kind, "to_local", given)
                 kind.to_local = lambda tensor, **how: self._taken(tensor, given(tensor, **how))
             for module in self._net.modules():
-                if not isinstance(module, torch.jit.ScriptModule):
+                if takes_hooks(module):
                     stack.callback(module.register_forward_hook(self._end).remove)
             stack.enter_context(private.operations_made_by(self._operate))
             yield

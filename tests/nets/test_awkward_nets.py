@@ -315,3 +315,43 @@ def test_containers_that_hold_themselves_are_taken_and_returned(
 
 def make_inner(net: Any, given: Any) -> Any:
     return net.make(net.layer(given[0]))
+
+
+SCRIPTING = {
+    "scripted": torch.jit.script,
+    "traced": lambda module: torch.jit.trace(module, torch.ones(3, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("made_by", SCRIPTING)
+def test_net_with_a_part_in_torchscript_can_be_used_in_every_way(made_by: str) -> None:
+    part: Any = SCRIPTING[made_by](nn.Sequential(linear(), nn.ReLU()))
+    net = nn.Sequential(linear(), part, linear())
+    x = torch.randn(3, 4)
+    first = by_hand(net[0], x)
+    rnet = recorder(net, "*", calls="any")
+    assert torch.equal(rnet(x), net[2].forward(part(first)))
+    assert torch.equal(rnet.activations["0"][0], first)
+    with rnet.guard() as guard:
+        rnet(x).sum().backward()
+    assert guard.origin is None
+    with rnet.track() as events:
+        net(x)
+    assert [event.name for event in events if not event.grad] == ["0", "2", ""]
+    rnet.record("0")
+    effects = rnet.sweep(x, -x, lambda out: out.sum())
+    second = net[2].forward(part(first)).sum()
+    assert effects["0"] == pytest.approx(second.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("copy", ["auto", "always"])
+def test_leaf_that_inference_mode_made_is_recorded(copy: str) -> None:
+    net = Net(lambda net, x: net.layer((x * 2).requires_grad_()), layer=linear())
+    rnet = recorder(net, "layer", inputs=True, copy=copy)
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        with torch.inference_mode():
+            rnet(x)
+        assert torch.equal(rnet.inputs["layer"].args[0], x * 2)
+        assert torch.equal(rnet.activations["layer"], by_hand(net.layer, x * 2))

@@ -19,6 +19,7 @@ from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.digests import Weights
@@ -45,7 +46,11 @@ def guarded(
         The network is compiled, in part or as a whole.
     """
     # The rows of a module differ in nothing that matters here.
-    rows = {row.module: row for row in architecture.values() if row.module is not None}
+    rows = {
+        row.module: row
+        for row in architecture.values()
+        if row.module is not None and takes_hooks(row.module)
+    }
     if any(map(private.is_compiled, rows)):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
@@ -133,7 +134,7 @@ class Flow(TorchFunctionMode):
         try:
             with contextlib.ExitStack() as stack:
                 for number, module in enumerate(self._net.modules()):
-                    if not isinstance(module, torch.jit.ScriptModule):
+                    if takes_hooks(module):
                         hook = self._hook(number)
                         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                         stack.callback(handle.remove)

@@ -19,6 +19,7 @@ from torchinfo.layer_info import LayerInfo
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.failing import failed_run
 from scio_recorder.nets.labelling.supported import check_supported
@@ -188,9 +189,8 @@ class _CallTrace:
         self._counts: dict[int, int] = {}
         self._completed = 0
         self._handles: list[RemovableHandle] = []
-        for module in net.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._attach(module)
+        for module in filter(takes_hooks, net.modules()):
+            self._attach(module)
 
     def detach(self) -> None:
         """Remove the hooks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import LabellingError, UnsupportedNetError
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
@@ -39,7 +39,7 @@ def check_supported(net: Any, device: Any = None) -> None:
     """
     if not isinstance(net, nn.Module):
         raise UnsupportedNetError(_not_a_module(net))
-    if isinstance(net, torch.jit.ScriptModule):
+    if not takes_hooks(net):
         raise UnsupportedNetError(
             f"{_name(net)} is a TorchScript module, whose submodules run without hooks: give the "
             "module that it was made from"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -360,7 +361,7 @@ def refusing_calls(net: nn.Module) -> Iterator[None]:
         if threading.get_ident() == thread:
             raise OriginalCalledError
 
-    plain = [module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    plain = filter(takes_hooks, net.modules())
     handles = [module.register_forward_pre_hook(refuse) for module in plain]
     try:
         yield

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.tensors import private
 
 _SCALARS = (bool, int, float, complex, str, bytes, torch.Size)
@@ -126,8 +127,12 @@ class Reach:
 
     def open_module(self, module: nn.Module) -> Iterable[Any]:
         """Note the contents of a module, and return those other than its children."""
-        own = vars(module)
         self.objects[id(module)] = module
+        if not takes_hooks(module):
+            # TorchScript keeps what it has out of sight.
+            self.is_clear = False
+            return []
+        own = vars(module)
         self.contents[id(module)] = [own.values()]
         for name in ("_parameters", "_buffers", "_modules"):
             self.objects[id(own[name])] = own[name]
