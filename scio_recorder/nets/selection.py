@@ -352,7 +352,7 @@ def _unusable(selector: object) -> LayerNotFoundError:
     if isinstance(selector, Layer):
         return SelectorTypeError(not_its_label(selector))
     if isinstance(selector, list | tuple | AbstractSet | Mapping | range):
-        return SelectorTypeError(f"{selector!r} is a collection: unpack it with *. {kinds}")
+        return SelectorTypeError(f"{selector!r} is a collection: unpack it with *; {kinds}")
     try:
         number = operator.index(selector)  # type: ignore[arg-type]  # raises for others
     except TypeError:

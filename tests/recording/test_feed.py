@@ -353,3 +353,13 @@ def test_entries_that_forward_does_not_take_are_named() -> None:
     odd.net.forward = Odd().forward
     with pytest.raises(TypeError, match="of its own"):
         odd.collect([{"x": torch.ones(3, 2)}])
+
+
+def test_the_advice_for_a_batch_of_other_names_works() -> None:
+    rnet = Recorder(nn.ReLU(), input_size=(1, 2))
+    rnet.record("0-1")
+    batch = {"image": torch.ones(3, 2)}
+    with pytest.raises(CollectError, match=r"takes no 'image'.*lambda batch: batch\['image'\]"):
+        rnet.collect([batch])
+    told = rnet.collect([batch], to_inputs=lambda batch: batch["image"])
+    assert torch.equal(told["0-1"], batch["image"])

@@ -124,10 +124,11 @@ def _refused(net: nn.Module, inputs: Inputs, batch: Any) -> str:
                     f"to_inputs=lambda batch: {{{pairs}}}"
                 )
             return f"{failed} Write to_inputs=lambda batch: ... with inputs that forward takes"
-        taken = ", ".join(repr(name) for name in inputs.kwargs if name in names) or "..."
+        taken = tuple(name for name in inputs.kwargs if name in names)
+        chosen = f"{{name: batch[name] for name in {taken}}}" if taken else f"batch[{unknown[0]!r}]"
         return (
             f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "
-            f"to_inputs=lambda batch: {{name: batch[name] for name in ({taken},)}}"
+            f"to_inputs=lambda batch: {chosen}"
         )
     return ""
 
