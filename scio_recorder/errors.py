@@ -138,7 +138,7 @@ class MutationError(RecorderError, RuntimeError):
 
 
 class ArgumentError(RecorderError, ValueError):
-    """An argument has a value that can't work, and no class above describes it better."""
+    """An argument has a value that can't work, and no other class describes it better."""
 
 
 class CollectError(RecorderError, ValueError):

@@ -1,4 +1,4 @@
-"""Scores of how unlike the training data features are, from a `Covariance` of that data.
+"""Scores that say how unlike the training data a sample is, from a `Covariance` of that data.
 
 A score is larger for features that are less like the training data, as in pytorch-ood. The
 detectors of pytorch-ood take the training features. These scores take statistics of one pass.
@@ -35,7 +35,7 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     Raises
     ------
     CollectError
-        If the features are not [samples, D], or the covariance is not finite (fewer than two rows
+        The features are not [samples, D], or the covariance is not finite (fewer than two rows
         in every class, nan).
 
     Notes
@@ -97,7 +97,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     Raises
     ------
     CollectError
-        If the features are not [samples, D].
+        The features are not [samples, D].
 
     References
     ----------

@@ -65,9 +65,9 @@ class Event(Stash):
         The return value of the module, or the tuple of gradients with respect to it: one entry
         for each of its tensors, None for a missing gradient.
     args : tuple
-        The arguments of forward; empty where ``grad`` is True.
+        The positional arguments of forward; empty if ``grad`` is True.
     kwargs : dict
-        Likewise.
+        The keyword arguments of forward; empty if ``grad`` is True.
     """
 
     args: tuple[Any, ...]

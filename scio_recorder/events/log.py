@@ -291,7 +291,7 @@ def track(
     stash_value : callable, optional
         ``Tensor -> Any``, applied to every tensor of a value; by default a copy in host memory.
     stash : callable, optional
-        ``Event -> Any``, instead: returns what to keep of an event.
+        ``Event -> Any``, in place of `stash_value`: returns what to keep of an event.
 
     Returns
     -------

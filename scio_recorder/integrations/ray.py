@@ -88,7 +88,7 @@ def collect_parts(
     reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows : optional
         As :meth:`scio_recorder.Recorder.collect_parts` takes them.
     activation_postproc, stop_early : optional
-        Likewise.
+        As `collect_parts` takes them.
     progress : bool, default True
         Show a progress bar of parts, on a terminal.
 

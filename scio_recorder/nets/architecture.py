@@ -165,7 +165,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         Parameters
         ----------
         name : str
-            A qualified name; of a shared module, any of its names.
+            A qualified name. A shared module has several, and any of them works.
 
         Returns
         -------
@@ -188,7 +188,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         Parameters
         ----------
         name : str
-            A qualified name; of a shared module, any of its names.
+            A qualified name. A shared module has several, and any of them works.
 
         Returns
         -------
@@ -222,9 +222,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return self._calls.get(id(module), ())
 
     def in_order(self, labels: Iterable[DepthIdx]) -> list[DepthIdx]:
-        """Return labels in the order of execution, the order of all lists of layers but trees.
+        """Return labels in the order of execution, which is the order in which calls return.
 
-        It is the order in which calls return.
+        All lists of layers have this order. Trees don't.
 
         Parameters
         ----------

@@ -181,7 +181,7 @@ class Readable(LayerMapping[Any]):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of the layers' arrays; that of samples, unless `has_rows`."""
+        """The number of rows of the layers' arrays. It is that of samples, unless `has_rows`."""
         return self.num_samples if self._num_rows is None else self._num_rows
 
     @property

@@ -69,9 +69,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
     calls : Calls
         The calls that :meth:`recompute` runs again: inputs and the states in which modules ran.
     relative_errors : LayerMapping
-        If ``dtype`` loses precision: the norm of the rounding errors divided by the norm of the
-        values, for each layer, over all finite values. A value that became infinite counts as
-        lost.
+        The norm of the rounding errors divided by the norm of the values, for each layer, if
+        ``dtype`` loses precision. Finite values count, and one that became infinite counts as lost.
 
     Examples
     --------

@@ -81,11 +81,11 @@ class CovarianceResult(NamedTuple):
         Raises
         ------
         CollectError
-            If `k` is out of range or the covariance is not finite (fewer than two rows, nan).
+            `k` is out of range, or the covariance is not finite (fewer than two rows, nan).
 
         Notes
         -----
-        Computed from the eigenvalues of the covariance, in float64. Eigenvalues of float32
+        The computation uses the eigenvalues of the covariance, in float64. Those of float32
         activations are right to a few 1e-7 of the largest one, so singular values below about
         5e-4 of the largest are not resolved. If they matter, give float64 activations.
         """

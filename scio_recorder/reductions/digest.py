@@ -12,14 +12,14 @@ from scio_recorder.tensors.digests import sample_digests
 class Digest(SampleReduction):
     """Eight bytes for each sample, XXH3 of its bytes: a whole run to compare with, bit for bit.
 
-    :func:`scio_recorder.compare` takes a recording of digests for either side, also one that was
-    made on another machine or by another torch.
+    :func:`scio_recorder.compare` takes a recording of digests for either side, even one that was
+    made on another machine or with another version of torch.
 
     Parameters
     ----------
     by : callable, optional
         ``batch -> labels [batch]``; the result is then a dict from label to the digests of the
-        samples of that label, with which nothing can be compared sample by sample.
+        samples of that label. `compare` does not take such digests.
 
     Notes
     -----
@@ -27,8 +27,8 @@ class Digest(SampleReduction):
     array. All NaNs count as the same, and -0.0 differs from 0.0. With ``rows=`` each row
     has its digest.
 
-    Takes any dtype and shape. The result is in the order of the samples: merging puts the digests
-    of the other behind one's own.
+    Any dtype and shape works. The result is in the order of the samples: merging appends the
+    digests of the other reduction.
 
     Examples
     --------

@@ -176,9 +176,10 @@ class Moments(SampleReduction):
 
     Notes
     -----
-    Computed in float64: portions are centred at their own mean and joined by the pairwise update
-    of Chan, Golub and LeVeque (1979). Dtypes of the results are those of `Mean`. NaN and infinity
-    give what ``torch.mean`` and ``torch.var`` give. The variance of a single sample is NaN.
+    The computation is in float64. Portions are centred at their own mean, and joined by the
+    pairwise update of Chan, Golub and LeVeque (1979). Dtypes of the results are those of `Mean`.
+    NaN and infinity give what ``torch.mean`` and ``torch.var`` give. The variance of a single
+    sample is NaN.
 
     Examples
     --------

@@ -191,7 +191,7 @@ class SampleReduction(Reduction):
 
     @property
     def reads_batch(self) -> bool:
-        """Whether `update` looks at the loader's batch: with ``by``."""
+        """Whether `update` looks at the loader's batch, as it does with ``by``."""
         return self._by is not None
 
     @property

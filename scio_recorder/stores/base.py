@@ -52,7 +52,7 @@ class Job:
     resume: bool = False
 
     def header(self, *, is_shared: bool) -> dict[str, Any]:
-        """Return the description of itself that a recording on disk keeps.
+        """Return the description of the job that a recording on disk keeps.
 
         Parameters
         ----------

@@ -101,8 +101,8 @@ class Host(MemoryStore):
 
     Notes
     -----
-    Given to ``collect`` again, the same object re-uses the memory of recordings that nobody holds
-    any more, neither as a whole nor any tensor or array of them.
+    An object that is given to ``collect`` again uses the memory of its earlier recordings again,
+    once nothing refers to them or to a tensor or array of theirs.
 
     Examples
     --------

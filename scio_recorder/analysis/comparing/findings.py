@@ -57,9 +57,9 @@ class LayerDifference:
     Parameters
     ----------
     label, name
-        Of the reference's layer.
+        The label and the name of the layer in the reference.
     candidate_label, candidate_name
-        Of its partner.
+        Those of its partner in the candidate.
     max_abs : float
         Largest absolute difference, whatever the tolerances.
     max_rel : float
@@ -115,7 +115,7 @@ class FirstDifference:
     Parameters
     ----------
     layer : Layer
-        Of the reference.
+        The layer in the reference.
     sample_id : int, str or None
         The first sample that differs there, in the batch in which the layer makes the difference.
     index : tuple of int or None

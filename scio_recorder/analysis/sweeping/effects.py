@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class Effects:
-    """The metric of runs in which one layer's output was that of another run.
+    """The metric of each run in which a layer's output was replaced by that of another run.
 
     Parameters
     ----------

@@ -207,7 +207,7 @@ class Rows(abc.ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the arguments as JSON; functions count only as such."""
+        """Return the arguments as JSON, in which all functions look alike."""
         fields = None if self.fields is None else [list(map(_text, p)) for p in self._pairs()]
         own = {name: _text(value) for name, value in vars(self).items() if name != "fields"}
         return {"kind": type(self).__name__, **own, "fields": fields}
