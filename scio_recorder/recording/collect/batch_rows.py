@@ -87,28 +87,18 @@ class BatchRows:
         """The number of kept rows."""
         return math.prod(self.shape) if self.index is None else len(self.index)
 
-    def past(self, skip: int) -> BatchRows:
-        """Return the rows of all but the first few samples, which still count."""
-        if not skip:
+    def of_some(self, first: int, stop: int) -> BatchRows:
+        """Return the rows of samples ``first`` to ``stop``; the others still count."""
+        if first == 0 and stop >= self.num_samples:
             return self
-        sample = self.columns.get("sample")
-        # Rows are in the order of their samples.
-        first = skip if sample is None else int((sample < skip).sum())
-        return self._part(first, None)
-
-    def before(self, stop: int) -> BatchRows:
-        """Return the rows of the first few samples; the others still count."""
-        if stop >= self.num_samples:
-            return self
-        sample = self.columns.get("sample")
-        return self._part(0, stop if sample is None else int((sample < stop).sum()))
-
-    def _part(self, first: int, stop: int | None) -> BatchRows:
-        index = (
-            torch.arange(math.prod(self.shape), device="cpu") if self.index is None else self.index
-        )
+        samples = self.columns.get("sample")
+        if samples is not None:
+            # Rows are in the order of their samples.
+            first, stop = (int((samples < sample).sum()) for sample in (first, stop))
+        lines = torch.arange(math.prod(self.shape), device="cpu")
+        index = (lines if self.index is None else self.index)[first:stop]
         columns = {name: column[first:stop] for name, column in self.columns.items()}
-        return replace(self, index=index[first:stop], columns=columns, _indices={})
+        return replace(self, index=index, columns=columns, _indices={})
 
     def check(self, layer: Layer, values: Tensor, *, is_transformed: bool) -> None:
         """Refuse a layer's values unless their leading dimensions are those of the batch.

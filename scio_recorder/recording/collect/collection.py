@@ -211,7 +211,7 @@ class Collection:
                 skip = self._num_to_skip(self._ids)
                 is_durable = len(self._ids) == skip and skip + num_repeats > 0
         rows = rows or BatchRows.of_samples(0)
-        rows = rows.before(rows.num_samples - num_repeats)
+        rows = rows.of_some(0, rows.num_samples - num_repeats)
         self._num_rows = rows.num_rows
         if not rows.num_samples:
             # It continues durable samples, and is durable itself if its rows are.

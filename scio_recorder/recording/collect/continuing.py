@@ -107,7 +107,8 @@ class Continuing:
         going_on = self._find(past)
         if going_on is None:
             _refuse_several()
-        found = kind.of(_PassSource(**vars(source), past=past))
+        given = {**vars(source), "is_part": past.cache is not None}
+        found = kind.of(_PassSource(**given, past=past))
         if going_on is not None:
             _check_goes_on(going_on, past, found)
         lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
@@ -178,11 +179,6 @@ class _PassSource(Source):
     """Looks up names for a pass that may have only a part of its samples' positions."""
 
     past: Past = field(default_factory=Past)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other passes may bring more of the same samples."""
-        return self.past.cache is not None
 
     def find(self, name: str) -> Any:
         """Return an entry of the batch; a mask is cut to the positions of this pass."""

@@ -48,7 +48,7 @@ class CurrentBatch:
         """Go on to the next batch, whose samples at both ends may be left out."""
         before, end = self.num_rows, self.start + self.num_rows
         self.batch, self.skip, self.num_repeats, self.start = batch, skip, num_repeats, start
-        self.rows = rows.past(skip)
+        self.rows = rows.of_some(skip, rows.num_samples)
         self.num_rows = self.rows.num_rows
         self.follows = (start, self.num_rows, skip) == (end, before, 0)
         self.is_reduced = False

@@ -43,6 +43,8 @@ class Source:
         Shapes of the network's inputs at labelling, as in `Layer.input_shape`.
     has : dict, optional
         Whether earlier batches had the optional entries, by name. None if each may differ.
+    is_part : bool, default False
+        Whether other batches may have more rows of the same samples.
     """
 
     net: nn.Module
@@ -52,11 +54,7 @@ class Source:
     layer: str
     labelled: Any = None
     has: dict[str, bool] | None = None
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other batches may have more rows of the same samples."""
-        return False
+    is_part: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:

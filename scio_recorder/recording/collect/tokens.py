@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -213,10 +214,10 @@ def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[T
     is_real = numbers >= 0
     lines = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])[is_real]
     _, codes = torch.unique(numbers[is_real], return_inverse=True)
-    keys, places = torch.unique(lines * max(1, len(codes)) + codes, return_inverse=True)
+    keys = (lines * max(1, len(codes)) + codes).numpy()
+    _, first, places = numpy.unique(keys, return_index=True, return_inverse=True)
     # Samples are numbered in the order in which they begin.
-    order = torch.arange(len(places), device="cpu")
-    first = torch.full_like(keys, len(places)).scatter_reduce(0, places, order, "amin")
+    numbered = torch.from_numpy(first.argsort().argsort()[places])
     owners = torch.full_like(numbers, -1, dtype=torch.int64)
-    owners[is_real] = first.argsort().argsort()[places]
-    return owners, len(keys)
+    owners[is_real] = numbered
+    return owners, len(first)

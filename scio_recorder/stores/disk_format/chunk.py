@@ -81,11 +81,7 @@ class Chunk:
 
     @property
     def file(self) -> TensorFile:
-        """Its file, which is opened now if necessary."""
-        return self.look_into()
-
-    def look_into(self) -> TensorFile:
-        """Open its file if necessary, compare it with the manifest, and return it."""
+        """Its file, which is opened now, and compared with the manifest, if it was not yet."""
         if self._file is None:
             file, said = self._opened()
             with parsing(self.path):

@@ -20,7 +20,7 @@ from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expec
 from scio_recorder.stores.disk_format.medium import Medium, parsing
 from scio_recorder.stores.disk_format.places import for_others, medium_at
 from scio_recorder.stores.disk_format.row_reader import RowReader
-from scio_recorder.stores.disk_format.run import read_state, scan
+from scio_recorder.stores.disk_format.run import scan
 from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
 
 
@@ -215,8 +215,15 @@ class RunReader(RowReader):
         return checksum("".join(chunk.checksum for chunk in self._chunks).encode())
 
     def read_state(self, rank: int = 0) -> Packed | None:
-        """Return the last state that a rank committed; None if it committed none."""
-        return read_state(self._medium, self._run, rank)
+        """Return the last state that a rank committed, verified; None if it committed none."""
+        last, name = self._run.last_state(rank), self._run.state_file(rank)
+        if last is None or name is None:
+            return None if last is None else Packed(last["value"], [])
+        file = TensorFile(self._medium, name)
+        with parsing(file.path):
+            if file.content != self._run.description.state_place(rank, last["file"]):
+                raise ValueError("it does not belong here")
+            return Packed(last["value"], [file.read(key) for key in file.table])
 
     def verify(self) -> Iterator[FileReport]:
         """Read every byte of data and compare it with its checksum, file by file.

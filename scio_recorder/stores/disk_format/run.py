@@ -8,6 +8,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from scio_recorder.errors import RecordingError
@@ -21,7 +22,7 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import SampleIds
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, differences, expect, parse
+from scio_recorder.stores.disk_format.jsons import JSON, differences, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import TensorFile
 from scio_recorder.tensors.threads import for_each
@@ -129,7 +130,7 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
         for owner in range(run.description.world_size):
             _read_rank(medium, run, owner, names, counts.get(owner, 0))
     if looks_into_chunks and not has_index:
-        for_each(Chunk.look_into, list(run.all_chunks()), medium.num_readers)
+        for_each(attrgetter("file"), list(run.all_chunks()), medium.num_readers)
     return run
 
 
@@ -190,15 +191,3 @@ def _read_index(medium: Medium, run: Run) -> None:
             raise ValueError(f"it lists {len(manifests)} of {run.description.world_size} ranks")
         for rank, said in enumerate(manifests):
             _read_manifest(medium, run, rank, said)
-
-
-def read_state(medium: Medium, run: Run, rank: int) -> Packed | None:
-    """Return the last state that a rank committed, verified."""
-    last, name = run.last_state(rank), run.state_file(rank)
-    if last is None or name is None:
-        return None if last is None else Packed(last["value"], [])
-    file = TensorFile(medium, name)
-    with parsing(file.path):
-        if file.content != run.description.state_place(rank, last["file"]):
-            raise ValueError("it does not belong here")
-        return Packed(last["value"], [file.read(key) for key in file.table])
