@@ -16,7 +16,7 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.shuffling import Batch, Buffer, Order, Sizes
+from scio_recorder.recording.shuffling import Batch, Buffer, Order, sizes_of
 from scio_recorder.stores.disk_format.jsons import checksum, dump
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
@@ -325,14 +325,14 @@ class RecordingLoader(IterableDataset[Any]):
         layers, size = list(self._layers.values()), self._arguments.batch_size
         rows = list(self._rows.values())
         # The order does not depend on whether columns of rows are read as well.
-        sizes = Sizes.of(layers, rows, size, self._arguments.buffer_bytes)
+        run, room = sizes_of(layers, rows, size, self._arguments.buffer_bytes)
         columns = layers + rows * self._arguments.with_rows
         key = f"{self._arguments.seed} {self._position.epoch}" if self._arguments.shuffle else None
         begun = skipped * size
         if begun >= len(own):
             return
-        order = Order(layers[0], sizes.run, key)
-        with Buffer(columns, order, own, sizes.buffer, size) as buffer:
+        order = Order(layers[0], run, key)
+        with Buffer(columns, order, own, room, size) as buffer:
             for batch in buffer.batches(begun):
                 skipped += 1
                 if iteration == self._iteration:

@@ -53,46 +53,36 @@ _NUMBERS_BYTES = 16
 _THREADS = 2
 
 
-class Sizes(NamedTuple):
-    """The number of rows that are read in one go, and the number that the buffer has room for."""
+def sizes_of(
+    layers: Sequence[Tensor], rows: Sequence[Tensor], batch_size: int, buffer_bytes: int
+) -> tuple[int, int]:
+    """Return the number of rows to read in one go, and that for which a buffer has room.
 
-    run: int
-    buffer: int
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        batch_size: int,
-        buffer_bytes: int,
-    ) -> Self:
-        """Divide the bytes of a buffer, which also has room for two batches.
-
-        Parameters
-        ----------
-        layers : sequence of Tensor
-            The values of each layer in all rows.
-        rows : sequence of Tensor
-            The columns of rows.
-        batch_size : int
-            Rows of a batch: one is made while the caller still has the one before.
-        buffer_bytes : int
-            The limit for everything together.
-        """
-        row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
-        room = buffer_bytes - 2 * batch_size * row_bytes
-        half = max(0, room) // 2
-        run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
-        # A block of every layer begins after each such number of rows. Blocks of narrower columns
-        # are longer.
-        each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
-        aligned = max(each)
-        if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
-            run = max(1, run // aligned) * aligned
-        on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
-        buffered = sum(map(bytes_of_row, on_disk))
-        return cls(max(1, run), max(1, room // (buffered + _NUMBERS_BYTES)))
+    Parameters
+    ----------
+    layers : sequence of Tensor
+        The values of each layer in all rows.
+    rows : sequence of Tensor
+        The columns of rows.
+    batch_size : int
+        Rows of a batch. The buffer also has room for two: one is made while the caller still has
+        the one before.
+    buffer_bytes : int
+        The limit for everything together.
+    """
+    row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
+    room = buffer_bytes - 2 * batch_size * row_bytes
+    half = max(0, room) // 2
+    run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
+    # A block of every layer begins after each such number of rows. Blocks of narrower columns are
+    # longer.
+    each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
+    aligned = max(each)
+    if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
+        run = max(1, run // aligned) * aligned
+    on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
+    buffered = sum(map(bytes_of_row, on_disk))
+    return max(1, run), max(1, room // (buffered + _NUMBERS_BYTES))
 
 
 def _bytes_of(rows: Tensor) -> NDArray[numpy.uint8]:
