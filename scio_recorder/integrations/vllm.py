@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,11 +22,9 @@ from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.description import SAMPLE, row_column
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
-from scio_recorder.stores.disk_format.jsons import checksum, dump
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_tensor import DiskTensor
-from scio_recorder.tensors.digests import digest_of
 
 __all__ = ["open_hidden_states"]
 
@@ -37,8 +34,6 @@ _POSITION, _TOKEN = row_column("position"), row_column(_TOKENS)
 # The dtypes in which vLLM keeps hidden states, and token ids.
 _STATE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _TOKEN_DTYPES = {"I32": torch.int32, "I64": torch.int64}
-# The number of rows that identify a folder.
-_FINGERPRINT_ROWS = 16
 
 
 def open_hidden_states(
@@ -190,23 +185,6 @@ class _HiddenStates(RowReader):
                     f"{self.path} no longer has the files that it had when it was opened"
                 )
             to.copy_(found)
-
-    def distrust(self) -> None:
-        """Do nothing: there are no checksums to compare with."""
-
-    def fingerprint(self) -> str:
-        """Return a digest that identifies these rows: names, lengths, and some values."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        some = torch.linspace(0, max(0, self.num_rows - 1), _FINGERPRINT_ROWS, device="cpu")
-        rows = some.round().long().tolist() if self.num_rows else []
-        contents = [
-            digest_of(torch.cat([self.read(name, row, row + 1) for row in rows])) if rows else ""
-            for name in self.table
-        ]
-        return checksum(dump([self.requests, list(self.starts), contents]))
 
     def _path_of(self, request: str) -> str:
         return os.path.join(self.path, request + _SUFFIX)

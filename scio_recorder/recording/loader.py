@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.processes import Place, this_process
 
 BUFFER_BYTES = 256 << 20
-# The number of rows that identify a recording in memory.
+# The number of rows that identify a recording without checksums.
 _FINGERPRINT_ROWS = 64
 
 
@@ -112,18 +113,17 @@ def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: 
     Returns
     -------
     str
-        In hexadecimal. On disk all data counts, by its checksums; in memory some rows do.
+        In hexadecimal. All data counts, by its checksums; without any, some rows do.
     """
     contents: list[Any] = [architecture]
     for key, samples in columns:
         name = key if isinstance(key, str) else text_of(key)
-        if isinstance(samples, DiskTensor):
-            content = samples.reader.fingerprint()
-        else:
+        content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
+        if not content:
             last = max(0, len(samples) - 1)
             number = min(len(samples), _FINGERPRINT_ROWS)
-            some = torch.linspace(0, last, number, device="cpu").round().long()
-            content = digest_of(samples[some.to(samples.device)])
+            some = torch.linspace(0, last, number, device="cpu").round().long().tolist()
+            content = digest_of([samples[row : row + 1] for row in some])
         contents.append([name, list(samples.shape), str(samples.dtype), content])
     return checksum(dump(contents))
 
@@ -259,7 +259,7 @@ class RecordingLoader(IterableDataset[Any]):
             "epoch": self._position.epoch,
             "batches": self._given,
             "worker": None if get_worker_info() is None else [self._part, _num_workers()],
-            "recording": self._fingerprint(),
+            "recording": self._fingerprint,
             "arguments": self._to_json(),
         }
 
@@ -296,7 +296,7 @@ class RecordingLoader(IterableDataset[Any]):
                 f"the state is of a loader with {', '.join(other)}: make a loader with the same "
                 "arguments"
             )
-        if recording != self._fingerprint():
+        if recording != self._fingerprint:
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
@@ -315,6 +315,7 @@ class RecordingLoader(IterableDataset[Any]):
         # An iteration that has begun no longer counts.
         self._iteration += 1
 
+    @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(chain(self._layers.items(), self._rows.items()), self._architecture)
 
