@@ -4,9 +4,11 @@ NOTE [How it is seen that a tensor is a shard]
 
 The placements of a ``DTensor`` say what it is a shard of. Its ``to_local()`` gives a plain tensor,
 which says nothing. So these calls are observed during a pass, and each operation on their results
-is followed. An operation on elements keeps the sharded dimension, and the result of a collective
-operation is not a shard. For all other results the sharded dimension is unknown. Tensors are
-identified by their place in memory, since autograd replaces views by others.
+is followed. An operation on elements keeps the sharded dimension, and so does the product of a
+whole matrix and one whose columns are sharded: libraries take the local part of a weight, and not
+of an output. The result of a collective operation is not a shard. For all other results the sharded
+dimension is unknown. Tensors are identified by their place in memory, since autograd replaces views
+by others.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from scio_recorder.tensors.structures import tensors
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")
 # Operations, besides those on elements, that return all of a tensor.
-_SAME = ("clone", "detach", "alias", "_to_copy", "copy_", "view", "_unsafe_view", "native_dropout")
+_SAME = ("clone", "detach", "alias", "_to_copy", "copy_", "native_dropout")
+_VIEWS = ("view", "_unsafe_view")
+# Their last two arguments are matrices.
+_PRODUCTS = ("mm", "addmm")
 # The key of a tensor in a storage: where it begins, its lengths, and its strides.
 _Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 _UNKNOWN = Shard(None, None, 0)
@@ -111,9 +116,11 @@ class Following:
         is_collective = operation.namespace in _COLLECTIVES and "wait" not in name
         if is_collective or name.startswith("new_") or name.endswith("_like"):
             found = []
+        if name in _PRODUCTS and self._find(args[-2]) is not None:
+            # What is summed is sharded, or there are shards of rows.
+            found = [_UNKNOWN]
         for tensor in tensors(result):
-            keeps = _keeps_dimension(operation, args, found, tensor)
-            self._note(tensor, (found[0] if keeps else _UNKNOWN) if found else None)
+            self._note(tensor, _shard_of_result(operation, args, found, tensor) if found else None)
         return result
 
     def _count(self, given: list[Any]) -> None:
@@ -154,13 +161,25 @@ def _shard_of(tensor: Any) -> Shard | None:
     return Shard(how.dim % tensor.ndim - tensor.ndim, mesh.get_local_rank(at), mesh.size(at))
 
 
-def _keeps_dimension(operation: Any, args: Any, found: list[Shard], result: Tensor) -> bool:
-    """Whether the result of an operation is sharded like its argument."""
-    if not found or len(set(found)) > 1 or found[0].dim is None:
-        return False
-    name, at = operation.overloadpacket.__name__, -found[0].dim
+def _shard_of_result(operation: Any, args: Any, found: list[Shard], result: Tensor) -> Shard:
+    """Return the shard that a result is, from the shards among the arguments."""
+    shard, name = found[0], operation.overloadpacket.__name__
+    if len(set(found)) > 1 or shard.dim is None:
+        return _UNKNOWN
+    if name == "t" and result.ndim == 2:
+        return dataclasses.replace(shard, dim=-3 - shard.dim)
+    return shard if _keeps_dimension(operation, args, -shard.dim, result) else _UNKNOWN
+
+
+def _keeps_dimension(operation: Any, args: Any, at: int, result: Tensor) -> bool:
+    """Whether a result is sharded where its argument is, in a dimension counted from the last."""
+    name = operation.overloadpacket.__name__
     if name in _SAME:
         return bool(result.shape == args[0].shape)
+    if name in _VIEWS:
+        return bool(result.shape[-at:] == args[0].shape[-at:])
+    if name in _PRODUCTS:
+        return at == 1
     if name == "native_layer_norm":
         return at > len(args[1]) and result.shape == args[0].shape
     # Lengths are matched from the last dimension backwards.

@@ -11,6 +11,7 @@ the first rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import Layer, TensorSpec
+from scio_recorder.layer import DepthIdx, Layer, TensorSpec
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.row_reader import RowReader
@@ -46,7 +47,7 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
         A layer is a shard, and the arrangement of the ranks' shards can't be known. Or no layer is
         a shard, and several ranks would write the same rows.
     """
-    _check_copies(architecture, settings, store)
+    check_copies(architecture, settings["layers"], store)
     layers = [architecture[name] for name in settings["layers"]] if store.is_shared else []
     place = None if store.lease is not None else (store.rank, store.world_size)
     for layer in layers:
@@ -56,7 +57,7 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
         changed = name in settings["transforms"] or name in settings["reductions"]
         problem = None
         if shard.dim is None:
-            problem = "it can't be known along which dimension: record the layer that makes it"
+            problem = "such shards can't be put together: record the layer that makes it"
         elif shard.dim == 0:
             problem = "dimension 0 counts samples: collect it in each process by itself"
         elif (shard.index, shard.count) != place:
@@ -70,9 +71,25 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
             raise CollectError(f"layer {layer} returns {shard}, and {problem}")
 
 
-def _check_copies(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
+def check_copies(architecture: Architecture, layers: Iterable[DepthIdx | str], store: Any) -> None:
+    """Refuse to write the same rows in several ranks: all of them have all of these layers.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    layers : iterable
+        The recorded layers.
+    store : Disk
+        Knows the number of ranks.
+
+    Raises
+    ------
+    CollectError
+        As many ranks write as there are processes, and some of these see the same samples.
+    """
     count = architecture.num_sharing
-    if not store.is_shared or any(architecture[name].shard for name in settings["layers"]):
+    if not store.is_shared or any(architecture[layer].shard for layer in layers):
         return
     if count > 1 and store.world_size * count > torch.distributed.get_world_size():
         raise CollectError(
@@ -143,9 +160,12 @@ class JoinedReader(RowReader):
 
 def joined(reader: RunReader, architecture: Architecture) -> RunReader | JoinedReader:
     """Return a reader that puts a recording's shards together, and remove their marks."""
+    if reader.rank is not None or reader.world_size == 1:
+        # A process by itself keeps what it has, which may be a shard of any kind.
+        return reader
     rows = [architecture[name] for name in reader.layers]
     axes = {str(row.label): _axis(row) for row in rows if row.shard is not None}
-    if reader.rank is not None or reader.world_size == 1 or not axes:
+    if not axes:
         return reader
     for row in rows:
         if row.shard is not None and row.shard.count != reader.world_size:

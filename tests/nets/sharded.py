@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -402,6 +402,36 @@ def tell_shards() -> None:
         rnet(torch.ones(SIZE))
 
 
+class Local(nn.Linear):
+    """Computes with its own part of its parameters, as layers of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts: list[Any] = list(self.parameters())
+        parts = [one.to_local() if isinstance(one, DTensor) else one for one in parts]
+        return nn.functional.linear(x, *parts)
+
+
+def tell_shards_that_local_weights_make(data: Tensor) -> None:
+    """The product with columns of a weight is a shard; a sum over shards is none, nor known."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Local(4, 6), nn.SiLU(), Local(6, 4, bias=False), Local(4, 6, bias=False))
+    wanted = net[:2](data)
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    for layer_of_net, dim in ((net[0], 0), (net[2], 1), (net[3], 0)):
+        for name, parameter in layer_of_net.named_parameters():
+            spread = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(dim)]))
+            setattr(layer_of_net, name, spread)
+    rnet = Recorder(net, input_size=SIZE)
+    unknown = layer.Shard(None, None, 0)
+    own = layer.Shard(2, rank, 2)
+    shards = [rnet.architecture[str(at)].shard for at in range(4)]
+    assert shards == [own, own, unknown, unknown]
+    rnet.record("1")
+    with pytest.warns(ShardWarning):
+        rnet(data)
+    torch.testing.assert_close(rnet.activations["1"], wanted.chunk(2, -1)[rank])
+
+
 def compare_with_one_process(data: Tensor) -> None:
     """Shards are left out where they are beside whole outputs, and whole outputs are compared."""
     alone = Recorder(make_net(), input_size=SIZE)
@@ -452,6 +482,7 @@ def main(rank: int, processes: int, store: str) -> None:
             check(kind, data)
     if processes == 2:
         tell_shards()
+        tell_shards_that_local_weights_make(data)
         compare_with_one_process(data)
         record_stages(data)
         refuse_before_anything_runs(data)

@@ -153,7 +153,7 @@ def collect_shards(rank: int, folder: Path, mesh: object) -> None:
     with pytest.raises(CollectError, match="write as many parts"):
         rnet.collect(data, store=Disk(folder / "three", rank=rank, world_size=3))
     rnet.record("4")
-    with pytest.raises(CollectError, match="can't be known along which"):
+    with pytest.raises(CollectError, match="can't be put together"):
         rnet.collect(data, store=disk("unknown"))
 
 
@@ -233,8 +233,9 @@ def collect_what_all_have(rank: int, folder: Path, mesh: Any) -> None:
         rnet.record("1")
         net.register_forward_pre_hook(lambda *call, ran=ran: ran.append(call))
         store = Disk(folder / "doubled", rank=rank, world_size=WORLD)
-        with pytest.raises(CollectError, match="there would be 2 of each row"):
-            rnet.collect(data, store=store, sample_ids=ids_of)
+        for ids in (ids_of, None)[: 1 + is_sharded_first]:
+            with pytest.raises(CollectError, match="there would be 2 of each row"):
+                rnet.collect(data, store=store, sample_ids=ids)
         assert len(ran) == (0 if is_sharded_first else 1)
         assert not (folder / "doubled").exists()
     one = Disk(folder / "once") if rank == 0 else "host"
@@ -259,6 +260,21 @@ def refuse_together(rank: int, folder: Path) -> None:
     assert not ran
     assert not list(folder.glob("refused*"))
     assert rnet.collect(data, store=f"disk:{folder}/refused-{rank}").num_samples == 11
+
+
+def test_a_process_by_itself_keeps_a_shard_of_any_kind(tmp_path: Path) -> None:
+    from scio_recorder import Recorder, open_recording
+    from scio_recorder.layer import Shard
+
+    rnet, data = Recorder(make_net(), input_size=(2, 4)), make_data()
+    rnet.record("0")
+    unknown = Shard(None, None, 0)
+    rnet.architecture.mark({(1, 1): unknown}, 2)
+    rnet.collect(data, store=f"disk:{tmp_path}/run")
+    recording = open_recording(tmp_path / "run", verify=True)
+    assert recording.architecture["0"].shard == unknown
+    with torch.no_grad():
+        assert torch.equal(recording["0"][:], torch.cat([make_net()[0](x) for x in data]))
 
 
 def check_shards(folder: Path) -> None:

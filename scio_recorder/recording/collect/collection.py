@@ -39,6 +39,7 @@ from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.joined import check_copies
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 
@@ -104,8 +105,7 @@ class Collection:
             sample_ids=self.feed.sample_ids is not None,
         )
         settings |= self.feed.place_settings(is_shared=is_shared)
-        # Without a reference to the collection, which holds the writer, so neither waits for the
-        # garbage collector.
+        # Not self, which holds the writer: in a cycle, both would wait for the garbage collector.
         net, weights = self.net, self.weights
         return Job(
             self.options.architecture,
@@ -136,6 +136,7 @@ class Collection:
                 'reduce=, or a store such as "host"'
             )
         if store.is_shared and not (self.feed.has_ids or self.options.has_shards):
+            check_copies(self.options.architecture, self.options.recording, store)
             raise CollectError(
                 "each process sees samples of its own, and a running index would give different "
                 "samples the same id: write sample_ids=lambda batch: ..."
