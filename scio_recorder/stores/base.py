@@ -242,7 +242,8 @@ class Store(abc.ABC):
             return ""
         return (
             f". If all {number} processes collect into it: give the loader a sampler that splits "
-            "the data between them, such as DistributedSampler, or call collect_parts"
+            "the data between them, such as DistributedSampler, or call collect_parts, or write "
+            "sample_ids= and Disk(PATH, rank=, world_size=)"
         )
 
     def join(self, num_parts: int, header: dict[str, Any]) -> Medium:

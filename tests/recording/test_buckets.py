@@ -47,7 +47,7 @@ def traffic(store) -> Iterator[Traffic]:
 
 
 @pytest.fixture
-def place(request) -> str:
+def place(request, store) -> str:
     return f"bucket/{request.node.name.replace('[', '-').replace(']', '')}"
 
 

@@ -50,7 +50,7 @@ def check(path: Path, ranks: Any = range(WORLD_SIZE), *, is_complete: bool = Tru
 def child(path: Path, rank: int, barrier: Any) -> None:
     torch.set_num_threads(1)
     rnet = seeded("*")
-    barrier.wait(60)
+    barrier.wait(300)
     recording = fill(path, rank, rnet)
     # A process is told of its own samples, however far the others are.
     assert recording.complete
@@ -68,7 +68,7 @@ def test_processes_at_the_same_time(tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(100)
+        worker.join(300)
     assert [worker.exitcode for worker in workers] == [0] * WORLD_SIZE
     check(tmp_path / "run")
 

@@ -81,7 +81,7 @@ def run_rank(rank: int, folder: Path) -> None:
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=WORLD,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
     )
     net = make_net()
     rnet = Recorder(net, input_size=(2, 4))
@@ -337,7 +337,7 @@ def test_sharded_activations(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], env=environment)
         for rank in range(WORLD)
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0] * WORLD
+    assert [rank.wait(timeout=600) for rank in ranks] == [0] * WORLD
     check_shards(tmp_path)
     check_what_was_gone_on_with(tmp_path)
     net, data = make_net(), make_data()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing.connection
 import os
 import signal
@@ -76,6 +77,8 @@ def run(work: Callable[[Path], None], folder: Path, attempt: int = 0) -> set[int
     meeting = f"file://{folder}/meeting-{attempt}"
 
     def begin(rank: int) -> None:
+        # A process that waits in vain says where, and ends.
+        faulthandler.dump_traceback_later(300, exit=True)
         torch.set_num_threads(1)
         # Other libraries ask for what torchrun says.
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -91,9 +94,9 @@ def run(work: Callable[[Path], None], folder: Path, attempt: int = 0) -> set[int
     waiting = {worker.sentinel: worker for worker in workers}
     codes = set()
     while waiting:
-        for sentinel in multiprocessing.connection.wait(list(waiting), timeout=100) or waiting:
+        for sentinel in multiprocessing.connection.wait(list(waiting)):
             worker = waiting.pop(sentinel)
-            worker.join(30)
+            worker.join()
             codes.add(worker.exitcode)
             if worker.exitcode != 0:
                 for other in waiting.values():
