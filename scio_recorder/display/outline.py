@@ -178,19 +178,19 @@ def _texts(layer: Layer) -> tuple[str, str, str]:
 
 
 def call_text(layer: Layer) -> str:
-    """Return the number of a layer's call in words, such as ``(call 2)``; empty for the first."""
-    return f"(call {layer.call + 1})" if layer.call else ""
+    """Return the number of a layer's call, such as `` (call 2)`` behind a name; empty for 1."""
+    return f" (call {layer.call + 1})" if layer.call else ""
 
 
 def full_name(layer: Layer) -> str:
     """Return the qualified name of a layer with the number of its call."""
-    return f"{layer.name or '(root)'} {call_text(layer)}".rstrip()
+    return f"{layer.name or '(root)'}{call_text(layer)}"
 
 
 def short_title(layer: Layer, longest: int) -> str:
     """Return the label, a short name and the number of the call of a layer."""
-    name = f"{short_name(layer.name or layer.type_name, longest)} {call_text(layer)}"
-    return f"{layer.label} {name}".rstrip()
+    name = short_name(layer.name or layer.type_name, longest)
+    return f"{layer.label} {name}{call_text(layer)}"
 
 
 def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -253,7 +253,7 @@ def _branch(node: Node, name: str, width: int) -> Text:
         (guides if node.level else "", "dim"),
         f"{visible(name)} " if name else "",
         (visible(layer.type_name), "cyan" if layer.executed else ""),
-        (f" {call_text(layer)}" if layer.call else "", "italic"),
+        (call_text(layer), "italic"),
     )
 
 
@@ -346,7 +346,6 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
     name, shape, params = _texts(layer)
     # Isolated, so that names in scripts from right to left don't reorder the row.
     own_name = f"<bdi>{text(name)}</bdi> " if name else ""
-    call = f" {call_text(layer)}" if layer.call else ""
     mark = f'<span role="img" aria-label="{text(shown.mark)}">●</span>' * node.is_recorded
     about = (
         f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
@@ -361,8 +360,8 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
     return (
         f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
         f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
-        f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>{call}'
-        f"</span> {about}"
+        f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>'
+        f"{call_text(layer)}</span> {about}"
     )
 
 

@@ -170,17 +170,12 @@ def layer_cells(place: int, layer: Layer) -> Iterator[str]:
     yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
 
 
-def call_html(layer: Layer) -> str:
-    """Return the number of a layer's call, to follow a name; empty for the first."""
-    return f" {call_text(layer)}" if layer.call else ""
-
-
 def name_html(name: str, layer: Layer) -> str:
     """Return a layer's name with the number of its call, for an element of class ``tail``.
 
     Such an element shows the end of a long name, since names of a deep net begin alike.
     """
-    return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_html(layer)}</span>'
+    return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_text(layer)}</span>'
 
 
 def address_of(layer: Layer) -> str:
@@ -190,7 +185,7 @@ def address_of(layer: Layer) -> str:
 
 def link_html(layer: Layer) -> str:
     """Return a link to the row of a layer."""
-    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>{call_html(layer)}"
+    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>{call_text(layer)}"
     return f'<a href="{address_of(layer)}">{text(str(layer.label))} {name}</a>'
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from scio_recorder.display.charts import EffectMap, draw_effects
+from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx, Layer, text_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, repr=False)
-class Effects:
+class Effects(Listed):
     """The metric of each run in which a layer's output was replaced by that of another run.
 
     Parameters
@@ -50,9 +51,9 @@ class Effects:
     >>> effects = rnet.sweep(torch.ones(1, 2), torch.zeros(1, 2), lambda output: output[0, 1])
     >>> print(effects)
     Sweep of 2 layers: metric 0.7616 clean, 0 corrupted
-    layer     metric  recovered
-    1-1 0     0.7616      100 %
-    1-2 1     0.7616      100 %
+    Label  Name  Metric  Recovered
+    1-1    0     0.7616      100 %
+    1-2    1     0.7616      100 %
     >>> bool(effects["1"] == effects.clean)
     True
     """
@@ -146,17 +147,6 @@ class Effects:
             )
         )
 
-    def __str__(self) -> str:
-        shown = self._in_order()
-        titles = [_title(layer) for layer in shown.layers]
-        width = max(map(len, titles)) + 4
-        largest = "" if self.positions is None else "  at position"
-        lines = [self._headline(), f"{'layer':<{width}}{'metric':>7}  recovered{largest}"]
-        for title, (value, share, place) in zip(titles, shown._largest(), strict=True):
-            at = "" if place is None else f"  {place:>11}"
-            lines.append(f"{title:<{width}}{value:>7.4g}  {_percent(share):>9}{at}")
-        return "\n".join(lines)
-
     def __repr__(self) -> str:
         return f"<{self._headline()}>"
 
@@ -173,11 +163,20 @@ class Effects:
             count += f" at {len(self.positions)} position{'s' * (len(self.positions) != 1)}"
         return f"{kind} of {count}: metric {self.clean:.4g} clean, {self.corrupted:.4g} corrupted"
 
-    def _largest(self) -> list[tuple[float, float, int | None]]:
-        """Return value, share and position of the largest effect of each layer."""
+    def _listing(self) -> Listing:
+        shown = self._in_order()
+        rows = []
+        for layer, (value, share, *place) in zip(shown.layers, shown._largest(), strict=True):
+            names = str(layer.label), full_name(layer)
+            rows.append([*names, f"{value:.4g}", _percent(share), *map(str, place)])
+        numbers = ("Metric", "Recovered", *(["At position"] * (self.positions is not None)))
+        return Listing(self._headline(), ("Label", "Name"), numbers, rows)
+
+    def _largest(self) -> list[tuple[Any, ...]]:
+        """Return value, share and position, if there are any, of the largest effect of layers."""
         values, shares = self.values.tolist(), self.recovered.tolist()
         if self.positions is None:
-            return [(value, share, None) for value, share in zip(values, shares, strict=True)]
+            return list(zip(values, shares, strict=True))
         best = (self.values - self.corrupted).abs().nan_to_num().argmax(1).tolist()
         return [
             (values[row][at], shares[row][at], self.positions[at]) for row, at in enumerate(best)
