@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
@@ -56,39 +57,26 @@ class Match:
             )
         for name, other in (given or {}).items():
             _check(name, other)
-        self.given = dict(given or {})
-        self._rules = [
-            (re.compile(_pattern(name), re.DOTALL), other)
-            # The glob with the most literal letters is the most specific; sorting keeps the order
-            # of equals.
-            for name, other in sorted(
-                self.given.items(), key=lambda item: -len(re.sub(r"[*?]", "", item[0]))
-            )
-        ]
+        # The glob with the most literal letters is the most specific; sorting keeps the order of
+        # equals.
+        self.given = dict(
+            sorted((given or {}).items(), key=lambda item: -len(re.sub(r"[*?]", "", item[0])))
+        )
 
     def partners(self, name: str) -> Iterable[str]:
         """Yield possible names of the partner, the likeliest first, and the name itself last."""
-        for pattern, other in self._rules:
-            found = pattern.fullmatch(name)
-            if found is not None:
-                yield _filled(other, found.groups())
+        for glob, other in self.given.items():
+            yield from _partner(glob, other, name)
         yield name
 
-    def check_used(self, reference: Architecture) -> None:
-        """Refuse an entry that matches no name of the reference: it is probably a typing error."""
-        for name in self.given:
-            if not self._partners(name, reference):
-                _refuse_name(name, "reference", reference)
-
-    def check_reached(self, reference: Architecture, candidate: Architecture) -> None:
-        """Refuse an entry that leads to no name of the candidate."""
-        for name, other in self.given.items():
-            if self._partners(name, reference).isdisjoint(candidate.names):
+    def check(self, reference: Architecture, candidate: Architecture) -> None:
+        """Refuse an entry that matches no name on a side: it is probably a typing error."""
+        for glob, other in self.given.items():
+            found = {one for name in reference.names for one in _partner(glob, other, name)}
+            if not found:
+                _refuse_name(glob, "reference", reference)
+            if found.isdisjoint(candidate.names):
                 _refuse_name(other, "candidate", candidate)
-
-    def _partners(self, name: str, reference: Architecture) -> set[str]:
-        matched = map(re.compile(_pattern(name), re.DOTALL).fullmatch, reference.names)
-        return {_filled(self.given[name], one.groups()) for one in matched if one is not None}
 
 
 def _refuse_name(name: str, side: str, architecture: Architecture) -> NoReturn:
@@ -239,14 +227,18 @@ def _check(name: object, other: object) -> None:
         )
 
 
-def _filled(glob: str, texts: Iterable[str]) -> str:
-    left = iter(texts)
-    return re.sub(r"[*?]", lambda _: next(left), glob)
+def _partner(glob: str, other: str, name: str) -> list[str]:
+    """Return the name that a glob's partner stands for, if the glob matches a name."""
+    found = _pattern(glob).fullmatch(name)
+    texts = iter(found.groups() if found else ())
+    return [re.sub(r"[*?]", lambda _: next(texts), other)] if found else []
 
 
-def _pattern(glob: str) -> str:
+@cache
+def _pattern(glob: str) -> re.Pattern[str]:
     parts = re.split(r"([*?])", glob)
-    return "".join({"*": "(.*)", "?": "(.)"}.get(part, re.escape(part)) for part in parts)
+    signs = {"*": "(.*)", "?": "(.)"}
+    return re.compile("".join(signs.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
 def _distinct(names: Iterable[str]) -> tuple[str, ...]:

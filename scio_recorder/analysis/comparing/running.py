@@ -134,14 +134,13 @@ def compare_sides(
         Whether to show a progress bar.
     """
     reference, candidate, floor = sides.reference, sides.candidate, sides.floor
-    match.check_used(reference.architecture)
     chosen = _chosen(reference)
     pairs, unmatched = match_layers(
         reference.architecture, chosen, candidate.architecture, candidate.labels, match
     )
     pairs, unmatched = without_shards(pairs, unmatched)
     refuse_strangers(reference.architecture, pairs, unmatched, match)
-    match.check_reached(reference.architecture, candidate.architecture)
+    match.check(reference.architecture, candidate.architecture)
     mine, theirs = unmatched
     unmatched = Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
     floors = None if floor is None else _floors(reference, floor, pairs, match)
