@@ -233,7 +233,7 @@ class Pass:
         kinds, lasting = self.keeping.kinds, set()
         if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
             # Batch norm and fused optimisers write to buffers and parameters without a new version.
-            root = next(iter(self.program.architecture.values())).module
+            root = self.program.architecture[0, 1].module
             own = [] if root is None else [*root.buffers(), *root.parameters()]
             lasting = {private.memory_of(tensor) for tensor in own}
         self.setting.learn(

@@ -199,6 +199,7 @@ class Shards:
 
     def __init__(self, architecture: Architecture, recording: tuple[DepthIdx, ...]) -> None:
         self._architecture = architecture
+        self._net = architecture[0, 1].module
         self._recording = recording
         self._checked_at = -1
         self._is_known = False
@@ -210,8 +211,7 @@ class Shards:
     @property
     def can_stop(self) -> bool:
         """Whether a pass may be stopped: FSDP waits for the end of a pass that it has begun."""
-        net = self._net()
-        return net is None or not is_sharded(net)
+        return self._net is None or not is_sharded(self._net)
 
     @property
     def are_to_be_found(self) -> bool:
@@ -219,14 +219,12 @@ class Shards:
         if self._is_known or not dtensor_type() or self._checked_at == RemovableHandle.next_id:
             return False
         self._checked_at = RemovableHandle.next_id
-        net = self._net()
-        return net is not None and any(map(is_dtensor, net.parameters()))
+        return self._net is not None and any(map(is_dtensor, self._net.parameters()))
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
         """Follow the pass that runs in the block."""
-        net = self._net()
-        following = Following(net or nn.Identity())
+        following = Following(self._net or nn.Identity())
         with following.followed():
             yield
         self._is_known = True
@@ -246,9 +244,6 @@ class Shards:
                 layers.setdefault(layer.shard, []).append(str(layer))
         for shard, names in layers.items():
             warn(f"{', '.join(names)}: the record is {shard}", ShardWarning)
-
-    def _net(self) -> nn.Module | None:
-        return next(iter(self._architecture.values())).module
 
 
 def mark(architecture: Architecture, following: Following) -> None:

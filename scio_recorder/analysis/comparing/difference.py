@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
 from scio_recorder.analysis.comparing.difference_page import difference_page, tree
 from scio_recorder.analysis.comparing.findings import Findings
 from scio_recorder.analysis.comparing.showing import (
@@ -168,10 +166,6 @@ class Difference(Listed, Outlined, Findings):
 
     def __repr__(self) -> str:
         return f"<{sentence(self)}>"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table."""
-        yield from Listed.__rich_console__(self, console, options)
 
     def _listing(self) -> Listing:
         return listing(self)

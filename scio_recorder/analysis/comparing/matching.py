@@ -167,12 +167,7 @@ def _part(layer: Layer) -> Shard | None:
     return None if is_joined else shard
 
 
-def refuse_strangers(
-    reference: Architecture,
-    pairs: Iterable[Pair],
-    unmatched: Unmatched,
-    match: Match,
-) -> None:
+def refuse_strangers(pairs: Iterable[Pair], unmatched: Unmatched, match: Match) -> None:
     """Refuse two sides that have no layer in common, except perhaps the root."""
     named = [pair for pair in pairs if pair.reference.name]
     if named or (not unmatched.reference and any(True for _ in pairs)):

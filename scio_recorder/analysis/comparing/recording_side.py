@@ -66,7 +66,8 @@ class RecordingSide:
 
     def at(self, block: Block) -> Values:
         """Return the values of some samples, which are read when they are used."""
-        where = self.positions(block.ids)
+        where = self._positions(block.ids)
+        self._next = where.stop if isinstance(where, slice) else where[-1] + 1
         self._seen[where] = True
         rows = where if block.lengths is None else self._rows_at(where, block.lengths)
         return Values(
@@ -96,22 +97,15 @@ class RecordingSide:
         places = (~self._seen).nonzero().squeeze(1).tolist()
         return [self.recording.sample_ids[place] for place in places]
 
-    def positions(self, ids: Sequence[SampleId]) -> slice | list[int]:
+    def _positions(self, ids: Sequence[SampleId]) -> slice | list[int]:
         """Return the places of those samples that the recording has."""
         if self._follow(ids):
-            start, self._next = self._next, self._next + len(ids)
-            return slice(start, self._next)
-        places = [self._places[one] for one in ids]
-        self._next = places[-1] + 1 if places else self._next
-        return _run_of(places)
+            return slice(self._next, self._next + len(ids))
+        return _run_of([self._places[one] for one in ids])
 
     def lengths(self, ids: Sequence[SampleId]) -> list[int] | None:
         """Return the numbers of rows of samples; None if each sample is one row."""
-        if not self.recording.has_rows:
-            return None
-        before = self._next
-        lengths, self._next = self._lengths_at(self.positions(ids)), before
-        return lengths
+        return self._lengths_at(self._positions(ids)) if self.recording.has_rows else None
 
     def _lengths_at(self, where: slice | list[int]) -> list[int]:
         found: list[int] = self.recording.rows_of_samples().lengths[where].tolist()

@@ -139,7 +139,7 @@ def compare_sides(
         reference.architecture, chosen, candidate.architecture, candidate.labels, match
     )
     pairs, unmatched = without_shards(pairs, unmatched)
-    refuse_strangers(reference.architecture, pairs, unmatched, match)
+    refuse_strangers(pairs, unmatched, match)
     match.check(reference.architecture, candidate.architecture)
     mine, theirs = unmatched
     unmatched = Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
