@@ -48,7 +48,7 @@ class Collecting(Reading):
         """Run the network over a dataset and keep the outputs of the recorded layers.
 
         The net runs under ``no_grad``, in its current mode. After ``rnet.compile()`` it runs
-        compiled.
+        compiled; the ``collect`` of ``torch.compile(rnet)`` is that of ``rnet``.
 
         Parameters
         ----------

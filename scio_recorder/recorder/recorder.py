@@ -281,9 +281,12 @@ class Recorder(
             return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
         # Attributes of a module that are modules are found last, which takes a microsecond.
         net: Any = self._modules["_net"]
-        return self._runner.run(
-            net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
-        )
+        run: Any = self._runner.run
+        if private.compiler_around():
+            # Dynamo can't follow this call, but would compile the modules inside, whose hooks then
+            # record nothing.
+            run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
+        return run(net, args, kwargs, given=activation_postproc, records_outputs=not dont_record)
 
     def _forward_compiled(
         self,

@@ -272,6 +272,11 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo.eval_frame" in sys.modules
 
 
+# Returns what compiles the functions that the caller calls, if anything does and this version says
+# so. It is a builtin, since dynamo would begin to compile a function here.
+compiler_around: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", bool)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled, by ``torch.compile`` or by its own ``compile``."""
     return uncompiled(module) is not module or calls_compiled(module)
@@ -279,10 +284,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` wrapped, or the module itself."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    is_wrapper = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    inner: nn.Module = module._orig_mod if is_wrapper else module  # type: ignore[assignment]  # any attribute may be a tensor
-    return inner
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return module._orig_mod if isinstance(module, wrapper) else module
 
 
 def calls_compiled(module: nn.Module) -> bool:
@@ -322,11 +325,8 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-try:
-    # Looked up here, since dynamo follows the function below and can't follow an import.
-    from torch.utils import _pytree
-except ImportError:
-    _pytree = None  # type: ignore[assignment]
+# Looked up here, since dynamo follows the function below and can't follow an import.
+_pytree: Any = getattr(torch.utils, "_pytree", None)
 
 
 def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:

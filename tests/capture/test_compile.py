@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.errors import RecorderError
+from scio_recorder.errors import PostprocessorError, RecorderError
+from scio_recorder.postprocessors import OnInput
 from tests.zoo.base import linear
 
 if TYPE_CHECKING:
@@ -190,6 +191,37 @@ def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
 
 
 @pytest.mark.filterwarnings("error:activations of a compiled pass:UserWarning")
+def refuse(tensor: Tensor) -> Tensor:
+    raise KeyError(f"not {tensor.ndim}")
+
+
+def test_a_failing_postprocessor_is_named_and_later_passes_are_right() -> None:
+    net = small_net()
+    rnet = recorder(net, "0", "2.0")
+    compiled, x = torch.compile(rnet, backend="eager"), torch.randn(3, 4)
+    with pytest.raises(PostprocessorError, match=r"of layer 1-1 0 .* raised KeyError") as caught:
+        compiled(x, activation_postproc=refuse)
+    assert isinstance(caught.value, KeyError)
+    for _ in range(2):
+        compiled(x, activation_postproc={"0": double})
+        first = net[0].forward(x)
+        torch.testing.assert_close(rnet.activations["0"], first)
+        torch.testing.assert_close(
+            rnet.activations["2.0"], net[2][0].forward(torch.relu(2 * first))
+        )
+
+
+def test_a_recorder_that_can_not_be_compiled_for_a_call_runs_uncompiled() -> None:
+    net = small_net()
+    rnet = recorder(net, "2.0")
+    output = torch.compile(rnet, backend="eager")(
+        x := torch.randn(3, 4), activation_postproc=OnInput(double)
+    )
+    wanted = net[2][0].forward(2 * torch.relu(net[0].forward(x)))
+    torch.testing.assert_close(rnet.activations["2.0"], wanted)
+    torch.testing.assert_close(output, wanted.tanh())
+
+
 def test_record_of_a_compiled_pass_says_once_that_it_has_no_gradient() -> None:
     rnet = recorder(small_net(), "0", "1")
     compiled = torch.compile(rnet, fullgraph=True, backend="eager")

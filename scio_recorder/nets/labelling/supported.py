@@ -47,7 +47,7 @@ def check_supported(net: Any, device: Any = None) -> None:
     if private.is_compiled(net):
         raise UnsupportedNetError(
             "the net is compiled already, and compiled code ignores hooks that are added later: "
-            "wrap it first and compile afterwards, as in torch.compile(Recorder(net, ...))"
+            "wrap it first and compile afterwards, as in rnet = Recorder(net, ...); rnet.compile()"
         )
     if device is not None:
         usable_device(device, LabellingError)
