@@ -239,6 +239,18 @@ def shapes_of(spec: Any) -> Any:
     return map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    Examples
+    --------
+    >>> counted(1, "layer"), counted(1200, "pass")
+    ('1 layer', '1,200 passes')
+    """
+    ending = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def text_of(label: DepthIdx) -> str:
     """Return the printed form of a label.
 

@@ -43,6 +43,7 @@ from scio_recorder.command_line.status import FAILED, INTERRUPTED, TERMINATED, W
 from scio_recorder.command_line.wording import spoken, warnings_spoken
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
+from scio_recorder.layer import counted
 from scio_recorder.stores.disk_format.bucket import is_url
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
         raise FailureError(f"every checksum is right, but two samples have the id {repeated!r}")
     num_bytes = sum(one.num_bytes for one in reports)
     state = "complete" if reader.complete else "interrupted: collect --resume goes on"
-    text = f"{len(reports)} files, {decimal(num_bytes)}: all checksums match; {state}"
+    text = f"{counted(len(reports), 'file')}, {decimal(num_bytes)}: all checksums match; {state}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -367,9 +368,9 @@ def report(parsed: argparse.Namespace, console: Console) -> None:
 
 def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
-    rows = f", {recording.num_rows} rows" if recording.has_rows else ""
+    rows = f", {counted(recording.num_rows, 'row')}" if recording.has_rows else ""
     rows += f" ({', '.join(recording.rows)})" if recording.rows else ""
-    return plain(f"{recording.path}: {recording.num_samples} samples{rows}, {state}")
+    return plain(f"{recording.path}: {counted(recording.num_samples, 'sample')}{rows}, {state}")
 
 
 def demo(parsed: argparse.Namespace, console: Console) -> None:

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import DepthIdx, Layer, counted
 
 # A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
@@ -97,7 +97,7 @@ def outline(what: str, rows: Sequence[Layer], recorded: Collection[DepthIdx] | N
     'Architecture: 0 layers'
     """
     net = f" {visible(rows[0].type_name)}," if rows else ""
-    count = f"{len(rows):,} layer{'s' * (len(rows) != 1)}"
+    count = counted(len(rows), "layer")
     if recorded is None:
         return Outline(f"{what}:{net} {count}", rows)
     return Outline(f"{what}:{net} {len(recorded):,} of {count} recorded", rows, recorded)

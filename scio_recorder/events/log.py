@@ -25,6 +25,7 @@ from scio_recorder.capture.hooks import observe
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.layer import counted
 from scio_recorder.nets.absent import closest
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.supported import check_supported
@@ -263,9 +264,9 @@ class Tracker:
         names, self._compiled = list(self._compiled), {}
         if names:
             warn(
-                f"calls of {len(names)} modules, such as {names[0]!r}, are missing from the log: "
-                "they ran as compiled code, which can't be logged. Inside the block of track(), "
-                "run the net itself instead of the result of torch.compile()"
+                f"calls of {counted(len(names), 'module')}, such as {names[0]!r}, are missing from "
+                "the log: they ran as compiled code, which can't be logged. Inside the block of "
+                "track(), run the net itself instead of the result of torch.compile()"
             )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from scio_recorder.display.outline import Outline, Outlined, nested, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Layer, Shard, label_of, not_its_label, text_of
+from scio_recorder.layer import DepthIdx, Layer, Shard, counted, label_of, not_its_label, text_of
 from scio_recorder.nets import architecture_json
 from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name
 
@@ -78,7 +78,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
-        return f"<Architecture of {len(self)} layers, fingerprint {self.fingerprint[:12]}>"
+        return (
+            f"<Architecture of {counted(len(self), 'layer')}, fingerprint {self.fingerprint[:12]}>"
+        )
 
     def __str__(self) -> str:
         rows = nested(self.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions import Reduction
@@ -109,7 +109,7 @@ class SampleValues(OnDemand[Tensor]):
         return self._values[self._rows[number]]
 
     def __repr__(self) -> str:
-        return f"<{len(self)} samples, {list(self._values.shape)} in all>"
+        return f"<{counted(len(self), 'sample')}, {list(self._values.shape)} in all>"
 
 
 class BatchInputs(OnDemand[Inputs]):
@@ -134,7 +134,7 @@ class BatchInputs(OnDemand[Inputs]):
         return self._calls.call(number, self._label).inputs
 
     def __repr__(self) -> str:
-        return f"<inputs of {len(self)} batches>"
+        return f"<inputs of {counted(len(self), 'batch')}>"
 
 
 class Readable(LayerMapping[Any]):

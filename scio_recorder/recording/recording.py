@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.layer import DepthIdx, TensorSpec, counted, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.exporting import Exporting
 from scio_recorder.recording.loader import (
@@ -192,8 +192,8 @@ class Recording(RecomputingRecording, Exporting, Showing):
     def __repr__(self) -> str:
         layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
-        rows = f", {self.num_rows} rows" if self.has_rows else ""
-        return f"<Recording of {self.num_samples} samples{rows}: {layers}{state}>"
+        rows = f", {counted(self.num_rows, 'row')}" if self.has_rows else ""
+        return f"<Recording of {counted(self.num_samples, 'sample')}{rows}: {layers}{state}>"
 
 
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
+from scio_recorder.layer import counted
 
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
@@ -228,13 +229,14 @@ def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> l
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise CollectError(
             f"by= returned {type(given).__name__}, which is not a sequence of labels; return one "
-            f"label for each of the {count} samples."
+            f"label for each of {counted(count, 'sample')}."
         )
     values = values if to_rows is None else to_rows(values)
     labels = [_plain(value) for value in values]
     if len(labels) != count:
         raise CollectError(
-            f"by= returned {len(labels)} labels for an activation of {count} samples; "
+            f"by= returned {counted(len(labels), 'label')} for an activation of "
+            f"{counted(count, 'sample')}; "
             "return one label for each sample (dimension 0)."
         )
     return labels

@@ -290,7 +290,7 @@ def test_a_loader_that_raises_at_once_leaves_nothing_to_go_on_with(capsys):
     assert main(with_data("empty_handed")) == 1
     said = capsys.readouterr().err
     assert is_one_line(said)
-    assert said.endswith("at batch 0 with ZeroDivisionError: division by zero\n")
+    assert said.endswith("batch 0: the loader raised ZeroDivisionError: division by zero\n")
 
 
 def test_where_an_error_comes_from_is_shown_when_asked(capsys):

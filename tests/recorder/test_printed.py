@@ -102,7 +102,7 @@ def test_records_are_printed_as_shapes() -> None:
     out[0].sum().backward()
     assert "1-1 0 (Linear)  (2, 3) float32" in repr(rnet.gradients)
     inputs = rnet.collect([torch.ones(2, 4)], transform={"1": lambda out, batch: out[0]}).inputs
-    assert "<inputs of 1 batches>" in repr(inputs)
+    assert "<inputs of 1 batch>" in repr(inputs)
 
 
 def test_many_records_are_printed_in_part() -> None:

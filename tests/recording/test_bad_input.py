@@ -161,7 +161,7 @@ def test_dimension_0_must_count_samples():
 def test_dimension_0_counts_samples_by_chance_at_first(rows):
     rnet = Recorder(Positions(), input_size=(2, 6))
     rnet.record("table")
-    with pytest.raises(CollectError, match=rf"shape \(3, 6\) for a batch of {rows} samples"):
+    with pytest.raises(CollectError, match=rf"shape \(3, 6\) for a batch of {rows} sample"):
         rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(rows, 6)])
 
 

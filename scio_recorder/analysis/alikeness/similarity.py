@@ -15,7 +15,7 @@ from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, label_of
+from scio_recorder.layer import DepthIdx, Layer, counted, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
 from scio_recorder.recording.readable import Readable
@@ -91,7 +91,8 @@ def similarity(
     ]
     if recording_a.num_rows < 2:
         raise ComparisonError(
-            f"recording_a has {recording_a.num_rows} rows, but similarity needs at least two"
+            f"recording_a has {counted(recording_a.num_rows, 'row')}, but similarity needs at "
+            "least two"
         )
     orders = [None, *(paired_rows(recording_a, one, _NAMES) for one in recordings[1:])]
     device = _device([values for side in samples for values in side.values()])

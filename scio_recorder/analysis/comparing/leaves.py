@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, dense
+from scio_recorder.layer import counted
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.structures import flatten, tensors
@@ -45,8 +46,7 @@ def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | 
     own, other = dict(_leaves(reference)), dict(_leaves(candidate))
     pairs = _by_path(own, other) or _in_order(own, other)
     if pairs is None:
-        counts = [len(_tensors_of(leaves)) for leaves in (own, other)]
-        said = [f"{count} tensor{'' if count == 1 else 's'}" for count in counts]
+        said = [counted(len(_tensors_of(leaves)), "tensor") for leaves in (own, other)]
         return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
     return pairs
 

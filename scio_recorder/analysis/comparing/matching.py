@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
-from scio_recorder.layer import DepthIdx, Layer, Shard
+from scio_recorder.layer import DepthIdx, Layer, Shard, counted
 from scio_recorder.nets.absent import closest
 from scio_recorder.nets.architecture import Architecture
 
@@ -197,7 +197,7 @@ def _pair(
     position = own.index(label) if label in own else 0
     partner = theirs[min(position, len(theirs) - 1)]
     if len(own) != len(theirs) and len(own) > 0:
-        times = [f"{number} time{'' if number == 1 else 's'}" for number in (len(own), len(theirs))]
+        times = [counted(len(calls), "time") for calls in (own, theirs)]
         said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
         return Pair(layer, other[partner], said)
     return Pair(layer, other[partner]) if partner in others else None

@@ -20,7 +20,7 @@ from scio_recorder.display.listing import Listing
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.page import number_text
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import Layer
+from scio_recorder.layer import Layer, counted
 
 Measure = Literal["relative_error", "max_abs", "max_rel", "share_different"]
 FRAME_COLUMNS = (
@@ -37,7 +37,7 @@ def sentence(found: Findings) -> str:
     """Return the sentence that says where two runs begin to differ."""
     first = found.first
     if first is None:
-        compared = f"{_counted(len(found), 'layer')}, {_counted(found.num_samples, 'sample')}"
+        compared = f"{counted(len(found), 'layer')}, {counted(found.num_samples, 'sample')}"
         return f"No difference in {compared}{_beyond(found)}."
     said = f"First difference: {layer_text(first.layer)}"
     if first.sample_id is not None:
@@ -75,15 +75,11 @@ def arrow(reference: Number | None, candidate: Number | None) -> str:
     return " -> ".join(texts)
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"
-
-
 def count(found: Findings) -> str:
     """Return the sentence that says how many layers differ."""
     differing = sum(one.differs for one in found.values())
     verb = f"differ{'s' * (differing == 1)}"
-    return f"{differing:,} of {_counted(len(found), 'layer')} {verb}{_beyond(found)}"
+    return f"{differing:,} of {counted(len(found), 'layer')} {verb}{_beyond(found)}"
 
 
 def _beyond(found: Findings) -> str:
@@ -108,7 +104,7 @@ def notes(found: Findings) -> list[str]:
     """Return the notes for the reader: reservations, and what to do about them."""
     first, said = found.first, []
     if first is not None:
-        said.append(f"{count(found)}, in {_counted(found.num_samples, 'sample')}.")
+        said.append(f"{count(found)}, in {counted(found.num_samples, 'sample')}.")
         if first.inputs_equal is None:
             said.append(
                 "Only inputs distinguish a layer that makes a difference from one that passes it "

@@ -25,7 +25,7 @@ from torch import nn
 from scio_recorder.analysis.guarding.kept_call import CallBefore
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
-from scio_recorder.layer import Layer
+from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read
 
@@ -264,14 +264,15 @@ class Guard:
         return self._scaling.num_skipped_steps
 
     def __str__(self) -> str:
-        passes = f"{self.num_passes} pass{'' if self.num_passes == 1 else 'es'}"
         if self.origin is not None:
             return str(self.origin)
-        said = f"no layer has made a NaN or an infinity in {passes}"
+        said = f"no layer has made a NaN or an infinity in {counted(self.num_passes, 'pass')}"
         if self.num_passed_on:
             said += f"; {self.num_passed_on} only handed on NaNs or infinities"
         if self.num_skipped_steps:
-            said += f"; the scaler of the loss has skipped {self.num_skipped_steps} steps"
+            said += (
+                f"; the scaler of the loss has skipped {counted(self.num_skipped_steps, 'step')}"
+            )
         return said
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from scio_recorder.display.charts import EffectMap, draw_effects
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.layer import DepthIdx, Layer, text_of
+from scio_recorder.layer import DepthIdx, Layer, counted, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 
@@ -158,9 +158,9 @@ class Effects(Listed):
 
     def _headline(self) -> str:
         kind = "Estimated sweep" if self.is_estimate else "Sweep"
-        count = f"{len(self.labels)} layer{'s' * (len(self.labels) != 1)}"
+        count = counted(len(self.labels), "layer")
         if self.positions is not None:
-            count += f" at {len(self.positions)} position{'s' * (len(self.positions) != 1)}"
+            count += f" at {counted(len(self.positions), 'position')}"
         return f"{kind} of {count}: metric {self.clean:.4g} clean, {self.corrupted:.4g} corrupted"
 
     def _listing(self) -> Listing:

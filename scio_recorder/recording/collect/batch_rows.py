@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import DepthIdx, Layer, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,14 +149,14 @@ class BatchRows:
         rows = self.num_samples
         if self.are_given and shape:
             return (
-                f"sample_ids gave {rows} id{'s' * (rows != 1)} for {shape[0]} samples: {gave}. "
+                f"sample_ids gave {counted(rows, 'id')} for {counted(shape[0], 'sample')}: {gave}. "
                 "Return one id for each sample; if dimension 0 of the layer does not count "
                 "samples, rearrange it with transform="
             )
         return (
-            f"{gave} for a batch of {rows} samples, and dimension 0 must count the samples, as in "
-            f"{(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= to say how "
-            "many samples a batch has"
+            f"{gave} for a batch of {counted(rows, 'sample')}, and dimension 0 must count them, as "
+            f"in {(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= to say "
+            "how many samples a batch has"
         )
 
     def _is_chance(self, layer: Layer) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
+from scio_recorder.layer import counted
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.rows import Rows, Source
 from scio_recorder.tensors import private
@@ -261,10 +262,10 @@ def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
     if len(found.dims) != 2 or found.num_samples != lines or lines != known or not is_as_long:
         held = "" if past.length is None else f" of {past.length} positions"
         raise CollectError(
-            f"the network received a cache{held} for {found.num_samples} samples, but the pass "
-            f"before it had {known} with {sequences.num_positions}: rows of passes that don't "
-            "continue where others ended (beams, candidates, segments) can't be told apart; "
-            f"{_WATCH}"
+            f"the network received a cache{held} for {counted(found.num_samples, 'sample')}, but "
+            f"the pass before it had {known} with {sequences.num_positions}: rows of passes "
+            "that don't continue where others ended (beams, candidates, segments) can't be told "
+            f"apart; {_WATCH}"
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from scio_recorder.errors import RecordingError
+from scio_recorder.layer import counted
 from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
     Description,
@@ -39,9 +40,9 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
             medium.put(PARTS_NAME, "parts", prepared({}, given))
         stored = agreed(medium)
     if stored is None or stored["parts"] != num_parts:
-        found = None if stored is None else stored["parts"]
+        found = 0 if stored is None else stored["parts"]
         raise RecordingError(
-            f"{medium.path} is a recording in {found} part{'s' * (found != 1)}, and num_parts is "
+            f"{medium.path} is a recording in {counted(found, 'part')}, and num_parts is "
             f"{num_parts} here: give the same number, or choose another folder"
         )
     check_settings(medium.path, stored["header"], given["header"])

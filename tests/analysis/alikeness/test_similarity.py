@@ -294,7 +294,7 @@ def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
         similarity(first, recorded(second_net(), ids=ids))
     with pytest.raises(ValueError, match=r"30 of 90 samples of recording_b are not in recording_a"):
         similarity(recorded(second_net(), IMAGES[:60]), second)
-    with pytest.raises(ComparisonError, match=r"1 rows"):
+    with pytest.raises(ComparisonError, match=r"1 row,"):
         similarity(*[recorded(second_net(), IMAGES[:1])] * 2)
     rnet = Recorder(second_net(), input_size=(1, 3, 6, 6))
     with pytest.raises(ComparisonError, match=r"recording_b is of type Recorder"):

@@ -191,7 +191,7 @@ def test_reductions_that_refuse_a_pass_keep_those_before() -> None:
     rnet = recorder(net, "first")
     with rnet.collecting(reduce=reductions.Mean(by=lambda batch: batch["kind"])) as collection:
         net(torch.ones(2, 4), kind=[0, 0])
-        with pytest.raises(CollectError, match="1 labels"):
+        with pytest.raises(CollectError, match="1 label for"):
             net(torch.zeros(2, 4), kind=[0])
         net(torch.ones(2, 4), kind=[1, 1])
     means = collection.recording["first"]

@@ -318,7 +318,7 @@ def test_a_cache_that_does_not_go_on_is_refused() -> None:
         with pytest.raises(CollectError, match="5 positions"):
             net(**step, past_key_values=cache)
         cache.batch_select_indices(torch.tensor([0]))
-        with pytest.raises(CollectError, match="1 samples"):
+        with pytest.raises(CollectError, match="1 sample, but"):
             net(input_ids=torch.tensor([[1]]), past_key_values=cache)
         net(**PROMPT)
     assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
