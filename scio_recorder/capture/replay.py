@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import nn
 
 from scio_recorder.capture.hooks import Around, take_out
@@ -142,11 +145,16 @@ class Replay:
         self.is_incomplete = False
         for noted in (self._calls, self._starts, self._returns):
             noted.clear()
+        before = _drawn_elsewhere()
         self.step = self._note
         try:
-            return run()
+            result = run()
         finally:
             self.step = None
+        if _drawn_elsewhere() != before and self._surroundings is not None:
+            # Which call drew numbers outside of torch is unknown.
+            self._surroundings, self.is_incomplete = None, True
+        return result
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
         """Run the network on the inputs of the noted run, with another output of one layer.
@@ -238,3 +246,8 @@ class Replay:
             "the run before, on the same inputs: its flow depends on something that is not "
             "restored between runs, such as a global variable"
         )
+
+
+def _drawn_elsewhere() -> bytes:
+    """Return the states of the generators outside of torch."""
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))

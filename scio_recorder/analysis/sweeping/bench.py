@@ -74,7 +74,7 @@ class Bench:
 
     def _put_back(self) -> None:
         assert self._look is not None, "inside `open`"
-        if not self._look.is_unchanged(with_random=False):
+        if not self._look.is_unchanged(random=False):
             self._restore()
             self._look.restore_generators()
             # Version counters are not put back.

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import pickle
-import random
 import re
 import types
 import weakref
@@ -216,9 +214,9 @@ class Look:
         self._parts = [list(parts_of(value)) for value in given.objects.values()]
         self._random = _random()
 
-    def is_unchanged(self, *, with_random: bool = True) -> bool:
-        """Whether nothing has changed; without ``with_random``, global generators may have."""
-        return self._is_same(with_random) and _is_same(self.given, self._given_state)
+    def is_unchanged(self, *, random: bool = True) -> bool:
+        """Whether nothing has changed; without ``random``, global generators may have."""
+        return self._is_same(random) and _is_same(self.given, self._given_state)
 
     def changed(self) -> list[tuple[Any, list[tuple[Any, Any]]]] | None:
         """Return the objects among the inputs with changed contents, and their earlier contents.
@@ -228,7 +226,7 @@ class Look:
         _, versions, generators = _state(self.given)
         is_same = versions == self._given_state[1] and self.given.is_clear
         is_same = is_same and all(map(torch.equal, generators, self._given_state[2]))
-        if not (is_same and self._is_same(with_random=True)):
+        if not (is_same and self._is_same(random=True)):
             return None
         if _is_same(self.given, self._given_state):
             return []
@@ -249,9 +247,9 @@ class Look:
         for generator, state in zip(self.own.generators.values(), self._own_state[2], strict=True):
             generator.set_state(state)
 
-    def _is_same(self, with_random: bool) -> bool:
+    def _is_same(self, random: bool) -> bool:
         is_same = self.own.is_clear and _is_same(self.own, self._own_state)
-        return is_same and (not with_random or self._random == _random())
+        return is_same and (not random or all(map(torch.equal, self._random, _random())))
 
 
 _State: TypeAlias = tuple[list[Any], list[int], list[Tensor]]
@@ -310,12 +308,11 @@ def _is_equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) in _SCALARS and type(one) is type(other) and one == other)
 
 
-def _random() -> list[bytes]:
-    """Return the states of all global generators."""
+def _random() -> list[Tensor]:
+    """Return the states of torch's own generators."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         states += torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         states.append(torch.mps.get_rng_state())
-    others = random.getstate(), np.random.get_state(legacy=False)
-    return [*(state.numpy().tobytes() for state in states), pickle.dumps(others)]
+    return states

@@ -324,15 +324,6 @@ def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_only_the_call_that_draws_from_elsewhere_runs_again(draw: Callable[[], float]) -> None:
-    net = nn.Sequential(Net(lambda own, x: x * draw()), Counted(3, 3), nn.Tanh())
-    rnet = recorder(net, "2", input_size=(2, 3))
-    Counted.runs = 0
-    rnet.sweep(X, Y, weighed)
-    assert Counted.runs == 2
-
-
 def test_modules_with_hooks_of_others_run() -> None:
     def build() -> nn.Module:
         net, seen = chain(kind=nn.Linear), []
