@@ -86,6 +86,7 @@ class Replay:
 
     Examples
     --------
+    >>> import torch
     >>> from scio_recorder.nets.labelling.label import label_net
     >>> net = nn.Sequential(nn.Tanh(), nn.ReLU())
     >>> replay = Replay(net, label_net(net, input_size=(1,))[1], [(1, 1)], Surroundings(net))
