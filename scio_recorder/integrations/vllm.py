@@ -89,16 +89,15 @@ def open_hidden_states(
     reader = _HiddenStates(os.fspath(folder), len(architecture))
     ids = SampleIds()
     ids.add(to_ids(reader.requests))
-    with torch.inference_mode(False):
-        held = Held(
-            {label: DiskTensor(reader, str(at)) for at, label in enumerate(architecture)},
-            ids,
-            Calls(KeptCalls(), architecture, ()),
-            path=reader.path,
-            store="disk",
-            rows={name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)},
-            num_rows=reader.num_rows,
-        )
+    held = Held(
+        {label: DiskTensor(reader, str(at)) for at, label in enumerate(architecture)},
+        ids,
+        Calls(KeptCalls(), architecture, ()),
+        path=reader.path,
+        store="disk",
+        rows={name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)},
+        num_rows=reader.num_rows,
+    )
     settings = {"rows": {"kind": "Tokens", "made_by": "vLLM"}}
     return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
 

@@ -68,7 +68,9 @@ class DiskTensor(Tensor):
         """Make a tensor without memory."""
         spec = reader.table[layer]
         shape = (reader.num_rows, *spec.shape)
-        made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
+        # One that is made in inference mode could not be used outside of it.
+        with torch.inference_mode(False):
+            made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
         made.reader = reader
         made.layer = layer
         return made
@@ -180,10 +182,8 @@ def name_in_chunk(key: DepthIdx | str) -> str:
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
     """Return the content of a recording on disk; its samples are read when they are used."""
     whole = joined(reader, architecture)
-    # Tensors made in inference mode could not be used outside of it.
-    with torch.inference_mode(False):
-        values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
-        rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
+    values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
+    rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
     layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
     calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
     return Held(

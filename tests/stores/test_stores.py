@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import pickle
@@ -101,6 +102,10 @@ def test_tensors_are_ordinary_whatever_mode_collects(mode, tmp_path):
     wanted = expected(rnet, data)
     with mode():
         recordings = [rnet.collect(data), rnet.collect(data, store=f"disk:{tmp_path}/run")]
+        lazy = recordings[1]["1-1"]
+        copies = [copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))]
+    with torch._C.DisableTorchFunctionSubclass():  # code in C++ sees the tensors themselves
+        assert not any(one.is_inference() for one in copies)
     for recording in recordings:
         assert_same(recording, wanted)
         assert not recording["1-1"][:].is_inference()

@@ -82,7 +82,7 @@ class Collection:
     weights: str | None = None
 
     def open(self) -> None:
-        """Open the store, and return the receivers of all layers."""
+        """Open the store, and make what receives the outputs of layers."""
         store = self.feed.placed(as_store(self.store), by_batches=self.options.with_inputs)
         self._check(store)
         self.is_shared, self._length = store.is_shared, self.feed.length
