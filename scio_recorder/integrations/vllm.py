@@ -94,7 +94,6 @@ def open_hidden_states(
         ids,
         Calls(KeptCalls(), architecture, ()),
         path=reader.path,
-        store="disk",
         rows={name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)},
         num_rows=reader.num_rows,
     )

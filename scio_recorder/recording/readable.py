@@ -156,7 +156,6 @@ class Readable(LayerMapping[Any]):
         self._rows_of_samples: RowsOfSamples | None = None
         self.complete = held.complete
         self.path = held.path
-        self._store = held.store
         self.calls: Calls = held.calls
         inputs = {label: BatchInputs(held.calls, label) for label in held.calls.labels}
         self.inputs = LayerMapping(architecture, inputs, "input")
@@ -254,8 +253,8 @@ class Readable(LayerMapping[Any]):
         ``"device"``, ``"host"`` or ``"disk"``; on the CPU the first two are host memory. None if
         there are no samples.
         """
-        if self._store is not None:
-            return self._store
+        if self.path is not None:
+            return "disk"
         found = {self._values[label].device.type for label in self.stored}
         return ("host" if found == {"cpu"} else "device") if found else None
 

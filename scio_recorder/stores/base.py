@@ -83,8 +83,6 @@ class Held:
         False for an interrupted run.
     path : str, optional
         Its place, if it outlives the process.
-    store : str, optional
-        The name of such a store.
     rows : mapping, optional
         The facts about rows, [rows] each: "sample", a position in ``sample_ids``, and others by
         name.
@@ -97,7 +95,6 @@ class Held:
     calls: Calls
     complete: bool = True
     path: str | None = None
-    store: str | None = None
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     num_rows: int | None = None
 

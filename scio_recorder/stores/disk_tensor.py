@@ -192,7 +192,6 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
         calls,
         reader.complete,
         reader.path,
-        "disk",
         rows,
         None if whole.rows is None else whole.num_rows,
     )
