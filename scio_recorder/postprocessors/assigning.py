@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, raised_by
@@ -153,7 +154,7 @@ class Assigned:
         self.functions = functions
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
         # What changed a shape in which layer, and how.
-        self._reshaped: dict[str, str] = {}
+        self._changes: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -205,16 +206,16 @@ class Assigned:
         )
 
     def explain(self, error: Exception) -> None:
-        """Name in notes the post-processors that changed a shape before the network failed."""
-        for where, shapes in self._reshaped.items():
+        """Name in notes what post-processors had changed before the network failed."""
+        for where, change in self._changes.items():
             error.add_note(
-                f"The post-processor {where} had changed the shape {shapes}: return a tensor of "
-                "the same shape if the network can't go on with another one."
+                f"The post-processor {where} had changed {change}: return a tensor of the same "
+                "shape and dtype if the network can't go on with another one."
             )
 
     def _apply(self, function: Postprocessor, output: Any, layer: Layer) -> Any:
         """Post-process one output; None as the result means that it was changed in place."""
-        before = _shapes(output)
+        before = _kinds(output)
         try:
             result = function(output)
         except Exception as error:
@@ -228,24 +229,28 @@ class Assigned:
                 f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None "
                 "to leave the output unchanged"
             )
-        after = _shapes(result)
-        for old, new in zip(before, after, strict=False):
+        after = _kinds(result)
+        for (old, dtype), (new, other) in zip(before, after, strict=False):
             if old[:1] != new[:1]:
                 rows = [shape[0] if shape else None for shape in (new, old)]
                 raise PostprocessorError(
                     f"the post-processor of layer {layer} returned {rows[0]} rows along dimension "
                     f"0 where the layer returns {rows[1]}: it may change only the other dimensions"
                 )
-            if old != new:
+            if (old, dtype) != (new, other):
                 name = getattr(function, "__name__", repr(function))
-                self._reshaped[f"{name} of layer {layer}"] = f"{old} to {new}"
+                self._changes[f"{name} of layer {layer}"] = f"{dtype} {old} to {other} {new}"
         return result
 
 
-def _shapes(output: Any) -> list[tuple[int, ...]]:
+def _kinds(output: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each tensor."""
     leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
     # A description takes much longer, and only nested tensors need one.
-    return [describe(leaf).shape if leaf.is_nested else tuple(leaf.shape) for leaf in leaves]
+    return [
+        (describe(leaf).shape if leaf.is_nested else tuple(leaf.shape), leaf.dtype)
+        for leaf in leaves
+    ]
 
 
 def _failure(error: Exception, layer: Layer) -> Exception:

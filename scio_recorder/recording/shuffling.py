@@ -298,7 +298,7 @@ class Buffer:
         self._batch_size = batch_size
         # No batch has rows of two fillings.
         half = max(1, room // 2 // batch_size) * batch_size
-        self._size = max(1, len(own) if len(own) <= room else half)
+        self._size = max(1, len(own) if len(own) <= room else min(half, len(own)))
         self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
         self._memories: dict[tuple[int, int], _Memory] = {}
         # The rows that are still to be read.

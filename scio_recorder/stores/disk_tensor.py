@@ -120,7 +120,9 @@ class DiskTensor(Tensor):
             start, stop, step = first.indices(len(self))
             return self._read(start, max(start, stop))[(slice(None, None, step), *rest)]
         if isinstance(first, int) and not isinstance(first, bool):
-            position = range(len(self))[first]
+            if not -len(self) <= first < len(self):
+                raise IndexError(f"row {first} of {len(self)}")
+            position = first % len(self)
             return self._read(position, position + 1)[(0, *rest)]
         if not rest and isinstance(first, Tensor | list | range):
             return self._indexed(first)

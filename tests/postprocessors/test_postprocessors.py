@@ -313,6 +313,28 @@ def test_dimension_0_keeps_its_length(form: str, rows: int) -> None:
     assert len(rnet.activations) == 0
 
 
+def to_float64(tensor: Tensor) -> Tensor:
+    return tensor.double()
+
+
+def to_one_column(tensor: Tensor) -> Tensor:
+    return tensor[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(to_float64, "torch.float64 (3, 2)"), (to_one_column, "torch.float32 (3, 1)")],
+)
+def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None:
+    rnet = Recorder(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), input_size=(1, 2))
+    rnet.record("0")
+    with pytest.raises(RuntimeError) as caught:
+        rnet(torch.ones(3, 2), activation_postproc=change)
+    (note,) = (one for one in caught.value.__notes__ if "had changed" in one)
+    assert f"{change.__name__} of layer 1-1 0 (Identity)" in note
+    assert f"torch.float32 (3, 2) to {words}" in note
+
+
 def test_other_dimensions_may_change() -> None:
     rnet = Recorder(nn.Sequential(nn.Identity(), nn.Flatten()), input_size=(1, 2, 2))
     rnet.record("0")

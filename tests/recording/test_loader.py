@@ -62,7 +62,7 @@ def wide(path: Any, rows: int = 2048, features: int = 1024, chunks: int = 4) -> 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("buffer_bytes", [1, 700, 3000, 1 << 20])
-@pytest.mark.parametrize("batch_size", [1, 7, 61, 100])
+@pytest.mark.parametrize("batch_size", [1, 7, 61, 100, 10**12])
 def test_every_row_comes_once(recording, shuffle, buffer_bytes, batch_size):
     loader = recording.loader(
         *("0", "3"),

@@ -211,8 +211,9 @@ def test_samples_on_disk_are_a_tensor(tmp_path):
     assert np.array_equal(np.asarray(lazy), wanted.numpy())
     assert torch.equal(torch.stack(list(lazy)), wanted)
     assert torch.equal(pickle.loads(pickle.dumps(lazy))[:], wanted)
-    with pytest.raises(IndexError):
-        lazy[13]
+    for row in (13, -14):
+        with pytest.raises(IndexError, match=f"row {row} of 13"):
+            lazy[row]
     with pytest.raises(TypeError, match="read-only"):
         lazy[0] = 0
 
