@@ -303,7 +303,7 @@ def track(
     Raises
     ------
     ArgumentError
-        Both ``stash_value`` and ``stash`` are given.
+        Both ``stash_value`` and ``stash`` are given, or another argument can't work.
     LayerNotFoundError
         ``include`` matches no name.
     UnsupportedNetError
@@ -330,6 +330,11 @@ def track(
             "stash and stash_value are both given: stash alone decides what is kept of an event, "
             "so let it apply the function to event.value"
         )
+    if not isinstance(grad, bool):
+        raise ArgumentError(f"grad={grad!r}: write True or False, and choose modules by include=")
+    for name, given in (("stash_value", stash_value), ("stash", stash)):
+        if given is not None and not callable(given):
+            raise ArgumentError(f"{name}={given!r}: give a function")
     tracker = Tracker(stash or partial(_default_stash, stash_value or _copy_to_host))
     tracker.register_all(module, grad=grad, include=include, exclude=exclude)
     return tracker

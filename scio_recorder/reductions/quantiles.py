@@ -71,7 +71,10 @@ class Quantiles(RowReduction):
         *,
         by: By | None = None,
     ) -> None:
-        self._q = [float(q)] if isinstance(q, int | float) else [float(value) for value in q]
+        try:
+            self._q = [float(q)] if isinstance(q, int | float) else [float(value) for value in q]
+        except (TypeError, ValueError):
+            self._q = []
         if not self._q or not all(0 <= value <= 1 for value in self._q):
             raise CollectError(f"Quantiles(q={q!r}): give one or more numbers from 0 to 1.")
         self._size, self._block = (4096, 2**16) if feature_dim is None else (2048, 4096)

@@ -401,6 +401,12 @@ def test_what_has_no_tensor_or_no_deviation_is_missing_from_a_table() -> None:
     assert frame["mean"][1] == 3
 
 
+@pytest.mark.parametrize("wrong", [{"grad": "layer1"}, {"stash": 3}, {"stash_value": "mean"}])
+def test_an_argument_of_a_wrong_kind_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}="):
+        track(nn.ReLU(), **wrong)
+
+
 def test_bad_statistics() -> None:
     net = nn.ReLU()
     with track(net) as events:

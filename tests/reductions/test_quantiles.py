@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,8 +152,8 @@ def test_a_wider_dtype_halfway() -> None:
     assert quantiles.compute().tolist() == [1 + 1e-12]
 
 
-@pytest.mark.parametrize("q", [[], [1.1], -0.1, [float("nan")]])
-def test_impossible_quantiles(q: list[float]) -> None:
+@pytest.mark.parametrize("q", [[], [1.1], -0.1, [float("nan")], None, "median"])
+def test_impossible_quantiles(q: Any) -> None:
     with pytest.raises(CollectError, match="from 0 to 1"):
         Quantiles(q)
 
