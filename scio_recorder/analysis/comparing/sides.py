@@ -1,4 +1,4 @@
-"""The sides of a comparison: a network that runs or a recording that is read."""
+"""The samples that are compared together, and what a side of a comparison knows of them."""
 
 from __future__ import annotations
 
