@@ -347,6 +347,15 @@ def test_texts_in_place_of_tensors():
     assert "input_size" not in message
 
 
+def test_parameters_without_data_and_an_input_made_of_a_size():
+    weight = nn.Parameter(torch.empty(4, device="meta"))
+    net = Net(lambda net, x: x.to("cpu") * 2, weight=weight)
+    with pytest.raises(LabellingError, match=r"no data here.* give input_data="):
+        label_net(net, input_size=(1, 4))
+    _, architecture = label_net(net, input_data=torch.ones(1, 4))
+    assert architecture[0, 1].executed
+
+
 def test_a_failing_net_is_left_as_it_was():
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 1))
     before = snapshot(net)

@@ -17,6 +17,8 @@ _ADVICE = {
     "write dtypes=[torch.long], or give input_data",
     "input_data": "input_data is what forward takes: a tensor, a tuple of positional inputs or a "
     'dict of keyword inputs, such as tokenizer(texts, return_tensors="pt")',
+    "meta": "The parameters have no data here, as when they are offloaded, nor has an input made "
+    "of input_size: give input_data= with a tensor on the device where the network runs",
 }
 
 
@@ -46,7 +48,8 @@ def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException
 inputs, such as tokenizer(texts, return_tensors="pt")
     """
     given = "input_size" if keywords["input_data"] is None else "input_data"
-    value, advice = keywords[given], _ADVICE[given]
+    is_on_meta = given == "input_size" and str(keywords["device"]).startswith("meta")
+    value, advice = keywords[given], _ADVICE["meta" if is_on_meta else given]
     has_tensors = given == "input_data" and tensors(value)
     shown = f"tensors of shape {shapes_of(describe(value))}" if has_tensors else repr(value)
     inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
