@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, compare
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from tests.zoo.base import Net, linear
 
@@ -355,3 +356,29 @@ def test_leaf_that_inference_mode_made_is_recorded(copy: str) -> None:
             rnet(x)
         assert torch.equal(rnet.inputs["layer"].args[0], x * 2)
         assert torch.equal(rnet.activations["layer"], by_hand(net.layer, x * 2))
+
+
+class WithoutHooks(nn.Sequential):
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+def test_net_whose_own_call_passes_hooks_by() -> None:
+    net = WithoutHooks(linear(), nn.ReLU())
+    rnet, x = recorder(net, "*"), torch.randn(3, 4)
+    assert str(rnet.architecture[0, 1]) == "0-1 (root) (WithoutHooks)"
+    assert rnet.recording == ((1, 1), (1, 2))
+    recording = rnet.collect([x, x + 1], progress=False)
+    truth = torch.cat([by_hand(net[0], x), by_hand(net[0], x + 1)])
+    assert torch.equal(recording["0"], truth)
+    other = deepcopy(net)
+    with torch.no_grad():
+        other[0].bias.add_(1)
+    difference = compare(rnet, recorder(other), [x], progress=False)
+    assert difference.first is not None
+    assert difference.first.layer.name == "0"
+    with rnet.saved_tensors("0"):
+        rnet(x).sum().backward()
+    assert torch.equal(net[0].bias.grad, (by_hand(net[0], x) > 0).sum(0).float())
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        rnet(x.double())

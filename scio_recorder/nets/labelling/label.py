@@ -319,6 +319,11 @@ def _dry_run(
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]
+    if all(layer.depth for layer in layers):
+        # Its class has a call of its own, which passes hooks by.
+        root = LayerInfo("", net, 0)
+        root.depth_index, root.num_params = 1, statistics.total_params
+        layers.insert(0, _layer(root, None, ""))
     return statistics, Architecture(layers, _names(net, layers)), trace, flow
 
 
