@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing.connection
+import contextlib
+import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,8 +78,7 @@ def run(work: Callable[[Path], None], folder: Path, attempt: int = 0) -> set[int
     meeting = f"file://{folder}/meeting-{attempt}"
 
     def begin(rank: int) -> None:
-        # A process that waits in vain says where, and ends.
-        faulthandler.dump_traceback_later(300, exit=True)
+        os.setsid()
         torch.set_num_threads(1)
         # Other libraries ask for what torchrun says.
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -91,15 +91,22 @@ def run(work: Callable[[Path], None], folder: Path, attempt: int = 0) -> set[int
     workers = [context.Process(target=begin, args=(rank,)) for rank in range(WORLD)]
     for worker in workers:
         worker.start()
-    waiting = {worker.sentinel: worker for worker in workers}
-    codes = set()
+    waiting, codes, until = list(workers), set(), time.monotonic() + 300
     while waiting:
-        for sentinel in multiprocessing.connection.wait(list(waiting)):
-            worker = waiting.pop(sentinel)
-            worker.join()
+        time.sleep(0.02)
+        if time.monotonic() > until:
+            for worker in waiting:
+                worker.kill()
+            pytest.fail("processes wait for each other")
+        # Not by sentinels, which are as open as what a process has started lives.
+        for worker in [each for each in waiting if each.exitcode is not None]:
+            waiting.remove(worker)
             codes.add(worker.exitcode)
+            # A loader's worker whose process dies before it looks for that one would wait forever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             if worker.exitcode != 0:
-                for other in waiting.values():
+                for other in waiting:
                     other.terminate()
     return codes
 
