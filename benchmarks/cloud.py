@@ -7,12 +7,14 @@ objects in memory and does nothing else: it takes more than a network brings.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
 import re
 import statistics
 import threading
+from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -41,6 +43,9 @@ class Server(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1
     objects: dict[str, bytes]
+    # Each object has a tag of its own, as where stores make them of the contents.
+    tags: dict[str, int]
+    numbers: Iterator[int]
     requests: list[tuple[str, int]]
 
     def do_PUT(self) -> None:
@@ -48,6 +53,7 @@ class Server(BaseHTTPRequestHandler):
         is_there = self.path in self.objects
         if not is_there:
             self.objects[self.path] = content
+            self.tags[self.path] = next(self.numbers)
         self._answer(412 if is_there and self.headers["If-None-Match"] else 200)
 
     def do_GET(self) -> None:
@@ -82,7 +88,7 @@ class Server(BaseHTTPRequestHandler):
         if where:
             self.send_header("Content-Range", where)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", '"1"')
+        self.send_header("ETag", f'"{self.tags.get(self.path, 0)}"')
         self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.end_headers()
         if self.command != "HEAD":
@@ -94,7 +100,8 @@ def serve(parent: Connection) -> None:
     """Serve, and on request report the requests since the last report and forget all objects."""
     objects: dict[str, bytes] = {}
     requests: list[tuple[str, int]] = []
-    handler = type("_Server", (Server,), {"objects": objects, "requests": requests})
+    state = {"objects": objects, "requests": requests, "tags": {}, "numbers": itertools.count(1)}
+    handler = type("_Server", (Server,), state)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     parent.send(server.server_address[1])
 

@@ -31,11 +31,13 @@ from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
 from scio_recorder.stores.calls import KeptCalls
 from scio_recorder.stores.disk_format import places
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
+from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.joined import check_shards
@@ -302,18 +304,20 @@ class DiskWriter(StoreWriter):
         """Hand over one chunk once the one before is durable."""
         wait_for(self._devices)
         packed = pack(state())
+        chunk = {name_in_chunk(key): one.array[: self.start] for key, one in self._columns.items()}
+        # A put takes long, so checksums are computed meanwhile. In a folder, computing them brings
+        # blocks into the cache, from which they are written.
+        checksums = block_checksums(chunk) if is_url(self._path) else None
         self._wait()
         writer = self._writer = self._writer or self._created()
-        chunk: dict[str, Tensor] = {}
         for key, column in self._columns.items():
-            chunk[name_in_chunk(key)] = column.array[: self.start]
             self._resting[key] = column.turn_to(self._resting[key])
         ids, kept = joined_ids(self._staged), self.calls.take()
         rows = self.start if self.counts_rows else None
 
         def append() -> None:
             try:
-                writer.append(chunk, ids, rows=rows, state=packed, kept=kept)
+                writer.append(chunk, ids, rows=rows, state=packed, kept=kept, checksums=checksums)
             finally:
                 # Memory can't grow while anything refers to it.
                 chunk.clear()
