@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from scio_recorder.nets.absent import closest
+from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.tensors.dtypes import DTYPES
@@ -74,7 +74,7 @@ def load(target: str) -> Any:
 def _nearest(name: str, names: Iterable[str]) -> str:
     """Return the closest names, as the end of a message; empty if there are none."""
     near = closest(name, sorted(names))
-    return f"; the closest names are {', '.join(near)}" if near else ""
+    return f"; {closest_are(near)}" if near else ""
 
 
 @contextmanager

@@ -104,7 +104,8 @@ def _drop_output() -> None:
 
 def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, or exit the program if they can't be parsed."""
-    words = sys.argv[1:] if arguments is None else arguments
+    # Without a word, the commands are listed.
+    words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     parser = Parser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",

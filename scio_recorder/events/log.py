@@ -26,7 +26,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
 from scio_recorder.layer import counted
-from scio_recorder.nets.absent import closest
+from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.tensors import private
@@ -354,7 +354,7 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
     if not included:
         text = include.pattern if isinstance(include, re.Pattern) else include
         close = closest(str(text), names)
-        hint = f"; the closest names are {', '.join(map(repr, close))}" if close else ""
+        hint = f"; {closest_are(map(repr, close))}" if close else ""
         raise LayerNotFoundError(
             f"include={text!r}, a regular expression, matches no module's name{hint}"
         )

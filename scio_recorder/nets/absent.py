@@ -37,7 +37,7 @@ def no_such_name(name: str, names: Iterable[str]) -> str:
     Examples
     --------
     >>> no_such_name("conv", ["conv1", "relu"])
-    "no module has the qualified name 'conv'; the closest names are 'conv1'"
+    "no module has the qualified name 'conv'; the closest name is 'conv1'"
     """
     return f"no module has the qualified name {name!r}; {offer(name, names)}"
 
@@ -59,9 +59,21 @@ def offer(wanted: str, names: Iterable[str]) -> str:
         ends = {name.rpartition(".")[2]: name for name in reversed(known)}
         close = [ends[end] for end in closest(plain.rpartition(".")[2], reversed(ends))]
     if close:
-        return f"the closest names are {', '.join(map(repr, close))}"
+        return closest_are(map(repr, close))
     more = ", ..." * (len(known) > _SHOWN)
     return f"there are {', '.join(map(repr, known[:_SHOWN]))}{more}" if known else "there are none"
+
+
+def closest_are(shown: Iterable[str]) -> str:
+    """Say which names are closest to one that does not exist.
+
+    Examples
+    --------
+    >>> closest_are(["relu"])
+    'the closest name is relu'
+    """
+    names = list(shown)
+    return f"the closest {'name is' if len(names) == 1 else 'names are'} {', '.join(names)}"
 
 
 def closest(wanted: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from scio_recorder.errors import CollectError
-from scio_recorder.nets.absent import closest
+from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
@@ -70,7 +70,7 @@ def as_store(given: str | Store | None) -> Store:
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
     elif name != "disk" and (near := closest(name, ["device", "host", "disk", "auto"])):
-        hint = f": the closest names are {', '.join(map(repr, near))}"
+        hint = f": {closest_are(map(repr, near))}"
     elif name not in ("", "disk") and not place:
         hint = f', or write store="disk:{name}" for a folder'
     raise CollectError(

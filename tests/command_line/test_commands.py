@@ -187,7 +187,6 @@ def test_input_that_the_net_can_not_take(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "COMMAND"),
         (["unknown"], "unknown"),
         (["summary", "cli_nets:net"], "--input-size"),
         (["summary", "cli_nets:net", "--input-size", "1,x"], "1,3,32,32"),
@@ -281,6 +280,13 @@ def test_as_a_program() -> None:
     assert "Linear" in done.stdout
 
 
+def test_without_a_word_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 0
+    assert "inspect" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "word", "near"),
     [
@@ -299,7 +305,8 @@ def test_what_is_mistyped_gets_the_closest_names(
         main(arguments)
     assert caught.value.code == 2
     hints = capsys.readouterr().err.splitlines()[-1].split("; ")[1:]
-    assert [hint.partition(",")[0] for hint in hints] == [f"{word}: the closest names are {near}"]
+    said = [hint.partition(",")[0].replace("names are", "name is") for hint in hints]
+    assert said == [f"{word}: the closest name is {near}"]
 
 
 def test_what_is_right_gets_no_other_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +321,7 @@ def test_what_is_right_gets_no_other_name(capsys: pytest.CaptureFixture[str]) ->
     [
         ("cli_nets.py:net", "write cli_nets:net"),
         ("./src/cli_nets.py:net", "write src.cli_nets:net"),
-        ("cli_nets:Smal", "the closest names are Small"),
+        ("cli_nets:Smal", "the closest name is Small"),
         ("cli_nets:Small.forwrd", "the closest names are forward"),
     ],
 )
@@ -328,7 +335,7 @@ def test_a_module_that_is_mistyped(
 def test_a_dtype_that_is_mistyped(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["summary", "cli_nets:net", "--input-size", "2,3", "--dtype", "flaot32"])
-    assert "the closest names are float32" in capsys.readouterr().err
+    assert "the closest name is float32" in capsys.readouterr().err
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

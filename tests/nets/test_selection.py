@@ -273,11 +273,11 @@ def test_the_name_of_a_type_is_told_from_the_type() -> None:
 def test_a_glob_that_lacks_its_beginning_is_offered_with_it() -> None:
     net = nn.Sequential(OrderedDict(body=nn.Sequential(OrderedDict(h=nn.Sequential(nn.ReLU())))))
     _, architecture = label_net(net, input_size=(1, 2))
-    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h\.0'"):
+    with pytest.raises(LayerNotFoundError, match=r"closest name is 'body\.h\.0'"):
         select(architecture, ["h.*"])
-    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h'"):
+    with pytest.raises(LayerNotFoundError, match=r"closest name is 'body\.h'"):
         select(architecture, ["hh"])
-    with pytest.raises(LayerNotFoundError, match=r"closest names are 'body\.h'"):
+    with pytest.raises(LayerNotFoundError, match=r"closest name is 'body\.h'"):
         select(architecture, ["g.*.hh"])
 
 
