@@ -190,7 +190,6 @@ def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
         assert torch.equal(rnet.activations["0"], truth)
 
 
-@pytest.mark.filterwarnings("error:activations of a compiled pass:UserWarning")
 def refuse(tensor: Tensor) -> Tensor:
     raise KeyError(f"not {tensor.ndim}")
 
@@ -222,6 +221,7 @@ def test_a_recorder_that_can_not_be_compiled_for_a_call_runs_uncompiled() -> Non
     torch.testing.assert_close(output, wanted.tanh())
 
 
+@pytest.mark.filterwarnings("error:activations of a compiled pass:UserWarning")
 def test_record_of_a_compiled_pass_says_once_that_it_has_no_gradient() -> None:
     rnet = recorder(small_net(), "0", "1")
     compiled = torch.compile(rnet, fullgraph=True, backend="eager")
