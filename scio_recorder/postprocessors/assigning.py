@@ -239,7 +239,8 @@ class Assigned:
                 )
             if (old, dtype) != (new, other):
                 name = getattr(function, "__name__", repr(function))
-                self._changes[f"{name} of layer {layer}"] = f"{dtype} {old} to {other} {new}"
+                change = f"the shape {old} to {new}" if old != new else f"{dtype} to {other}"
+                self._changes[f"{name} of layer {layer}"] = change
         return result
 
 

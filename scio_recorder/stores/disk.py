@@ -304,12 +304,13 @@ class DiskWriter(StoreWriter):
         """Hand over one chunk once the one before is durable."""
         wait_for(self._devices)
         packed = pack(state())
-        chunk = {name_in_chunk(key): one.array[: self.start] for key, one in self._columns.items()}
         # A put takes long, so checksums are computed meanwhile. In a folder, computing them brings
         # blocks into the cache, from which they are written.
-        checksums = block_checksums(chunk) if is_url(self._path) else None
+        checksums = block_checksums(self._filled()) if is_url(self._path) else None
         self._wait()
         writer = self._writer = self._writer or self._created()
+        # Not before: the traceback of a failure would refer to it.
+        chunk = self._filled()
         for key, column in self._columns.items():
             self._resting[key] = column.turn_to(self._resting[key])
         ids, kept = joined_ids(self._staged), self.calls.take()
@@ -326,6 +327,10 @@ class DiskWriter(StoreWriter):
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
+
+    def _filled(self) -> dict[str, Tensor]:
+        """Return the rows since the last chunk, by name."""
+        return {name_in_chunk(key): one.array[: self.start] for key, one in self._columns.items()}
 
     def _created(self) -> RunWriter:
         self._header["architecture"] = self._architecture.to_dict()

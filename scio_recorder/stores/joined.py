@@ -47,8 +47,10 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
         A layer is a shard, and the arrangement of the ranks' shards can't be known. Or no layer is
         a shard, and several ranks would write the same rows.
     """
+    if not store.is_shared:
+        return
     check_copies(architecture, settings["layers"], store)
-    layers = [architecture[name] for name in settings["layers"]] if store.is_shared else []
+    layers = [architecture[name] for name in settings["layers"]]
     place = None if store.lease is not None else (store.rank, store.world_size)
     for layer in layers:
         shard, name = layer.shard, str(layer.label)

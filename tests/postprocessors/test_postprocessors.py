@@ -323,7 +323,7 @@ def to_one_column(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(to_float64, "torch.float64 (3, 2)"), (to_one_column, "torch.float32 (3, 1)")],
+    [(to_float64, "torch.float32 to torch.float64"), (to_one_column, "the shape (3, 2) to (3, 1)")],
 )
 def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None:
     rnet = Recorder(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), input_size=(1, 2))
@@ -332,7 +332,7 @@ def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None
         rnet(torch.ones(3, 2), activation_postproc=change)
     (note,) = (one for one in caught.value.__notes__ if "had changed" in one)
     assert f"{change.__name__} of layer 1-1 0 (Identity)" in note
-    assert f"torch.float32 (3, 2) to {words}" in note
+    assert words in note
 
 
 def test_other_dimensions_may_change() -> None:

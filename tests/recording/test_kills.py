@@ -273,8 +273,10 @@ def begun(path: Path) -> tuple[DiskWriter, Callable[[], None]]:
     return writer, commit
 
 
-def test_a_failure_is_raised_at_every_later_call(monkeypatch, tmp_path):
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_a_failure_is_raised_at_every_later_call(monkeypatch, tmp_path, seconds):
     def fail(*arguments, **keywords):
+        time.sleep(seconds)
         raise RecordingError("the disk is gone")
 
     writer, commit = begun(tmp_path / "run")
