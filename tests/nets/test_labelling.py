@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import UserDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,53 @@ def test_hooks_that_the_net_needs_are_run():
     architecture = label_net(net, input_size=(1, 4))[1]
     assert architecture[1, 1].output_shape == (1, 3)
     assert len(net[0]._forward_pre_hooks) == 1
+
+
+class _Gathers(nn.Module):
+    """Runs a norm for each feature that its own hooks, or hooks of a library, have gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), linear())
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])
+        self.features: dict[str, Tensor] = {}
+
+    def gather(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.features[name] = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features.clear()
+        x = self.layers(x)
+        for norm, feature in zip(self.norms, self.features.values(), strict=False):
+            x = x + norm(feature)
+        return x
+
+
+@pytest.mark.parametrize("can_be_copied", [True, False])
+def test_hooks_that_are_methods_of_the_net_are_a_part_of_it(can_be_copied: bool) -> None:
+    net, calls = _Gathers(), []
+    for name, layer in net.layers.named_children():
+        layer.register_forward_hook(partial(net.gather, name))
+        layer.register_forward_hook(lambda *_: calls.append("user"))
+    if not can_be_copied:
+        net.lock = threading.Lock()
+    layers = label_net(net, input_size=(1, 4))[1].values()
+    assert [layer.name for layer in layers if layer.executed][-2:] == ["norms.0", "norms.1"]
+    assert (calls, net.features) == ([], {})
+    assert [len(layer._forward_hooks) for layer in net.layers] == [2, 2]
+
+
+def test_hooks_by_which_transformers_gathers_hidden_states_are_a_part_of_the_net() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "num_channels": 2}
+    config = transformers.ConvNextConfig(num_stages=2, out_features=["stage1", "stage2"], **sizes)
+    net = transformers.ConvNextBackbone(config).eval()
+    inputs = {"pixel_values": torch.randn(1, 2, 16, 16)}
+    fresh = label_net(net, input_data=inputs)[1]
+    assert fresh["hidden_states_norms.stage2"].executed
+    net(**inputs)  # adds the hooks
+    again = label_net(net, input_data=inputs)[1]
+    assert again.fingerprint == fresh.fingerprint
 
 
 def test_what_can_not_be_copied_is_no_obstacle():

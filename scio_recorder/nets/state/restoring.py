@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.state.own_hooks import own_hooks
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -93,7 +94,7 @@ def restored(
     net : torch.nn.Module
         The net. Parameters that together are larger than 1 GiB keep in-place changes.
     keep_hooks : bool
-        Whether the user's hooks stay inside the block.
+        Whether the user's hooks stay inside the block. The network's own always do.
     keep_parameters : bool
         Whether parameters stay as the block leaves them: ordinary passes change none.
 
@@ -109,9 +110,8 @@ def restored(
     with gradients_aside(net.parameters()):
         try:
             if not keep_hooks:
-                for module in net.modules():
-                    names = _hook_dictionaries(module)
-                    vars(module).update((name, OrderedDict()) for name in names)
+                for module, name, hooks in list(own_hooks(net)):
+                    vars(module)[name] = hooks
             yield
         finally:
             restore()
@@ -293,7 +293,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     net : torch.nn.Module
         The net, which may hold tensors inside a graph. All else that ``deepcopy`` refuses raises.
     keep_hooks : bool
-        Whether the copy has copies of the user's hooks, or none.
+        Whether the copy has copies of the user's hooks, or only of the network's own.
 
     Returns
     -------
@@ -307,8 +307,14 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
+    kept = [] if keep_hooks else list(own_hooks(net))
+    memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
     with torch.no_grad(), _CopyTensors():
-        return copy.deepcopy(net, _first_memo(net, keep_hooks))
+        twin = copy.deepcopy(net, memo)
+        for *_, hooks in kept:
+            # Methods of the net's modules become methods of the copy's.
+            hooks.update((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
+    return twin
 
 
 def copy_inputs(inputs: Any) -> Any:
@@ -376,22 +382,14 @@ def clone(tensor: Tensor) -> Tensor:
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 
 
-def _first_memo(net: nn.Module, keep_hooks: bool) -> dict[int, Any]:
-    memo: dict[int, Any] = {}
-    shares = are_large(net)
-    for module in net.modules():
-        if not keep_hooks:
-            names = _hook_dictionaries(module)
-            memo |= {id(vars(module)[name]): OrderedDict() for name in names}
-        if shares:
-            for parameter in module.parameters(recurse=False):
-                shared = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-                memo.setdefault(id(parameter), shared)
-    return memo
-
-
-def _hook_dictionaries(module: nn.Module) -> list[str]:
-    return [name for name in private.HOOK_DICTIONARIES if name in vars(module)]
+def _shared(net: nn.Module) -> dict[int, Any]:
+    """Return what stands for parameters too large to be cloned, by the ``id`` of each."""
+    if not are_large(net):
+        return {}
+    return {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in net.parameters()
+    }
 
 
 def are_large(net: nn.Module) -> bool:

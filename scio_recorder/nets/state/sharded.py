@@ -21,8 +21,6 @@ is either decided by all of them, or not done.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +28,13 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.nets.state.own_hooks import LIBRARIES, own_hooks
 from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored
-from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors import private_distributed
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
+
+# FSDP and tensor parallelism put parameters and inputs in place by hooks.
+_LIBRARIES = (*LIBRARIES, "torch.distributed")
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -179,7 +181,8 @@ def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[No
     with gradients_aside(flat), restored(net, keep_hooks=True, keep_parameters=True):
         try:
             if not keep_hooks:
-                _leave_hooks_of_torch(net)
+                for module, name, hooks in list(own_hooks(net, _LIBRARIES)):
+                    vars(module)[name] = hooks
             yield
         finally:
             end_passes()
@@ -207,20 +210,3 @@ def restored_after_passes(net: nn.Module) -> contextlib.AbstractContextManager[N
     if is_sharded(net):
         return restored_in_step(net, keep_hooks=True)
     return restored(net, keep_hooks=True, keep_parameters=True)
-
-
-def _leave_hooks_of_torch(net: nn.Module) -> None:
-    """Remove the hooks that are not those of ``torch.distributed``, but not in place."""
-    for module in net.modules():
-        for name in private.FORWARD_HOOKS:
-            hooks = vars(module).get(name)
-            if hooks:
-                kept = ((key, hook) for key, hook in hooks.items() if _is_of_torch(hook))
-                vars(module)[name] = OrderedDict(kept)
-
-
-def _is_of_torch(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(owner).startswith("torch.distributed")

@@ -1,0 +1,74 @@
+"""Hooks that are a part of a network, in contrast to those that observe it.
+
+A network is labelled without the hooks of its user, which may have effects outside it. Some hooks
+decide which modules run, or with what inputs. A network without these is another one, which may
+run just as well, and has other layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from scio_recorder.tensors import private
+
+# Modules whose functions are a part of any network that has them as hooks. Those of transformers
+# gather hidden states: a network adds them once, and remembers that it has them.
+LIBRARIES = ("transformers.utils.output_capturing",)
+
+_Hooks = tuple[nn.Module, str, "OrderedDict[int, Any]"]
+
+
+def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterator[_Hooks]:
+    """Yield new dictionaries of hooks, which have only those that are a part of the network.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which is not changed.
+    libraries : tuple of str
+        Beginnings of the names of Python modules: what these define is a part of a network.
+
+    Yields
+    ------
+    tuple
+        The module, the name of one of its dictionaries, and what should take its place.
+
+    Examples
+    --------
+    >>> class Net(nn.Linear):
+    ...     def halve(self, module, args, output):
+    ...         return output / 2
+    >>> net = Net(2, 2)
+    >>> _ = net.register_forward_hook(net.halve)
+    >>> _ = net.register_forward_hook(lambda *_: None)
+    >>> [len(hooks) for _, name, hooks in own_hooks(net) if name == "_forward_hooks"]
+    [1]
+    """
+    modules = {id(module) for module in net.modules()}
+    for module in net.modules():
+        names = [name for name in private.HOOK_DICTIONARIES if name in vars(module)]
+        # Other dictionaries say about the same hooks how to call them.
+        own = {
+            key
+            for name in set(names).intersection(private.FORWARD_HOOKS)
+            for key, hook in vars(module)[name].items()
+            if _is_own(hook, modules, libraries)
+        }
+        for name in names:
+            hooks = vars(module)[name].items()
+            yield module, name, OrderedDict((key, hook) for key, hook in hooks if key in own)
+
+
+def _is_own(hook: Any, modules: set[int], libraries: tuple[str, ...]) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if isinstance(hook, types.MethodType) and id(hook.__self__) in modules:
+        return True
+    defined_in = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(defined_in).startswith(libraries)
