@@ -32,6 +32,9 @@ EXPLOSION_LEAST = 1.0
 EXPLOSION_UNITS = 8
 # Where a larger share of the units is as large, none of them is an exception.
 EXPLOSION_SHARE = 0.25
+# At least so many values of a layer are counted for its histogram. Of twice as many, every second
+# value is counted, and so on: no more can be seen in a picture.
+LEAST_COUNTED = 1 << 22
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
 # are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -54,7 +57,8 @@ _MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 class Bars:
     """A histogram: counts in bins of equal width from ``low`` to ``high``, and outside of these.
 
-    ``below`` and ``above`` include infinite values; NaNs are not counted.
+    ``below`` and ``above`` include infinite values; NaNs are not counted. In a large layer, only
+    one of ``every`` values was counted.
     """
 
     counts: tuple[int, ...]
@@ -62,6 +66,7 @@ class Bars:
     high: float
     below: int = 0
     above: int = 0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -229,7 +234,7 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     axis.locator_params(axis="y", nbins=4)
     outside = bars.below + bars.above
     if outside:
-        text = f"{outside:,} outside"
+        text = f"{outside:,} outside" + (f", of 1 in {bars.every:,}" if bars.every > 1 else "")
         axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
     axis.set_gid(f"layer-{layer.label}")
 

@@ -12,6 +12,7 @@ from scio_recorder.display.figure import (
     EXPLOSION_LEAST,
     EXPLOSION_SHARE,
     EXPLOSION_UNITS,
+    LEAST_COUNTED,
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
@@ -149,8 +150,9 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
     if any(one.bars for one in layers):
         yield (
-            '<p class="quiet">All values of a layer. Heights are square roots of counts, so that a '
-            "peak at zero leaves the rest to be seen.</p>"
+            '<p class="quiet">All values of a layer; of a large one, some that are evenly spread. '
+            "Heights are square roots of counts, so that a peak at zero leaves the rest to be seen."
+            "</p>"
         )
     else:
         yield "<p>There are no values to draw.</p>"
@@ -168,14 +170,16 @@ def _figure(summary: LayerSummary) -> str:
     said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
     said += f" from {number_text(bars.low)} to {number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
-    outside = ", ".join(f"{count:,} {side} this range" for count, side in sides if count)
+    told = [f"{count:,} {side} this range" for count, side in sides if count]
+    if bars.every > 1:
+        told.insert(0, f"1 in {bars.every:,} values counted")
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
         f'<a href="{address_of(layer)}">{layer.label}</a> '
         f'<span class="tail">{name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{number_text(bars.low)}</span>'
-        f"<span>{number_text(bars.high)}</span></div><p>{outside}</p></figure>"
+        f"<span>{number_text(bars.high)}</span></div><p>{', '.join(told)}</p></figure>"
     )
 
 
@@ -200,7 +204,10 @@ def _definitions() -> dict[str, str]:
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
         "further than 6 standard deviations from the mean. They may reach a little further in a "
-        "large layer. Values outside are counted below the histogram.",
+        "large layer. Values outside are counted below the histogram. From "
+        f"{2 * LEAST_COUNTED:,} values on, only one in so many is counted, as said below the "
+        "histogram. They are evenly spread over samples, units and positions. All other numbers "
+        "are those of all values.",
     }
 
 

@@ -59,7 +59,7 @@ class Showing(Outlined, Readable):
         -------
         matplotlib.figure.Figure
             Made without pyplot, so it need not be closed. Layers that can't be drawn are named
-            below the figure.
+            below the figure. Histograms are those that `report` describes.
 
         Raises
         ------
@@ -96,7 +96,9 @@ class Showing(Outlined, Readable):
         """Write an HTML page: statistics, histograms, dead and saturated units, the architecture.
 
         The page is one file. You can send it to others, and it opens without an internet
-        connection. Samples on disk are read in parts.
+        connection. Samples on disk are read in parts. The histogram of a layer with at least
+        8,388,608 values counts one in so many, evenly spread; all other numbers are those of all
+        values.
 
         Parameters
         ----------

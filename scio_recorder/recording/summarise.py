@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
-from scio_recorder.display.figure import SATURATION_BOUNDS, Bars, LayerSummary, Values
+from scio_recorder.display.figure import (
+    LEAST_COUNTED,
+    SATURATION_BOUNDS,
+    Bars,
+    LayerSummary,
+    Values,
+)
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import RecorderError
 from scio_recorder.layer import DepthIdx
@@ -22,9 +32,13 @@ from scio_recorder.reductions import (
     Reduction,
 )
 from scio_recorder.reductions.alive import unit_dimension
+from scio_recorder.reductions.binning import Bins, FineBins
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
 from scio_recorder.tensors.threads import one_thread
+
+# Threads that look at parts, while another one reads.
+_THREADS = 2
 
 
 def summarise(
@@ -41,29 +55,84 @@ def summarise(
     bins : int or None
         Number of bins of a histogram; None leaves histograms out.
     """
-    found = []
-    with one_thread(), progress_bar("reading layers", len(labels)) as advance:
-        for label in labels:
-            if label in recording.reductions:
-                found.append(_of_reductions(recording, label))
-            else:
-                found.append(_of_samples(recording, label, bins, advance))
+    stored = [label for label in labels if label not in recording.reductions]
+    surveys: dict[DepthIdx, Survey] = {}
+    with one_thread(), progress_bar("reading layers", len(stored)) as advance:
+        for label, parts in groupby(_surveyed(recording, stored, bins, advance), itemgetter(0)):
+            surveys[label] = functools.reduce(Survey.joined, (survey for _, survey in parts))
             advance(0, 0)
-    return found
+        return [
+            _of_reductions(recording, label)
+            if label in recording.reductions
+            # Without samples there are no parts.
+            else _of_samples(recording, label, surveys.get(label, Survey(0)), bins)
+            for label in labels
+        ]
+
+
+def _surveyed(
+    recording: Readable, labels: Sequence[DepthIdx], bins: int | None, advance: Advance
+) -> Iterator[tuple[DepthIdx, Survey]]:
+    """Yield surveys of all parts in order; later ones are read and looked at meanwhile."""
+    waiting: deque[tuple[DepthIdx, int, Future[Survey]]] = deque()
+
+    def ended() -> tuple[DepthIdx, Survey]:
+        label, num_bytes, task = waiting.popleft()
+        survey = task.result()
+        advance(0, num_bytes, 0)
+        return label, survey
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for label in labels:
+            look, first = _Look(recording, label, bins), None
+            for part in recording.parts(label):
+                task = pool.submit(look, part, first)
+                waiting.append((label, part.nbytes, task))
+                first = first or task
+                if len(waiting) > _THREADS:
+                    yield ended()
+        while waiting:
+            yield ended()
+
+
+class _Look:
+    """Looks at parts of a layer, several at once."""
+
+    def __init__(self, recording: Readable, label: DepthIdx, num_bins: int | None) -> None:
+        kind, samples = recording.architecture[label].type_name, recording[label]
+        self._num_bins = num_bins
+        self._num_samples = len(samples)
+        self._every = _every(samples)
+        self._dimension = unit_dimension(kind, samples.ndim)
+        self._bounds = SATURATION_BOUNDS.get(kind)
+
+    def __call__(self, part: Tensor, first: Future[Survey] | None) -> Survey:
+        """Return the survey of a part; ``first`` is the task that looks at the first one."""
+        survey = Survey(self._dimension, self._bounds)
+        survey.update(part)
+        # The task of the first part began before.
+        bins = self._bins(survey, len(part)) if first is None else first.result().bins
+        if bins is not None:
+            survey.count(part, bins, self._every)
+        return survey
+
+    def _bins(self, first: Survey, num_samples: int) -> Bins | None:
+        """Return bins for all samples, of which those of the first part are known."""
+        if not (self._num_bins and first.span):
+            return None
+        # If others follow, their range can only be guessed.
+        kind = Bins if num_samples == self._num_samples else FineBins
+        return kind(*first.span, self._num_bins)
 
 
 def _of_samples(
-    recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
+    recording: Readable, label: DepthIdx, survey: Survey, bins: int | None
 ) -> LayerSummary:
-    layer = recording.architecture[label]
     samples: Tensor = recording[label]
-    dimension = unit_dimension(layer.type_name, samples.ndim)
-    survey = Survey(dimension, SATURATION_BOUNDS.get(layer.type_name), bins)
-    for part in _read(recording, label, advance):
-        survey.update(part, is_all=len(part) == len(samples))
     values, span, bars = survey.values, survey.span, survey.bars
     if span and bins and bars is None:
-        bars = counted(_read(recording, label, advance), span, bins)
+        # The first part was misleading.
+        bars = counted(recording.parts(label), span, bins, _every(samples))
     lost = recording.relative_errors.get(label)
     notes = (
         ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
@@ -72,7 +141,7 @@ def _of_samples(
         (f"rounded, relative error {lost or 0.0:.1e}", lost),
     )
     return LayerSummary(
-        layer=layer,
+        layer=recording.architecture[label],
         kept="",
         shape=tuple(samples.shape[1:]),
         dtype=dtype_name(samples.dtype),
@@ -85,15 +154,9 @@ def _of_samples(
     )
 
 
-def _read(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
-    """Yield the samples of a layer in parts, and report them; the next is read meanwhile."""
-    parts = recording.parts(label)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        coming = pool.submit(next, parts, None)
-        while (part := coming.result()) is not None:
-            coming = pool.submit(next, parts, None)
-            yield part
-            advance(0, part.nbytes, 0)
+def _every(samples: Tensor) -> int:
+    """Return of how many values one is counted in bins."""
+    return max(1, samples.numel() // LEAST_COUNTED)
 
 
 def _bars(result: HistogramResult) -> Bars:
@@ -119,7 +182,7 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         if isinstance(result, HistogramResult):
             shown["bars"] = _bars(result)
         if isinstance(result, AliveResult):
-            units = units_of(result, 0)
+            units = units_of(result.dead, result.max_abs, result.saturated, 0)
         warnings += _troubles(kind, result)
         if not shown and units is None:
             notes.append(f"{kind} is not drawn")

@@ -1,9 +1,9 @@
-"""Running statistics and histograms of all values of a layer, a block at a time."""
+"""Running statistics and histograms of all values of a layer, a piece at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,28 +15,39 @@ from scio_recorder.display.figure import (
     EXPLOSION_LEAST,
     EXPLOSION_SHARE,
     EXPLOSION_UNITS,
+    SATURATION_SHARE,
     Bars,
     Units,
     Values,
 )
-from scio_recorder.reductions.alive import Alive, AliveResult, with_units
+from scio_recorder.reductions.alive import Bounds, is_at_bound, is_dead
 from scio_recorder.reductions.base import join_means
-from scio_recorder.reductions.binning import Bins, FineBins, is_exact_in_float32
+from scio_recorder.reductions.binning import Bins, is_exact_in_float32
 from scio_recorder.reductions.histogram import widened
-from scio_recorder.tensors.threads import for_each
 
-# Values that are processed together, so that they stay in the cache.
-_BLOCK = 1 << 17
+# Values that are processed together: while all is computed from them, they and their temporaries
+# stay in the last cache. With smaller pieces, threads would spend their time waiting for each other
+# between the calls.
+_PIECE = 1 << 19
+# From this length on, a dimension is not short.
+_LONG = 256
 # Bins reach no further from the mean than this number of standard deviations.
 _REACH = 6.0
+# Values that are counted in bins are taken in runs of neighbours, since reading single ones from
+# memory would take as long as reading all of them.
+_RUN = 64
+_GOLDEN = (math.sqrt(5) - 1) / 2
+# If the squares about zero exceed those about the mean by more than this factor, these are not
+# taken as a difference of the former, which loses as many digits.
+_MOST_LOST = 16.0
 
 
-def counted(parts: Iterable[Tensor], span: tuple[float, float], bins: int) -> Bars:
-    """Count the values of all parts in bins over a range, except for NaNs."""
-    counts = _Counts(Bins(*span, bins))
+def counted(parts: Iterable[Tensor], span: tuple[float, float], bins: int, every: int) -> Bars:
+    """Count values of all parts, one of `every` of them, in bins over a range, except for NaNs."""
+    counts = _Counts(Bins(*span, bins), every)
     for part in parts:
         counts.update(part)
-    bars = counts.bars(span)
+    bars = counts.shown(span)
     assert bars is not None
     return bars
 
@@ -50,66 +61,89 @@ class Survey:
         The dimension of [samples, ...] along which units lie; 0 to treat everything as one unit.
     bounds : (float or None, float or None), optional
         The bounds at which the layer saturates.
-    num_bins : int, optional
-        Number of bins of a histogram.
     """
 
-    def __init__(
-        self,
-        dimension: int,
-        bounds: tuple[float | None, float | None] | None = None,
-        num_bins: int | None = None,
-    ) -> None:
+    def __init__(self, dimension: int, bounds: Bounds | None = None) -> None:
         self._dimension = dimension
-        self._alive = Alive(dimension or 1, bounds)
-        self._total = self._count = self._nans = self._below = self._above = self._zeros = 0
-        self._samples = 0
+        self._bounds = bounds
+        self._samples = self._total = self._count = 0
+        self._nans = self._below = self._above = self._zeros = 0
         self._mean = self._squares = 0.0
         self._low, self._high = math.inf, -math.inf
-        self._num_bins = num_bins
+        # By unit.
+        self._lows = torch.empty(0, device="cpu")
+        self._highs = self._at_bound = self._lows
         self._counts: _Counts | None = None
 
-    def update(self, part: Tensor, *, is_all: bool = False) -> None:
-        """Add samples [some, ...]; ``is_all`` says that there are no others."""
-        is_first = not self._samples
+    def update(self, part: Tensor) -> None:
+        """Add samples [some, ...]."""
+        values = _by_unit(part.detach().cpu(), self._dimension)
+        if not self._samples:
+            ends = torch.tensor([[math.inf], [-math.inf]], dtype=torch.float64, device="cpu")
+            self._lows, self._highs = ends.repeat(1, values.shape[1])
+            self._at_bound = torch.zeros(values.shape[1], dtype=torch.int64, device="cpu")
         self._samples += len(part)
-        looks = [self._look_at] if self._counts is None else [self._look_at, self._counts.update]
-        for_each(lambda look: look(part), looks, threads=2)
-        if is_first and self._num_bins and self.span:
-            # Others follow, whose range can only be guessed.
-            kind = Bins if is_all else FineBins
-            self._counts = _Counts(kind(*self.span, self._num_bins))
-            self._counts.update(part)
+        # Fresh memory for each piece would take longer than what is computed in it.
+        scratch = torch.empty(min(_PIECE, part.numel()), dtype=torch.float64, device="cpu")
+        for units, piece in _pieces(values):
+            self._take(units, _as_floats(piece), scratch)
 
-    def _look_at(self, part: Tensor) -> None:
-        for block in _blocks(part):
-            if block.numel():
-                self._alive.update(with_units(block, self._dimension))
-                # One sample may be larger than the cache.
-                for values in torch.split(block.flatten(), _BLOCK):
-                    self._take(values)
-
-    def _take(self, values: Tensor) -> None:
-        low, high = map(float, values.aminmax())
-        self._total += values.numel()
+    def _take(self, units: slice, piece: Tensor, scratch: Tensor) -> None:
+        """Add values [rows, units, positions] of some units."""
+        lows, highs = _of_units(torch.amin, piece), _of_units(torch.amax, piece)
+        self._lows[units] = torch.minimum(self._lows[units], lows)
+        self._highs[units] = torch.maximum(self._highs[units], highs)
+        if self._bounds is not None:
+            self._at_bound[units] += is_at_bound(piece, self._bounds).sum((0, 2))
+        values = piece.flatten()
+        self._total += len(values)
+        low, high = float(lows.min()), float(highs.max())
         # Both are finite only if everything is.
         if not (math.isfinite(low) and math.isfinite(high)):
             self._nans += int(values.isnan().sum())
             self._below += int(values.isneginf().sum())
             self._above += int(values.isposinf().sum())
             values = values[values.isfinite()]
-            if not values.numel():
+            if not len(values):
                 return
             low, high = map(float, values.aminmax())
         self._low, self._high = min(self._low, low), max(self._high, high)
-        # NumPy counts several times faster.
-        self._zeros += int(np.count_nonzero(values.numpy() == 0))
-        away = values.to(torch.float64, copy=True)
-        mean = float(away.mean())
-        self._mean, apart = join_means(self._count, self._mean, values.numel(), mean)
-        away -= mean
-        self._squares += float(away @ away) + apart * apart
-        self._count += values.numel()
+        if low <= 0 <= high:
+            # NumPy counts several times faster.
+            self._zeros += int(np.count_nonzero(values.numpy() == 0))
+        self._join_moments(len(values), *_moments(scratch[: len(values)].copy_(values)))
+
+    def count(self, part: Tensor, bins: Bins, every: int) -> None:
+        """Count values of samples [some, ...], one of `every` of them, in bins."""
+        self._counts = _Counts(bins, every)
+        self._counts.update(part)
+
+    def joined(self, other: Survey) -> Survey:
+        """Add a survey of other samples of the layer, and return this one."""
+        self._samples += other._samples
+        self._total += other._total
+        self._nans += other._nans
+        self._below += other._below
+        self._above += other._above
+        self._zeros += other._zeros
+        self._low, self._high = min(self._low, other._low), max(self._high, other._high)
+        self._lows = torch.minimum(self._lows, other._lows)
+        self._highs = torch.maximum(self._highs, other._highs)
+        self._at_bound = self._at_bound + other._at_bound
+        self._join_moments(other._count, other._mean, other._squares)
+        if self._counts is not None and other._counts is not None:
+            self._counts.join(other._counts)
+        return self
+
+    def _join_moments(self, count: int, mean: float, squares: float) -> None:
+        self._mean, apart = join_means(self._count, self._mean, count, mean)
+        self._squares += squares + apart * apart
+        self._count += count
+
+    @property
+    def bins(self) -> Bins | None:
+        """The bins in which values were counted, if any."""
+        return self._counts.bins if self._counts else None
 
     @property
     def values(self) -> Values:
@@ -139,13 +173,20 @@ class Survey:
     @property
     def units(self) -> Units | None:
         """Facts about units; None if there were fewer than two samples, or no values."""
-        is_known = self._samples > 1 and self._total > 0
-        return units_of(self._alive.compute(), self._dimension) if is_known else None
+        if self._samples < 2 or not self._total:
+            return None
+        count = self._total // len(self._lows)
+        dead = is_dead(count, self._lows, self._highs)
+        max_abs = torch.maximum(self._lows.abs(), self._highs.abs())
+        saturated = None
+        if self._bounds is not None:
+            saturated = self._at_bound.double() / count >= SATURATION_SHARE
+        return units_of(dead, max_abs, saturated, self._dimension)
 
     @property
     def bars(self) -> Bars | None:
         """The histogram; None without bins or values, and if the first part was misleading."""
-        return self._counts.bars(self.span) if self._counts and self.span else None
+        return self._counts.shown(self.span) if self._counts and self.span else None
 
     @property
     def span(self) -> tuple[float, float] | None:
@@ -158,41 +199,67 @@ class Survey:
 
 
 class _Counts:
-    """The numbers of values in bins."""
+    """The numbers of values in bins, of all values or of one among so many."""
 
-    def __init__(self, bins: Bins) -> None:
-        self._bins = bins
+    def __init__(self, bins: Bins, every: int) -> None:
+        self.bins = bins
+        self._every = every
         self._tally = torch.zeros(len(bins.edges) + 1, dtype=torch.int64, device="cpu")
 
     def update(self, part: Tensor) -> None:
         """Add values [some, ...]."""
-        for block in _blocks(part):
-            for values in torch.split(block.flatten(), _BLOCK):
-                self._tally += self._bins.tally(values)
+        for values in torch.split(spread(part.detach().flatten(), self._every).cpu(), _PIECE):
+            self._tally += self.bins.tally(_as_floats(values))
 
-    def bars(self, span: tuple[float, float]) -> Bars | None:
+    def join(self, other: _Counts) -> None:
+        """Add the numbers in the same bins of other values."""
+        self._tally += other._tally
+
+    def shown(self, span: tuple[float, float]) -> Bars | None:
         """Return counts in bins over a range; None if fine bins can't be joined to these."""
-        joined = self._bins.joined(self._tally, *span)
+        joined = self.bins.joined(self._tally, *span)
         if joined is None:
             return None
         tally, low, high = joined
         below, *counts, above = tally.tolist()
-        return Bars(tuple(counts), low, high, below, above)
+        return Bars(tuple(counts), low, high, below, above, self._every)
 
 
-def units_of(result: AliveResult, dimension: int) -> Units:
+def spread(values: Tensor, every: int) -> Tensor:
+    """Return one of so many values [n], evenly spread, in runs of neighbours.
+
+    Places follow no period, so that each unit and each position has its share.
+
+    Examples
+    --------
+    >>> spread(torch.arange(1280), 5)[::64]
+    tensor([   0,  512,  704, 1216])
+    """
+    if every == 1:
+        return values
+    runs = values[: len(values) - len(values) % _RUN].view(-1, _RUN)
+    groups = torch.arange(len(runs) // every, device="cpu")
+    # The multiples of the golden ratio are spread most evenly over the fractions.
+    places = groups * every + (groups.double() * _GOLDEN % 1 * every).long()
+    return runs[places].flatten()
+
+
+def units_of(dead: Tensor, max_abs: Tensor, saturated: Tensor | None, dimension: int) -> Units:
     """Return the number of units, and the numbers of those that do nothing.
 
     Parameters
     ----------
-    result : AliveResult
-        The activity of each unit.
+    dead : Tensor
+        Whether a unit has only one value, [units].
+    max_abs : Tensor
+        The largest absolute value of each.
+    saturated : Tensor or None
+        Whether it is saturated; None if its function has no bounds.
     dimension : int
         The dimension of [samples, ...] along which they lie; 0 if there is none.
     """
-    dead, saturated = result.dead, result.saturated
-    zero = int((dead & (result.max_abs == 0)).sum())
-    exploding, excess = _exploding(result)
+    zero = int((dead & (max_abs == 0)).sum())
+    exploding, excess = _exploding(dead, max_abs)
     return Units(
         dead.numel(),
         dimension,
@@ -204,11 +271,11 @@ def units_of(result: AliveResult, dimension: int) -> Units:
     )
 
 
-def _exploding(result: AliveResult) -> tuple[tuple[int, ...], float]:
+def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
     """Return which units exceed the median one by far, and by which factor the first one does."""
     # Units that do nothing have no share in what is usual, nor have infinities.
-    size = result.max_abs.double().flatten()
-    usual = size[~result.dead.flatten() & size.isfinite() & (size > 0)]
+    size = max_abs.double().flatten()
+    usual = size[~dead.flatten() & size.isfinite() & (size > 0)]
     if len(usual) < EXPLOSION_UNITS:
         return (), 0.0
     median = float(usual.median())
@@ -221,10 +288,49 @@ def _exploding(result: AliveResult) -> tuple[tuple[int, ...], float]:
     return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
 
 
-def _blocks(part: Tensor) -> Iterator[Tensor]:
-    """Yield samples a bounded number of values at a time, on the CPU, in float32 or float64."""
-    rows = max(1, _BLOCK // max(1, part.shape[1:].numel()))
-    for start in range(0, len(part), rows):
-        block = part[start : start + rows].detach().cpu()
-        block = block.abs() if block.is_complex() else block
-        yield block.to(torch.float32 if is_exact_in_float32(block.dtype) else torch.float64)
+def _by_unit(part: Tensor, dimension: int) -> Tensor:
+    """Return samples as values [rows, units, positions]; without units all belong to one."""
+    shape = part.shape
+    if not dimension:
+        return part.reshape(1, 1, part.numel())
+    return part.reshape(shape[:dimension].numel(), shape[dimension], shape[dimension + 1 :].numel())
+
+
+def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield pieces of values [rows, units, positions], and the units of each."""
+    _, units, positions = values.shape
+    if not values.numel():
+        return
+    # One row may be larger than a piece, and so may one unit of it.
+    some = max(1, _PIECE // positions)
+    for rows in torch.split(values, max(1, _PIECE // (units * positions))):
+        for first in range(0, units, some):
+            chosen = slice(first, first + some)
+            for piece in torch.split(rows[:, chosen], _PIECE, 2):
+                yield chosen, piece
+
+
+def _of_units(extreme: Callable[[Tensor, int], Tensor], piece: Tensor) -> Tensor:
+    """Return the extreme of each unit of values [rows, units, positions]."""
+    # Along a short last dimension, reducing takes several times as long as along the first.
+    first = 2 if piece.shape[2] >= _LONG else 0
+    return extreme(extreme(piece, first), 0 if first else 1)
+
+
+def _as_floats(values: Tensor) -> Tensor:
+    """Return real values in float32 if that holds them, else in float64."""
+    values = values.abs() if values.is_complex() else values
+    return values.to(torch.float32 if is_exact_in_float32(values.dtype) else torch.float64)
+
+
+def _moments(values: Tensor) -> tuple[float, float]:
+    """Return the mean of finite values [n] in float64, and the squares about it; change them."""
+    total = float(values.sum())
+    mean = total / len(values)
+    squares = float(values @ values)
+    around = squares - total * mean
+    # Also if one of them overflows.
+    if not around > squares / _MOST_LOST:
+        values -= mean
+        around = float(values @ values)
+    return mean, around

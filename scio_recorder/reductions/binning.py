@@ -90,7 +90,7 @@ class Bins:
 
     def _computed(self, values: Tensor) -> Tensor:
         places = values.to(torch.float64, copy=True).mul_(self._per_bin).add_(self._shift)
-        return places.clamp_(0, self._count + 1).nan_to_num_(nan=self._count + 2).long()
+        return places.clamp_(0, self._count + 1).nan_to_num_(nan=self._count + 2).int()
 
     def _searched(self, values: Tensor) -> Tensor:
         edges, values = self.edges.to(values.device), values.double().contiguous()

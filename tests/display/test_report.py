@@ -317,6 +317,20 @@ def test_each_row_shows_its_own_layer(tmp_path: Path) -> None:
         assert row["Dead"].startswith("0" if wanted["dead"] == 0 else str(wanted["dead"]))
 
 
+def test_a_large_layer_says_that_not_all_of_its_values_were_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scio_recorder.recording.summarise.LEAST_COUNTED", 10_000)
+    samples = torch.zeros(8, 9000)
+    samples[:, ::100] = 9.0
+    page = of(samples).report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert re.search(r"<p>1 in 7 values counted, \d+ above this range</p>", page)
+    (axis,) = of(samples).plot().axes
+    assert any(text.get_text().endswith(" outside, of 1 in 7") for text in axis.texts)
+    page = of(samples[:2]).report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "values counted" not in page.partition("Definitions</h2>")[0]
+
+
 def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
     page = small_recording().report(tmp_path / "page.html").read_text(encoding="utf-8")
     assert list(table_of(page)[0])[3:6] == ["NaN", "Inf", "Dead"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, Recording, reductions
 from scio_recorder.display.figure import LayerSummary
+from scio_recorder.recording import summarise as summarising
 from scio_recorder.recording import survey
 from scio_recorder.recording.summarise import summarise
 
@@ -31,7 +32,7 @@ def of(samples: Tensor, net: nn.Module | None = None, **options: object) -> Laye
 
 @pytest.fixture(params=[1 << 21, 5], ids=["whole", "blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "_BLOCK", request.param)
+    monkeypatch.setattr(survey, "_PIECE", request.param)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -39,6 +40,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     "samples",
     [
         torch.randn(10, 4, 5) * 3 + 1000,
+        torch.randn(40, 5, dtype=torch.float64) + 1e7,
         torch.randn(10),
         torch.randn(10, 6).relu(),
         torch.randn(10, 4).bfloat16(),
@@ -49,7 +51,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         torch.tensor([[1e-150, 1e150], [3e150, -1e150]], dtype=torch.float64),
     ],
     ids=[
-        *("floats", "0-d", "zeros", "bfloat16", "integers", "booleans", "complex", "equal"),
+        *("floats", "far", "0-d", "zeros", "bfloat16", "integers", "booleans", "complex", "equal"),
         "wide",
     ],
 )
@@ -185,6 +187,43 @@ def test_a_first_part_that_misleads(first: float, monkeypatch: pytest.MonkeyPatc
     check_bars(found, samples)
 
 
+@pytest.mark.parametrize("period", [1, 7, 14, 64, 7 * 64, 21 * 64, 768])
+def test_of_a_large_layer_evenly_spread_values_are_counted(
+    period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Places that followed a period would meet one unit, or one position, each time."""
+    samples = torch.randn(60, 7168, generator=torch.Generator().manual_seed(0))
+    # One value of each period is far away, as a unit of a language model may be.
+    samples.view(-1)[::period] += 20.0
+    monkeypatch.setattr(summarising, "LEAST_COUNTED", samples.numel() // 7)
+    found, reads = reads_of(samples, monkeypatch)
+    bars, whole = found.bars, samples.double().numpy()
+    assert reads == 1
+    assert bars is not None
+    assert bars.every == 7
+    counts, _ = np.histogram(whole, bins=7, range=(bars.low, bars.high))
+    total = sum(bars.counts) + bars.below + bars.above
+    assert total == pytest.approx(whole.size / 7, rel=0.02)
+    np.testing.assert_allclose(np.array(bars.counts) / total, counts / whole.size, atol=0.01)
+    assert bars.above / total == pytest.approx((whole > bars.high).mean(), abs=0.01)
+    # All else is exact.
+    assert (found.values.low, found.values.high) == (whole.min(), whole.max())
+    assert found.values.mean == pytest.approx(whole.mean(), rel=1e-12)
+    assert found.values.std == pytest.approx(whole.std(ddof=1), rel=1e-12)
+
+
+def test_values_are_counted_evenly_after_a_misleading_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = torch.randn(100, 6400, generator=torch.Generator().manual_seed(0))
+    samples[:10] = 0.0
+    monkeypatch.setattr(summarising, "LEAST_COUNTED", samples.numel() // 3)
+    found, reads = reads_of(samples, monkeypatch)
+    assert reads == 2
+    assert found.bars is not None
+    assert found.bars.every == 3
+    counted = sum(found.bars.counts) + found.bars.below + found.bars.above
+    assert counted == pytest.approx(samples.numel() / 3, rel=0.02)
+
+
 @pytest.mark.usefixtures("blocks")
 def test_dead_units_are_those_that_never_change() -> None:
     samples = torch.randn(10, 6, 2, 2)
@@ -194,6 +233,17 @@ def test_dead_units_are_those_that_never_change() -> None:
     units = of(samples).units
     assert units is not None
     assert (units.count, units.dimension, units.zero, units.constant, units.dead) == (6, 1, 2, 1, 3)
+
+
+def test_units_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = torch.rand(400, 12).atanh()
+    samples[:, 1], samples[:, 2], samples[3:, 3], samples[:, 4] = 0.0, 0.5, 9.0, 9.0
+    samples[200, 4], samples[::2, 5], samples[399, 2] = 0.0, 9.0, 0.25
+    recording = kept(samples, nn.Tanh())
+    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", samples.nbytes // 20)
+    units = summarise(recording, [(0, 1)], bins=None)[0].units
+    assert units is not None
+    assert (units.count, units.zero, units.constant, units.saturated) == (12, 1, 0, 2)
 
 
 def test_one_sample_says_nothing_of_dead_units() -> None:
