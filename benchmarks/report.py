@@ -1,12 +1,14 @@
 """A page of a recording on disk: time and memory, compared with one verified read.
 
 Each arm is a fresh process, which measures itself; the arms take turns. Files are in the system's
-cache, so that reading costs what it costs at most once it waits for no disk.
+cache, so that reading waits for no disk. With ``--cold``, they leave the cache before each arm.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -53,29 +55,44 @@ def collected(folder: str, gigabytes: float) -> int:
     return sum(recording[label].nbytes for label in recording)
 
 
-def main(gigabytes: float, rounds: int) -> None:
+def drop(folder: Path) -> None:
+    """Let the system forget the files of a folder, which it would otherwise read from memory."""
+    os.sync()
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def main(gigabytes: float, rounds: int, *, is_cold: bool) -> None:
     """Print one table."""
     spent: dict[str, list[list[float]]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         num_bytes = collected(f"{folder}/run", gigabytes)
         for _ in range(rounds):
             for name, what in ARMS.items():
+                if is_cold:
+                    drop(Path(folder, "run"))
                 program = [sys.executable, "-c", PROGRAM.format(what=what), f"{folder}/run"]
                 result = subprocess.run(program, capture_output=True, text=True, check=True)
                 spent[name].append(json.loads(result.stdout))
-    print(f"{num_bytes / 1e9:.1f} GB, medians of {rounds} rounds")
-    print(f"{'':<20}{'time / read':>12}{'processor / read':>18}{'processor, s/GB':>17}{'MB':>6}")
+    where = "from the disk" if is_cold else "from the system's cache"
+    print(f"{num_bytes / 1e9:.1f} GB {where}, medians of {rounds} rounds")
+    print(f"{'':<20}{'s/GB':>8}{'/ read':>8}{'processor, s/GB':>17}{'/ read':>8}{'MB':>6}")
     base = spent["one verified read"]
     for name, rows in spent.items():
-        ratios = [
-            statistics.median(row[at] / one[at] for row, one in zip(rows, base, strict=True))
-            for at in (0, 1)
-        ]
-        per_gb = statistics.median(row[1] for row in rows) / num_bytes * 1e9
-        most = max(row[2] for row in rows)
-        print(f"{name:<20}{ratios[0]:12.1f}{ratios[1]:18.1f}{per_gb:17.2f}{most:6.0f}")
+        print(f"{name:<20}", end="")
+        for at, width in ((0, 8), (1, 17)):
+            per_gb = statistics.median(row[at] for row in rows) / num_bytes * 1e9
+            ratio = statistics.median(a[at] / b[at] for a, b in zip(rows, base, strict=True))
+            print(f"{per_gb:{width}.2f}{ratio:8.1f}", end="")
+        print(f"{max(row[2] for row in rows):6.0f}")
 
 
 if __name__ == "__main__":
-    given = [float(word) for word in sys.argv[1:]]
-    main(given[0] if given else 1.0, int(given[1]) if len(given) > 1 else 5)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gigabytes", type=float, nargs="?", default=1.0)
+    parser.add_argument("rounds", type=int, nargs="?", default=5)
+    parser.add_argument("--cold", action="store_true")
+    given = parser.parse_args()
+    main(given.gigabytes, given.rounds, is_cold=given.cold)
