@@ -259,7 +259,9 @@ def _held(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.layout is not torch.strided:
         yield tensor.to_dense()
     elif _has_memory(tensor):
-        yield tensor.as_subclass(Tensor).resolve_conj().resolve_neg()
+        # A wrapper that does not say what it holds gives its values as a view. Torch 2.8 can't make
+        # such a wrapper plain by itself.
+        yield tensor.view_as(tensor).as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
 def _has_memory(tensor: Tensor) -> bool:
