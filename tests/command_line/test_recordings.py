@@ -360,7 +360,7 @@ def interrupted(arguments, *, path=None, by=signal.SIGINT):
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(by)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=600)
     return process.returncode, said
 
 

@@ -200,7 +200,7 @@ def test_parts(traffic, place, rnet):
 
 def test_rows_in_any_order_are_asked_for_at_once(traffic, place, rnet):
     recording = rnet.collect(DATA, store=Disk(f"s3://{place}", chunk_bytes=1), progress=False)
-    waiting = threading.Barrier(len(DATA), timeout=20)
+    waiting = threading.Barrier(len(DATA), timeout=300)
 
     def wait_for_others(number: int, method: str, path: str) -> str:
         waiting.wait()
@@ -226,7 +226,7 @@ def test_loading_in_processes_that_are_forked(place, rnet, workers):
         batch_size=None,
         num_workers=workers,
         multiprocessing_context="fork" if workers else None,
-        timeout=60 if workers else 0,
+        timeout=600 if workers else 0,
     )
     rows = torch.cat(list(loader))
     wanted = expected(rnet, DATA)[rnet.architecture.resolve("0")]

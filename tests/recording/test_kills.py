@@ -186,7 +186,7 @@ def test_an_exception_in_the_loop_leaves_whole_commits_and_no_thread(kind, monke
     append, raising = RunWriter.append, threading.Event()
 
     def late(self, *arguments, **keywords):
-        assert raising.wait(60)
+        assert raising.wait(300)
         time.sleep(0.02)
         append(self, *arguments, **keywords)
 
@@ -247,7 +247,7 @@ def test_the_state_is_that_of_the_samples_committed_with_it(monkeypatch, tmp_pat
     append, states = RunWriter.append, []
 
     def late(self, *arguments, state, **keywords):
-        assert reduced_twice.wait(60)
+        assert reduced_twice.wait(300)
         append(self, *arguments, state=state, **keywords)
         states.append(state.tensors[0].clone())
 

@@ -271,7 +271,7 @@ def verdicts(tmp_path_factory) -> dict[str, str]:
         [sys.executable, "-c", GUARDED, *map(str, paths.values())],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         check=False,

@@ -179,7 +179,7 @@ def open_meanwhile(path: Path, stop: int, go_on_at: int) -> None:
         counts[own] += 1
         if own is filling and counts[own] == stop + 1:
             stopped.set()
-            assert going_on.wait(60)
+            assert going_on.wait(300)
         elif own is not filling and counts[own] == go_on_at + 1:
             going_on.set()
             filling.join()
@@ -187,7 +187,7 @@ def open_meanwhile(path: Path, stop: int, go_on_at: int) -> None:
 
     with intercepted(act):
         filling.start()
-        assert stopped.wait(60)
+        assert stopped.wait(300)
         try:
             RunReader(path).close()
         finally:
