@@ -292,7 +292,7 @@ def check_static_flow(
     Parameters
     ----------
     net : torch.nn.Module
-        The net. It is not changed, and its hooks are not run.
+        The net. It is not changed, and its user's hooks are not run.
     args, kwargs : tuple, dict
         Its inputs.
     mode : str

@@ -233,7 +233,8 @@ _Labelled = tuple[ModelStatistics, Architecture, _CallTrace, Flow]
 def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     failure: _DryRunError | None = None
     in_step = is_sharded(net)
-    # Hooks may have side effects, so they are left out, unless the net can't run without them.
+    # The user's hooks may have side effects, so they are left out, unless the net can't run without
+    # them.
     # Gradients cost memory, so they are off, unless the net itself differentiates something.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     hooks = (False, True) if has_hooks and not in_step else (False,)
