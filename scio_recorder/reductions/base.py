@@ -112,6 +112,11 @@ class Reduction(abc.ABC):
         """Whether `update` looks at the loader's batch; your own reduction may."""
         return True
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the result has an entry for each row, so that what is known of rows is kept."""
+        return False
+
     def overall(self, result: Any) -> dict[str, float]:
         """Return statistics of all values together, for tables and pages.
 

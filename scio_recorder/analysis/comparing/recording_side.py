@@ -184,9 +184,7 @@ def _run_of(places: list[int]) -> slice | list[int]:
 def _place_of_digest(given: Reduction | list[Reduction]) -> int | None:
     several = given if isinstance(given, list) else [given]
     # Digests by class have lost the order of the samples.
-    found = (
-        at for at, one in enumerate(several) if isinstance(one, Digest) and not one.reads_batch
-    )
+    found = (at for at, one in enumerate(several) if isinstance(one, Digest) and one.keeps_rows)
     return next(found, None)
 
 

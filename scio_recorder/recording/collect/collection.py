@@ -257,7 +257,7 @@ class Collection:
         current, self._calls = self._current, {}
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
-        if self.store is not None:
+        if self.store is not None or self.options.keeps_rows:
             self._row_columns.put(current, len(self._writer.sample_ids), self.feed.number)
         try:
             output = run()

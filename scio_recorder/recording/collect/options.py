@@ -74,6 +74,9 @@ class Options:
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
                 )
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
+        several = (each if isinstance(each, list) else [each] for each in self.reductions.values())
+        # Whether a result has an entry for each row, which says nothing without the row's sample.
+        self.keeps_rows = any(one.keeps_rows for each in several for one in each)
 
     def check_mergeable(self) -> None:
         """Refuse reductions whose states for different parts of the data can't be merged."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scio_recorder import Nodes, Recorder, Tokens, compare
+from scio_recorder import Nodes, Recorder, Tokens, compare, open_recording
 from scio_recorder.errors import ComparisonError, FlowError
+from scio_recorder.reductions import Digest, Mean
 from tests.analysis.comparing.faults import batches, make_net, planted
 from tests.analysis.comparing.test_compare import recorder
 
@@ -387,6 +389,29 @@ def test_recordings_of_tokens() -> None:
     plain = one.collect(texts(8), progress=False)
     with pytest.raises(ComparisonError, match="the reference has a row for each token"):
         compare(reference, plain)
+
+
+def test_digests_of_tokens(tmp_path: Path) -> None:
+    net = Tagger()
+    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    two.net.mix.bias.data[1] += 1
+    for rnet in (one, two):
+        rnet.record("?*")
+    options: Any = {"rows": Tokens(), "reduce": Digest(), "store": None, "progress": False}
+    sums, others = (rnet.collect(texts(8), **options) for rnet in (one, two))
+    assert compare(sums, one, texts(8), rows=Tokens()).first is None
+    sums.save(tmp_path / "sums")
+    for reference in (sums, open_recording(tmp_path / "sums")):
+        for difference in (
+            compare(reference, others),
+            compare(reference, two, texts(8), rows=Tokens()),
+        ):
+            assert difference.first is not None
+            assert difference.first.layer.name == "mix"
+            assert difference["mix"].num_different == 9
+            assert difference["embed"].num_different == 0
+    # Other summaries say nothing about single rows: of these nothing is kept.
+    assert not one.collect(texts(8), **options | {"reduce": Mean()}).rows
 
 
 def test_nodes() -> None:
