@@ -48,7 +48,7 @@ class RecordingSide:
         self.digests = frozenset(self._digests)
         self.labels = (*recording.stored, *self._digests)
         if not self.labels:
-            kinds = sorted({type(one).__name__ for one in _flat(reduced.values())})
+            kinds = sorted({_kind_of(one) for one in _flat(reduced.values())})
             raise ComparisonError(
                 f"the {what} holds {', '.join(kinds) or 'no layers'}, which say nothing about "
                 "single samples: collect samples, or reduce=scio_recorder.reductions.Digest()"
@@ -186,6 +186,11 @@ def _place_of_digest(given: Reduction | list[Reduction]) -> int | None:
     # Digests by class have lost the order of the samples.
     found = (at for at, one in enumerate(several) if isinstance(one, Digest) and one.keeps_rows)
     return next(found, None)
+
+
+def _kind_of(one: Reduction) -> str:
+    by_label = isinstance(one, Digest) and not one.keeps_rows
+    return "Digest with by=" if by_label else type(one).__name__
 
 
 def _flat(values: Any) -> Iterator[Reduction]:
