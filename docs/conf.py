@@ -92,11 +92,13 @@ def write_texts(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.name != "html":
         return
     main = re.compile('<article role="main".*?</article>', re.DOTALL)
-    marks = re.compile("<(script|style).*?</\\1>|<[^>]*>", re.DOTALL)
+    unseen = re.compile('<(script|style).*?</\\1>|<a class="headerlink".*?</a>', re.DOTALL)
+    # Tags inside a line stand between letters that belong together, as in highlighted code.
+    inline, block = re.compile("</?(a|code|em|span|strong)\\b[^>]*>"), re.compile("<[^>]*>")
     site, texts = Path(app.outdir), {}
     for page in sorted(site.rglob("*.html")):
         if found := main.search(page.read_text(encoding="utf-8")):
-            text = html.unescape(marks.sub(" ", found[0]))
+            text = html.unescape(block.sub(" ", inline.sub("", unseen.sub(" ", found[0]))))
             texts[page.relative_to(site).as_posix()] = " ".join(text.split())
     (site / "_static" / "page_texts.js").write_text(f"PAGE_TEXTS = {json.dumps(texts)};")
 

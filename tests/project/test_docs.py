@@ -153,6 +153,8 @@ def search_knows_what_pages_say(site: Path) -> None:
     script = (site / "_static" / "page_texts.js").read_text(encoding="utf-8")
     texts = json.loads(script.removeprefix("PAGE_TEXTS = ").removesuffix(";"))
     assert "Mahalanobis distance" in texts["how-to/out-of-distribution.html"]
-    assert not [page for page, text in texts.items() if "<p>" in text]
+    assert "run to its end. extract stops it" in texts["how-to/stopping-early.html"]
+    assert "rnet.extract(torch.randn(8, 16))" in texts["how-to/stopping-early.html"]
+    assert not [page for page, text in texts.items() if "<p>" in text or "¶" in text]
     search = (site / "search.html").read_text(encoding="utf-8")
     assert "search_in_files.js" in search
