@@ -335,7 +335,10 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.stores.disk_format.reader import RunReader
 
     reports = []
-    with RunReader(recording_at(parsed.path)) as reader, progress_bar("verifying", None) as advance:
+    with (
+        RunReader(recording_at(parsed.path)) as reader,
+        progress_bar("verifying files", None) as advance,
+    ):
         for one in reader.verify():
             reports.append(one)
             advance(0, one.num_bytes)

@@ -43,7 +43,7 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     Parameters
     ----------
     what : str
-        The work, such as "collecting".
+        The work and its steps, such as "collecting batches".
     total : int or None
         The number of steps; None if it is not known.
     is_wanted : bool, default True

@@ -141,7 +141,7 @@ class Collecting(Reading):
             activation_postproc,
             resume,
         )
-        bar = progress_bar("collecting", feed.num_batches, is_wanted=progress)
+        bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
             return self._go_through(collection, bar, stop_early=stop_early)
 

@@ -314,12 +314,12 @@ def fail(*arguments):
 def test_a_pipe_gets_lines_about_long_work(capsys, monkeypatch):
     monkeypatch.setattr("scio_recorder.command_line.commands.SECONDS", 0.0)
     assert main(with_data("loader")) == 0
-    assert "collecting 4/" in capsys.readouterr().err
+    assert "collecting batches 4/" in capsys.readouterr().err
     for command in ("inspect", "report"):
         assert main([command, "run"]) == 0
         assert "reading layers 1/1" in capsys.readouterr().err
     assert main(["verify", "run"]) == 0
-    assert "verifying 1/?, " in capsys.readouterr().err
+    assert "verifying files 1/?, " in capsys.readouterr().err
 
 
 SLOW = """

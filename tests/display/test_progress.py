@@ -140,10 +140,19 @@ def test_lines_where_they_are_wanted(capfd: pytest.CaptureFixture[str]) -> None:
     assert read[1].startswith("reading 1/?, ")
     assert all(line.endswith("B/s, 2.0 MB") for line in read)
     # Of 3 and 2 samples with 6 numbers each.
-    assert collected[0].startswith("collecting 1/2, ")
+    assert collected[0].startswith("collecting batches 1/2, ")
     assert collected[0].endswith(" samples/s, 72 bytes")
-    assert collected[1].startswith("collecting 2/2, ")
+    assert collected[1].startswith("collecting batches 2/2, ")
     assert collected[1].endswith(" samples/s, 120 bytes")
+
+
+def test_lines_count_the_passes_that_others_run(capfd: pytest.CaptureFixture[str]) -> None:
+    rnet = recorder("0")
+    with progress.lines_every(0.0), rnet.collecting(progress=True):
+        for batch in batches(3, 2):
+            rnet.net(batch)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(", ")[0] for line in said] == [f"collecting passes {n}/?" for n in (1, 2)]
 
 
 def test_lines_come_no_more_often_than_asked(

@@ -64,7 +64,7 @@ class CollectedPasses:
         collection = self._collection
         collection.open()
         try:
-            with progress_bar("collecting", None, is_wanted=progress) as self._advance:
+            with progress_bar("collecting passes", None, is_wanted=progress) as self._advance:
                 yield
             collection.check_end()
             if collection.is_empty:
