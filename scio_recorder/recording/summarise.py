@@ -23,7 +23,7 @@ from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import RecorderError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.survey import Survey, counted, units_of
+from scio_recorder.recording.survey import Survey, bars_of, units_of
 from scio_recorder.reductions import (
     AliveResult,
     CovarianceResult,
@@ -132,7 +132,7 @@ def _of_samples(
     values, span, bars = survey.values, survey.span, survey.bars
     if span and bins and bars is None:
         # The first part was misleading.
-        bars = counted(recording.parts(label), span, bins, _every(samples))
+        bars = bars_of(recording.parts(label), span, bins, _every(samples))
     lost = recording.relative_errors.get(label)
     notes = (
         ("complex: numbers are those of magnitudes", samples.dtype.is_complex),

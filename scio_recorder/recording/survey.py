@@ -15,12 +15,11 @@ from scio_recorder.display.figure import (
     EXPLOSION_LEAST,
     EXPLOSION_SHARE,
     EXPLOSION_UNITS,
-    SATURATION_SHARE,
     Bars,
     Units,
     Values,
 )
-from scio_recorder.reductions.alive import Bounds, is_at_bound, is_dead
+from scio_recorder.reductions.alive import Bounds, is_at_bound, is_dead, is_saturated
 from scio_recorder.reductions.base import join_means
 from scio_recorder.reductions.binning import Bins, is_exact_in_float32
 from scio_recorder.reductions.histogram import widened
@@ -42,7 +41,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _MOST_LOST = 16.0
 
 
-def counted(parts: Iterable[Tensor], span: tuple[float, float], bins: int, every: int) -> Bars:
+def bars_of(parts: Iterable[Tensor], span: tuple[float, float], bins: int, every: int) -> Bars:
     """Count values of all parts, one of `every` of them, in bins over a range, except for NaNs."""
     counts = _Counts(Bins(*span, bins), every)
     for part in parts:
@@ -180,7 +179,7 @@ class Survey:
         max_abs = torch.maximum(self._lows.abs(), self._highs.abs())
         saturated = None
         if self._bounds is not None:
-            saturated = self._at_bound.double() / count >= SATURATION_SHARE
+            saturated = is_saturated(self._at_bound.double() / count)
         return units_of(dead, max_abs, saturated, self._dimension)
 
     @property

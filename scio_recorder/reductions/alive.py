@@ -43,7 +43,7 @@ class AliveResult(NamedTuple):
     @property
     def saturated(self) -> Tensor | None:
         """Whether at least 95 % of the values were at a bound, [units]; None without ``bounds``."""
-        return None if self.at_bound is None else self.at_bound >= SATURATION_SHARE
+        return None if self.at_bound is None else is_saturated(self.at_bound)
 
 
 class Alive(RowReduction):
@@ -161,6 +161,11 @@ def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
     """
     # A comparison with NaN is false.
     return (low == high) & low.isfinite() & (count > 1)
+
+
+def is_saturated(at_bound: Tensor) -> Tensor:
+    """Return the units with at least 95 % of their values at a bound, from these shares."""
+    return at_bound >= SATURATION_SHARE
 
 
 def unit_dimension(type_name: str, ndim: int) -> int:

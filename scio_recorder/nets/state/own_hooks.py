@@ -47,8 +47,8 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterato
     >>> net = Net(2, 2)
     >>> _ = net.register_forward_hook(net.halve)
     >>> _ = net.register_forward_hook(lambda *_: None)
-    >>> [len(hooks) for _, name, hooks in own_hooks(net) if name == "_forward_hooks"]
-    [1]
+    >>> [hook == net.halve for *_, hooks in own_hooks(net) for hook in hooks.values()]
+    [True]
     """
     modules = {id(module) for module in net.modules()}
     for module in net.modules():
@@ -63,6 +63,20 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterato
         for name in names:
             hooks = vars(module)[name].items()
             yield module, name, OrderedDict((key, hook) for key, hook in hooks if key in own)
+
+
+def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Let a network run without hooks of others, whose dictionaries stay as they are.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which gets the dictionaries of `own_hooks`.
+    libraries : tuple of str
+        As in `own_hooks`.
+    """
+    for module, name, hooks in list(own_hooks(net, libraries)):
+        vars(module)[name] = hooks
 
 
 def _is_own(hook: Any, modules: set[int], libraries: tuple[str, ...]) -> bool:

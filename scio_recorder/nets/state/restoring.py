@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.state.own_hooks import own_hooks
+from scio_recorder.nets.state.own_hooks import leave_own_hooks, own_hooks
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -110,8 +110,7 @@ def restored(
     with gradients_aside(net.parameters()):
         try:
             if not keep_hooks:
-                for module, name, hooks in list(own_hooks(net)):
-                    vars(module)[name] = hooks
+                leave_own_hooks(net)
             yield
         finally:
             restore()

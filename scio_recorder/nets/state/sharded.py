@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.state.own_hooks import LIBRARIES, own_hooks
+from scio_recorder.nets.state.own_hooks import LIBRARIES, leave_own_hooks
 from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored
 from scio_recorder.tensors import private_distributed
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
@@ -181,8 +181,7 @@ def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[No
     with gradients_aside(flat), restored(net, keep_hooks=True, keep_parameters=True):
         try:
             if not keep_hooks:
-                for module, name, hooks in list(own_hooks(net, _LIBRARIES)):
-                    vars(module)[name] = hooks
+                leave_own_hooks(net, _LIBRARIES)
             yield
         finally:
             end_passes()
