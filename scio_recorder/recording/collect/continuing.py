@@ -3,24 +3,24 @@
 NOTE [Which pass continues which]
 
 A pass that receives a filled cache continues: its positions are the next ones of the same samples.
-The cache itself, the same object from pass to pass, identifies them. If each pass makes another
-cache, they are those of the pass before, on the same thread. Either way the number of lines must be
-the same, and the cache must be as long as all positions that ran. Anything else (beams, candidates
-that are taken back, a cache that other code has filled) would assign rows to wrong samples, and is
-refused.
+The cache itself, the same object from pass to pass, or a tensor in it identifies them. If it is
+another one, such as a copy, they are those of the pass before, on the same thread, unless it may as
+well hold others. Either way the number of lines must be the same, and the cache must be as long as
+all positions that ran. Anything else (beams, candidates that are taken back, a cache that other
+code has filled) would assign rows to wrong samples, and is refused.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import counted
@@ -68,6 +68,10 @@ class Sequences:
         The number of passes.
     is_taken : bool
         Whether their rows are collected.
+    is_told : bool
+        Whether their cache says that it holds something.
+    thread : int
+        The thread that began them.
     """
 
     first: int
@@ -75,6 +79,8 @@ class Sequences:
     num_positions: int = 0
     step: int = 0
     is_taken: bool = True
+    is_told: bool = True
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class _Latest(threading.local):
@@ -86,7 +92,8 @@ class Continuing:
 
     def __init__(self) -> None:
         self._latest = _Latest()
-        self._by_cache: list[tuple[weakref.ref[Any], Sequences]] = []
+        # Caches, and tensors of those that no weak reference can be made to.
+        self._by_part: MutableMapping[Any, Sequences] = WeakIdKeyDictionary()
         # The sequences that the current pass belongs to, and its share of them.
         self._pending: tuple[Past, Sequences, BatchRows] | None = None
 
@@ -144,18 +151,12 @@ class Continuing:
         sequences.num_positions += found.shape[-1]
         sequences.step += 1
         self._latest.sequences = sequences
-        made = next(
-            (getattr(output, name, None) for name in _CACHES if hasattr(output, name)), None
-        )
-        own = past.cache if made is None else made
-        self._by_cache = [
-            (cache, of)
-            for cache, of in self._by_cache
-            if cache() is not None and cache() is not own
-        ]
-        # A cache without weak references is another object in each pass, or nothing.
-        if hasattr(own, "__weakref__"):
-            self._by_cache.append((weakref.ref(own), sequences))
+        made = (getattr(output, name, None) for name in _CACHES)
+        own = next((cache for cache in made if cache is not None), past.cache)
+        for part in _parts(own, output):
+            self._by_part[part] = sequences
+        if not past.length and own is not None:
+            sequences.is_told = not _is_silent(own)
 
     def drop(self) -> None:
         """Forget the pass, which has failed."""
@@ -163,14 +164,24 @@ class Continuing:
 
     def _find(self, past: Past) -> Sequences | None:
         """Return the samples that a pass continues; None if it begins new ones."""
-        if past.cache is None or past.length == 0:
+        if past.cache is None:
             return None
-        known = (of for cache, of in self._by_cache if cache() is past.cache)
-        found = next(known, self._latest.sequences)
+        known = [self._by_part[part] for part in _parts(past.cache) if part in self._by_part]
+        if past.length == 0:
+            if not all(sequences.is_told for sequences in known):
+                raise _of_unknown_length(past.cache)
+            return None
+        found = known[0] if known else self._latest.sequences
         if found is None:
             raise CollectError(
                 "the network received a cache that no pass of the block has filled, so there are "
                 f"no samples to continue: begin the block before the prompt runs, or {_WATCH}"
+            )
+        others = known or self._by_part.values()
+        if any(of is not found and _may_be_of(past, of, found.thread) for of in others):
+            raise CollectError(
+                "the network received a cache that may hold the samples of several earlier passes, "
+                f"as a copy of a cache may: pass on the cache itself, or {_WATCH}"
             )
         return found
 
@@ -192,6 +203,19 @@ class _PassSource(Source):
         if found is None or sequence is None or sequence.ndim < 2:
             return found
         return _of_these(_of_keys(found, sequence.shape[1]), sequence.shape[1], self.past.length)
+
+
+def _parts(cache: Any, output: Any = None) -> list[Any]:
+    """Return objects that identify a cache from pass to pass: itself, or tensors in it.
+
+    Weak references to a tuple can't be made, and outputs without names may hold the next one.
+    """
+    return [cache] if hasattr(cache, "__weakref__") else tensors((cache, output))
+
+
+def _may_be_of(past: Past, sequences: Sequences, thread: int) -> bool:
+    is_as_long = past.length in (None, sequences.num_positions)
+    return is_as_long and sequences.thread == thread
 
 
 def _of_these(mask: Any, number: int, before: int | None) -> Any:
@@ -244,16 +268,36 @@ def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
         is_known = name.startswith(("past", "layer_past")) and bool(held) and held[0].ndim == 4
         return held[0].shape[-2] if is_known else None if held else 0
     try:
-        return int(cache.get_seq_length())
+        # The cache answers for its first layer, which may be one that keeps a state and no keys.
+        return int(cache.get_seq_length()) or _length_of_layers(cache)
     except (AttributeError, TypeError, ValueError):
         # Recurrent nets keep a state, which has no length.
         has_state = getattr(cache, "has_previous_state", None)
     if has_state is None:
-        raise CollectError(
-            f"the network received a {type(cache).__name__} as {name}, which does not say how "
-            f"many positions it holds: {_WATCH}"
-        )
+        raise _of_unknown_length(cache)
     return None if (has_state() if callable(has_state) else has_state) else 0
+
+
+def _length_of_layers(cache: Any) -> int:
+    layers = getattr(cache, "layers", ())
+    lengths = (int(getattr(layer, "get_seq_length", int)()) for layer in layers)
+    return next(filter(None, lengths), 0)
+
+
+def _is_silent(cache: Any) -> bool:
+    """Whether a cache that a pass has filled says that it is empty."""
+    try:
+        return _length_of(cache, "", None) == 0
+    except CollectError:
+        # The next pass that receives it is refused.
+        return False
+
+
+def _of_unknown_length(cache: Any) -> CollectError:
+    return CollectError(
+        f"the network received a {type(cache).__name__}, which does not say how many positions it "
+        f"holds: {_WATCH}"
+    )
 
 
 def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:

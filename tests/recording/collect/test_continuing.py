@@ -48,6 +48,13 @@ def mamba() -> Any:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, **TOKENS)).eval()
 
 
+def minimax(kinds: tuple[str, ...] = ("linear_attention", "full_attention")) -> Any:
+    options = {"layer_types": list(kinds), "block_size": 4, "num_local_experts": 2}
+    return transformers.MiniMaxForCausalLM(
+        transformers.MiniMaxConfig(**SIZES, **TOKENS, **options)
+    ).eval()
+
+
 NETS: dict[str, tuple[Callable[[], Any], str]] = {
     "gpt2": (gpt2, "transformer.h.*.mlp"),
     "llama": (llama, "model.layers.*.mlp"),
@@ -55,6 +62,8 @@ NETS: dict[str, tuple[Callable[[], Any], str]] = {
     "gemma2": (gemma, "model.layers.*.mlp"),
     "bloom": (bloom, "transformer.h.*.mlp"),
     "mamba": (mamba, "backbone.layers.*.mixer"),
+    # Its cache answers for its first layer, which keeps a state and no keys.
+    "minimax": (minimax, "model.layers.*.*layernorm"),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -66,6 +75,7 @@ CASES = [
     *[(name, way) for name in ("gpt2", "llama") for way in WAYS],
     *[(name, way) for name in ("mistral", "gemma2", "bloom") for way in ("greedy", "static")],
     ("mamba", "greedy"),
+    ("minimax", "greedy"),
 ]
 
 
@@ -214,6 +224,49 @@ def test_caches_that_are_others_from_pass_to_pass_go_on_by_thread() -> None:
     rows = collection.recording.rows
     found = [rows["input_ids"][rows["sample"] == sample].tolist() for sample in range(4)]
     assert sorted(found) == [[0, 1, 2, 3]] * 2 + [[10, 11, 12, 13]] * 2
+
+
+def test_turns_that_one_thread_takes_with_caches_that_are_others_from_pass_to_pass() -> None:
+    net = Remembering()
+    rnet = Recorder(net, input_data=torch.ones(2, 3).long())
+    rnet.record("embedding")
+    with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
+        caches = [None, None]
+        for step in range(4):
+            for number in range(2):
+                ids = torch.full((1, 1), 10 * number + step)
+                caches[number] = net(ids, past_key_values=caches[number])[1]
+        with pytest.raises(CollectError, match=r"several earlier passes(.|\n)*watch"):
+            net(ids, past_key_values=copy.deepcopy(caches[0]))
+    recording = collection.recording
+    rows = recording.rows
+    assert (rows["input_ids"] // 10).tolist() == rows["sample"].tolist()
+    assert recording.num_samples == 2
+
+
+def test_a_cache_that_never_says_what_it_holds_is_refused() -> None:
+    net = minimax(("linear_attention",) * 2)
+    rnet = Recorder(net, input_data=PROMPT)
+    rnet.record("model.norm")
+    with rnet.collecting(rows=Tokens()) as collection:
+        with pytest.raises(CollectError, match="MiniMaxCache, which does not say how many"):
+            generate(net)
+        net(**PROMPT)
+    assert collection.recording.num_samples == 4
+
+
+def test_a_copy_of_one_of_several_caches_is_refused() -> None:
+    rnet = recorder("llama")
+    net = rnet.net
+    caches = [transformers.DynamicCache(config=net.config) for _ in range(2)]
+    step = {"input_ids": torch.tensor([[1], [2]])}
+    with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
+        for cache in caches:
+            net(**PROMPT, past_key_values=cache)
+        with pytest.raises(CollectError, match=r"several earlier passes(.|\n)*watch"):
+            net(**step, past_key_values=copy.deepcopy(caches[0]))
+        net(**step, past_key_values=caches[0])
+    assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
 
 
 def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
