@@ -36,7 +36,7 @@ class Browser:
         self.driver.get_log("browser")
         self.driver.get(path.as_uri())
         # A busy driver does not wait for all of a long page if scripts are off.
-        WebDriverWait(self.driver, 60).until(
+        WebDriverWait(self.driver, 300).until(
             lambda _: self.ask("return document.readyState") == "complete"
         )
 
@@ -84,6 +84,8 @@ def chromium() -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = webdriver.chrome.service.Service(driver)
     session = webdriver.Chrome(options=options, service=service)
+    # On a busy machine, a script over all of a page takes longer than the usual half a minute.
+    session.set_script_timeout(300)
     yield Browser(session)
     session.quit()
 
