@@ -70,7 +70,8 @@ class Capture:
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may refer to the recorder.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
-        # The blocks that the recorder is in, the innermost last.
+        # The blocks that the recorder is in, the innermost last. Other threads may leave theirs, so
+        # copies are read.
         self.watchers: Sequence[Watcher] = ()
         # Whether a compiled pass has run in one of them, which did not see it.
         self.has_missed = False
@@ -134,12 +135,12 @@ class Capture:
     @property
     def is_watched(self) -> bool:
         """Whether a block wants the records of each pass."""
-        return any(watcher.passes is not None for watcher in self.watchers)
+        return any(watcher.passes is not None for watcher in tuple(self.watchers))
 
     def acting(self, given: Postprocessors | None) -> Postprocessors | None:
         """Return the post-processors of a call: its own, or those of the innermost block."""
         if given is None and self.watchers:
-            blocks = (watcher.posts for watcher in reversed(self.watchers))
+            blocks = (watcher.posts for watcher in tuple(self.watchers)[::-1])
             given = next((posts for posts in blocks if posts is not None), None)
         return given
 
@@ -242,7 +243,7 @@ class Capture:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
             latest.state = current.moments, current.posts.functions
-            for watcher in self.watchers:
+            for watcher in tuple(self.watchers):
                 if watcher.passes is not None:
                     watcher.passes.add(activations)
 

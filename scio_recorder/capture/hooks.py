@@ -120,6 +120,11 @@ class ModuleHook(Uncopied):
         return None if compiled is None else compiled.receive(self.index, output)
 
 
+# Threads may begin and end blocks around one network at once. A recorder that is collected as
+# garbage meanwhile takes out its own.
+_CHANGING_CALLS = threading.RLock()
+
+
 class Around:
     """Stands in place of a module's call, which may be several around each other.
 
@@ -129,8 +134,17 @@ class Around:
         The function that was there before.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.inner: Any = private.compiled_call(module)
+    inner: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a call."""
+        raise NotImplementedError
+
+    def put_around(self, module: nn.Module) -> None:
+        """Take the place of a module's call."""
+        with _CHANGING_CALLS:
+            self.inner = private.compiled_call(module)
+            private.set_compiled_call(module, self)
 
 
 def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
@@ -142,9 +156,10 @@ def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
         call.inner = remaining(call.inner)
         return call.inner if is_gone(call) else call
 
-    call = private.compiled_call(module)
-    if isinstance(call, Around):
-        private.set_compiled_call(module, remaining(call))
+    with _CHANGING_CALLS:
+        call = private.compiled_call(module)
+        if isinstance(call, Around):
+            private.set_compiled_call(module, remaining(call))
 
 
 class AroundCompiled(Around):
@@ -155,7 +170,6 @@ class AroundCompiled(Around):
     """
 
     def __init__(self, hook: ModuleHook, sees_inputs: bool, module: nn.Module) -> None:
-        super().__init__(module)
         self.hook = hook
         self._sees_inputs = sees_inputs
         self._module = weakref.ref(module)
@@ -211,7 +225,7 @@ class Hooks:
             hook = ModuleHook(index, self._site)
             sees_inputs = index in self._with_inputs
             if private.calls_compiled(module):
-                private.set_compiled_call(module, AroundCompiled(hook, sees_inputs, module))
+                AroundCompiled(hook, sees_inputs, module).put_around(module)
                 module.register_forward_hook(hook.after_traced)
             else:
                 module.register_forward_hook(hook.after)

@@ -56,7 +56,6 @@ class _Noted(Around):
     is_plain = True
 
     def __init__(self, module: nn.Module, replay: Replay) -> None:
-        super().__init__(module)
         self.replay = replay
         self._module = module
         self._plain = private.plain_call(module)
@@ -134,7 +133,7 @@ class Replay:
         """Intercept calls of the network's modules inside the block."""
         try:
             for module in self._modules:
-                private.set_compiled_call(module, _Noted(module, self))
+                _Noted(module, self).put_around(module)
             yield
         finally:
             for module in self._modules:

@@ -177,7 +177,6 @@ class AroundCalls(Around):
     def __init__(
         self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
     ) -> None:
-        super().__init__(net)
         # The function called inside: that of another recorder's block, or the network itself.
         self._plain = private.plain_call(net)
         self._run = run
@@ -236,8 +235,8 @@ def around_calls(
             "it uncompiled, or compile the recorder and call that"
         )
     around = AroundCalls(net, run, is_running)
-    private.set_compiled_call(net, around)
     try:
+        around.put_around(net)
         yield around
     finally:
         take_out(net, lambda call: call is around)

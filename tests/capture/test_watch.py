@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,48 @@ def test_inner_blocks_of_one_recorder_see_their_passes_and_outer_ones_all() -> N
     assert len(outer) == 4
     assert len(inner) == 1
     assert torch.equal(inner[0]["first"], outer[2]["first"])
+
+
+def test_a_block_that_ends_while_a_pass_is_handed_out_takes_it_from_no_other() -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    leaving, staying = rnet.watch(), rnet.watch()
+    first, second = leaving.__enter__(), staying.__enter__()
+
+    def leave(records: Any) -> None:
+        del first.add
+        leaving.__exit__(None, None, None)
+
+    first.add = leave  # type: ignore[method-assign]
+    net(torch.ones(2, 4))
+    staying.__exit__(None, None, None)
+    assert len(second) == 1
+
+
+def test_blocks_that_begin_and_end_in_threads_lose_no_pass() -> None:
+    net = Residual()
+    recorders = [watched(net, "first") for _ in range(4)]
+    counts: list[int] = []
+
+    def work(rnet: Recorder) -> None:
+        for _ in range(200):
+            with rnet.watch() as passes:
+                net(torch.ones(1, 4))
+            counts.append(len(passes))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(rnet,)) for rnet in recorders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(counts) == 800
+    assert min(counts) >= 1
+    assert not vars(net).get("_compiled_call_impl")
 
 
 def test_a_new_selection_in_the_block_holds_from_the_next_pass_on() -> None:

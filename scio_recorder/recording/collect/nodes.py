@@ -89,6 +89,7 @@ class Nodes(Rows):
                 f"sample of rows=Nodes() is {owners.dtype} of shape {tuple(owners.shape)} in batch "
                 f"{source.number}: give integers [nodes], the graph of each node"
             )
+        owners = owners.long()
         if bool((owners < 0).any()):
             raise CollectError(
                 f"sample of rows=Nodes() is negative in batch {source.number}: count the graphs of "
@@ -100,7 +101,7 @@ class Nodes(Rows):
                 f"{source.number} of {len(owners)} nodes: count the graphs of a batch from 0, "
                 "and leave none out"
             )
-        return owners.long()
+        return owners
 
 
 def _lines(source: Source) -> dict[str, int]:

@@ -168,13 +168,15 @@ class Source:
             )
         if given.dtype == torch.bool:
             return given
-        if given.is_complex() or not bool((given >= 0).all()):
+        # Not all dtypes can be compared.
+        numbers = given if given.is_complex() else given.double()
+        if numbers.is_complex() or not bool((numbers >= 0).all()):
             raise CollectError(
                 f"{what} of rows= has negative values or NaN in batch {self.number}, like a mask "
                 f"that is added to attention scores: give True for real rows, as in {what}=lambda "
                 "batch: ... >= 0"
             )
-        return given != 0
+        return numbers != 0
 
 
 class Rows(abc.ABC):

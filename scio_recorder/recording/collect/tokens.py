@@ -210,7 +210,7 @@ def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[T
             f"segments of rows= are {segments.dtype} of shape {tuple(segments.shape)} in batch "
             f"{source.number}, whose [batch, positions] is {shape}: give integers of that shape"
         )
-    numbers = segments.flatten()
+    numbers = segments.flatten().long()
     is_real = numbers >= 0
     lines = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])[is_real]
     _, codes = torch.unique(numbers[is_real], return_inverse=True)
@@ -218,6 +218,6 @@ def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[T
     _, first, places = numpy.unique(keys, return_index=True, return_inverse=True)
     # Samples are numbered in the order in which they begin.
     numbered = torch.from_numpy(first.argsort().argsort()[places])
-    owners = torch.full_like(numbers, -1, dtype=torch.int64)
+    owners = torch.full_like(numbers, -1)
     owners[is_real] = numbered
     return owners, len(first)

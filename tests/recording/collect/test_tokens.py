@@ -69,6 +69,8 @@ MASKS = {
     "lists": lambda batch: (batch["input_ids"] != 0).tolist(),
     "numbers": lambda batch: batch["attention_mask"] * 7,
     "floats": lambda batch: batch["attention_mask"] * 0.5,
+    "float8": lambda batch: batch["attention_mask"].to(torch.float8_e4m3fn),
+    "uint16": lambda batch: batch["attention_mask"].to(torch.uint16),
     "longer": lambda batch: torch.cat([1 - batch["attention_mask"], batch["attention_mask"]], 1),
 }
 
