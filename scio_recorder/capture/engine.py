@@ -70,8 +70,7 @@ class Capture:
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may refer to the recorder.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
-        # The blocks that the recorder is in, the innermost last. Other threads may leave theirs, so
-        # copies are read.
+        # The recorder's blocks, the innermost last; read copies, since other threads leave theirs.
         self.watchers: Sequence[Watcher] = ()
         # Whether a compiled pass has run in one of them, which did not see it.
         self.has_missed = False

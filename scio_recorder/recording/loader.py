@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import DepthIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.shuffling import Batch, Buffer, Order, sizes_of
@@ -135,35 +135,53 @@ class _Position:
     later iteration begins with the first batch.
     """
 
+    # Where the numbers are: the epoch, the number of batches before the first, by how many readers
+    # these were given (0 if unknown), how many have begun there, how many read last, and a mark for
+    # each.
+    _EPOCH, _BATCHES, _GIVEN_BY, _BEGUN_BY, _LATEST, _MARKS = range(6)
     _NOBODY, _MAIN = -1, 0
     _MOST_WORKERS = 1024
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            # The epoch, the number of batches before the first, the number of workers that have
-            # begun there, and a mark for each.
-            self._numbers = torch.zeros(3 + self._MOST_WORKERS, dtype=torch.int64, device="cpu")
+            length = self._MARKS + self._MOST_WORKERS
+            self._numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
             self._numbers.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
 
     @property
     def epoch(self) -> int:
-        return int(self._numbers[0])
+        return int(self._numbers[self._EPOCH])
 
-    def set(self, epoch: int, batches: int) -> None:
+    @property
+    def readers(self) -> int:
+        """How many workers read in the latest iteration, or 1 without workers; 0 if unknown."""
+        return int(self._numbers[self._LATEST])
+
+    def set(self, epoch: int, batches: int, given_by: int = 0) -> None:
         self._numbers.zero_()
-        self._numbers[0], self._numbers[1], self._numbers[2] = epoch, batches, self._NOBODY
+        self._numbers[self._EPOCH], self._numbers[self._BATCHES] = epoch, batches
+        self._numbers[self._GIVEN_BY] = self._numbers[self._LATEST] = given_by
+        self._numbers[self._BEGUN_BY] = self._NOBODY
 
     def take(self) -> int:
         """Return how many batches to skip in the iteration that begins."""
-        info = get_worker_info()
+        info, readers = get_worker_info(), _num_workers()
         workers = self._MAIN if info is None else info.num_workers
-        own = 3 if info is None else 3 + info.id
-        if self._numbers[2] == self._NOBODY:
-            self._numbers[2] = workers
-        if self._numbers[2] != workers or self._numbers[own]:
+        own = self._MARKS + (0 if info is None else info.id)
+        is_first = self._numbers[self._BEGUN_BY] == self._NOBODY
+        batches, before = int(self._numbers[self._BATCHES]), int(self._numbers[self._GIVEN_BY])
+        if is_first and batches and before not in (0, readers):
+            raise ArgumentError(
+                f"the state comes from {counted(before, 'worker')}, and {readers} would read other "
+                "batches: use as many workers (no workers count as one)"
+            )
+        self._numbers[self._LATEST] = readers
+        if is_first:
+            self._numbers[self._BEGUN_BY] = workers
+        if self._numbers[self._BEGUN_BY] != workers or self._numbers[own]:
             return 0
         self._numbers[own] = 1
-        return int(self._numbers[1])
+        return batches
 
 
 class RecordingLoader(IterableDataset[Any]):
@@ -253,11 +271,13 @@ class RecordingLoader(IterableDataset[Any]):
         -------
         dict
             ``batches`` is how many were given in this epoch. Each worker counts its own batches,
-            and the main process counts none of theirs.
+            and the main process counts none of theirs. ``readers`` is how many workers read, 1
+            without workers, and 0 if none has begun.
         """
         return {
             "epoch": self._position.epoch,
             "batches": self._given,
+            "readers": self._position.readers,
             "worker": None if get_worker_info() is None else [self._part, _num_workers()],
             "recording": self._fingerprint,
             "arguments": self._to_json(),
@@ -276,16 +296,16 @@ class RecordingLoader(IterableDataset[Any]):
         Raises
         ------
         ArgumentError
-            It is not a state, or is for other arguments.
+            It is not a state, or is for other arguments. The next iteration raises it too, if other
+            than ``readers`` workers read.
         RecordingError
             It is the state of another recording.
         """
         try:
             epoch = whole("epoch", state["epoch"], 0, ArgumentError)
             batches = whole("batches", state["batches"], 0, ArgumentError)
-            worker = (
-                None if state["worker"] is None else [int(number) for number in state["worker"]]
-            )
+            readers = whole("readers", state.get("readers", 0), 0, ArgumentError)
+            part, workers = map(int, state["worker"] or (0, 0))
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
             raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
@@ -300,17 +320,17 @@ class RecordingLoader(IterableDataset[Any]):
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
-        if worker is not None and worker[1] != _num_workers():
-            raise ArgumentError(
-                f"the state comes from one of {worker[1]} workers: use as many workers"
-            )
+        if not workers:
+            self._begin_at(epoch, batches, readers)
+            return
+        if workers != _num_workers():
+            raise ArgumentError(f"the state comes from one of {workers} workers: use as many")
         # The state of a worker is this worker's alone.
-        self._begin_at(epoch, batches if worker is None else 0)
-        if worker is not None:
-            self._given, self._loaded = batches, (worker[0], batches)
+        self._begin_at(epoch, 0, readers)
+        self._given, self._loaded = batches, (part, batches)
 
-    def _begin_at(self, epoch: int, batches: int) -> None:
-        self._position.set(epoch, batches)
+    def _begin_at(self, epoch: int, batches: int, readers: int = 0) -> None:
+        self._position.set(epoch, batches, readers)
         self._given, self._loaded = batches, None
         # An iteration that has begun no longer counts.
         self._iteration += 1

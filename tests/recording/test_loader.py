@@ -212,6 +212,8 @@ def test_a_state_of_something_else_is_refused(recording, tmp_path):
         {**state, "batches": 10},
         {**state, "worker": [0, 2]},
         {**state, "worker": 3},
+        {**state, "worker": [0]},
+        {**state, "readers": "two"},
     ):
         with pytest.raises(ArgumentError, match="state"):
             loader.load_state_dict(bad)
@@ -285,9 +287,29 @@ def test_a_data_loader_divides_the_work(recording):
         assert [known["sample"].tolist() for _, known in served] == found[given:]
         # The one after is whole again.
         assert [known["sample"].tolist() for _, known in served] == found
-    loader.load_state_dict({**loader.state_dict(), "batches": 4})
-    assert len(list(DataLoader(loader, batch_size=None, num_workers=1))) == len(found) - 4
     assert len(list(served)) == len(numbers(loader)) == len(found)
+
+
+def test_a_state_goes_on_with_as_many_workers_alone(recording):
+    loader = recording.loader("0", batch_size=4, shuffle=True, with_rows=True)
+
+    def served(workers: int) -> DataLoader[Any]:
+        return DataLoader(loader, batch_size=None, num_workers=workers)
+
+    for before, others in ((0, (2,)), (1, (2,)), (2, (0, 1))):
+        loader.set_epoch(before)
+        found = [known["sample"].tolist() for _, known in served(before)]
+        state = {**json.loads(json.dumps(loader.state_dict())), "batches": 5}
+        for workers in others:
+            loader.load_state_dict(state)
+            with pytest.raises(ArgumentError, match=f"comes from {max(1, before)} worker"):
+                list(served(workers))
+            # Nothing is lost by that.
+            assert [known["sample"].tolist() for _, known in served(before)] == found[5:]
+        # A whole epoch is read by any number.
+        assert len(list(served(others[0]))) == len(found)
+    loader.load_state_dict({**state, "batches": 0})
+    assert len(list(served(1))) == len(loader)
 
 
 def test_workers_that_persist_see_the_epoch(recording):
