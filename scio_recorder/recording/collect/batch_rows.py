@@ -171,13 +171,15 @@ class BatchRows:
         is_scalar = was == labelled == self.shape
         return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
 
-    def is_doubtful(self, layer: Layer) -> bool:
+    def is_doubtful(self, layer: Layer, *, has_others: bool) -> bool:
         """Whether lengths do not distinguish positions from other dimensions.
 
         Parameters
         ----------
         layer : Layer
             A layer whose own output is kept.
+        has_others : bool
+            Whether the net also receives something with positions of its own, such as an image.
         """
         was, labelled = layer.output_shape, self.labelled or self.shape
         if self.dims != ("batch", "positions") or self.shape[1] < 2 or not isinstance(was, tuple):
@@ -185,7 +187,7 @@ class BatchRows:
         if was[:2] != labelled:
             return False
         are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
-        others = labelled[1] in was[2:] or len(was) == 2
+        others = has_others or labelled[1] in was[2:] or len(was) == 2
         return are_squares or (others and self.shape[1] == labelled[1])
 
     def choose(self, values: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 NOTE [Lengths that tell nothing]
 
 A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or ``[batch,
-queries, ...]``, with the lengths of ``[batch, positions, ...]`` by chance, at labelling as well. So
-the network is labelled once more, on fewer positions: the dimension that follows their number is
-that of positions. This is done only for layers whose lengths leave a doubt, and only once. A
-network that fails then, or has inputs other than tensors, gives no answer.
+queries, ...]``, with the lengths of ``[batch, positions, ...]`` by chance, at labelling as well. An
+image may have as many patches as a text has tokens. So the network is labelled once more, on fewer
+positions: the dimension that follows their number is that of positions. This is done only for
+layers whose lengths leave a doubt, and only once. A network that fails then, or has inputs other
+than tensors, gives no answer.
 """
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ class Doubts:
         inputs : Inputs
             The network's inputs for the batch.
         """
-        doubtful = [layer for layer in self._layers if rows.is_doubtful(layer)]
+        sequence = rows.shape, (1, *rows.shape[1:])
+        has_others = any(
+            isinstance(value, Tensor) and value.ndim > 2 and value.shape[:2] not in sequence
+            for value in (*inputs.args, *inputs.kwargs.values())
+        )
+        doubtful = [one for one in self._layers if rows.is_doubtful(one, has_others=has_others)]
         if doubtful:
             # Each layer is examined once.
             self._layers = [layer for layer in self._layers if layer not in doubtful]

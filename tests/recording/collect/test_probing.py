@@ -84,6 +84,36 @@ def test_what_follows_the_positions_is_kept():
     )
 
 
+class Captioned(nn.Module):
+    """A text and an image of patches, and as many tokens as patches by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.patch = nn.Embedding(99, 8), nn.Conv2d(3, 8, 2, stride=2)
+        self.seen, self.read = nn.Identity(), nn.Identity()
+
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        seen = self.seen(self.patch(pixel_values).flatten(2).mT)
+        return self.read(self.embed(input_ids) + seen.mean(1, keepdim=True))
+
+
+def test_an_image_with_as_many_patches_as_a_text_has_tokens():
+    torch.manual_seed(0)
+    batch = {**padded(4, 2), "pixel_values": torch.randn(2, 3, 4, 4)}
+    rnet = Recorder(Captioned().eval(), input_data=batch)
+    rnet.record("seen", "read")
+    with pytest.raises(CollectError, match=r"seen\b.* fits by chance.*transform="):
+        rnet.collect([batch], rows=Tokens())
+    rnet.record("read")
+    recording = rnet.collect([batch], rows=Tokens())
+    with torch.no_grad():
+        del batch["attention_mask"]
+        read = rnet.net(**batch)
+    assert torch.equal(recording["read"], torch.cat([read[0], read[1, :2]]))
+
+
 def test_a_transform_is_believed():
     rnet, batch = recorder("turned"), square()
     kept = rnet.collect(
