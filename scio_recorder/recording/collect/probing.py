@@ -4,7 +4,8 @@ NOTE [Lengths that tell nothing]
 
 A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or ``[batch,
 queries, ...]``, with the lengths of ``[batch, positions, ...]`` by chance, at labelling as well. An
-image may have as many patches as a text has tokens. So the network is labelled once more, on fewer
+image may have as many patches as a text has tokens, and an encoder as many positions as a decoder,
+which computes keys from them. So the network is labelled once more, on fewer
 positions: the dimension that follows their number is that of positions. This is done only for
 layers whose lengths leave a doubt, and only once. A network that fails then, or has inputs other
 than tensors, gives no answer.
@@ -64,7 +65,7 @@ class Doubts:
             The network's inputs for the batch.
         """
         sequence = rows.shape, (1, *rows.shape[1:])
-        has_others = any(
+        has_others = rows.other_half is not None or any(
             isinstance(value, Tensor) and value.ndim > 2 and value.shape[:2] not in sequence
             for value in (*inputs.args, *inputs.kwargs.values())
         )
@@ -72,20 +73,25 @@ class Doubts:
         if doubtful:
             # Each layer is examined once.
             self._layers = [layer for layer in self._layers if layer not in doubtful]
-            self._answers |= _tell_positions(self._net, doubtful, inputs, rows.shape)
+            self._answers |= _tell_positions(self._net, doubtful, inputs, rows)
         return replace(rows, told=self._answers) if self._answers else rows
 
 
 def _tell_positions(
-    net: nn.Module, layers: Iterable[Layer], inputs: Inputs, shape: tuple[int, ...]
+    net: nn.Module, layers: Iterable[Layer], inputs: Inputs, rows: BatchRows
 ) -> dict[DepthIdx, bool]:
     """Return whether dimension 1 counts the positions, for the layers that show it."""
-    batch, positions = shape
+    batch, positions = rows.shape
     fewer = next((n for n in (positions - 1, positions - 2) if n > 0 and n != batch), None)
     given = inputs.named(net)
     if fewer is None or not all(isinstance(value, _PLAIN) for value in given.values()):
         return {}
-    narrowed = {name: _narrowed(value, shape, fewer) for name, value in given.items()}
+    narrowed = {
+        name: _narrowed(
+            value, rows.shape, positions if _half_of(name) == rows.other_half else fewer
+        )
+        for name, value in given.items()
+    }
     try:
         _, probed = label_net(net, input_data=narrowed, force_static_flow=False, verbose=0)
     except Exception:  # no answer is needed
@@ -98,8 +104,13 @@ def _tell_positions(
     return found
 
 
+def _half_of(name: str) -> str:
+    """Return the half of a net with two sequences that receives an argument."""
+    return "decoder" if name.startswith("decoder") or name == "labels" else "encoder"
+
+
 def _narrowed(value: Any, shape: tuple[int, ...], fewer: int) -> Any:
-    """Return an input with fewer positions; a copy, since networks write into inputs."""
+    """Return an input with fewer positions, or as many; a copy: networks write into inputs."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()

@@ -114,6 +114,40 @@ def test_an_image_with_as_many_patches_as_a_text_has_tokens():
     assert torch.equal(recording["read"], torch.cat([read[0], read[1, :2]]))
 
 
+@pytest.mark.parametrize("given", ["decoder_input_ids", "labels"])
+def test_keys_that_a_decoder_computes_from_an_encoder_of_equal_length(given: str):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=99,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    net = transformers.T5ForConditionalGeneration(config).eval()
+    own = padded(3, 6, seed=1)
+    batch = {
+        **padded(6, 2),
+        given: own["input_ids"],
+        "decoder_attention_mask": own["attention_mask"],
+    }
+    rnet = Recorder(net, input_data=batch)
+    rows = Tokens(mask="decoder_attention_mask")
+    attention = "decoder.block.0.layer.1.EncDecAttention"
+    rnet.record(f"{attention}.k")
+    with pytest.raises(CollectError, match=r"EncDecAttention\.k .* fits by chance.*transform="):
+        rnet.collect([batch], rows=rows)
+    rnet.record(f"{attention}.q")
+    recording = rnet.collect([batch], rows=rows)
+    with torch.no_grad():
+        rnet(**batch)
+    queries = rnet.activations[f"{attention}.q"]
+    assert torch.equal(recording[f"{attention}.q"], torch.cat([queries[0, :3], queries[1]]))
+
+
 def test_a_transform_is_believed():
     rnet, batch = recorder("turned"), square()
     kept = rnet.collect(
