@@ -140,6 +140,7 @@ def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
         return value.dtype
     is_mapping = isinstance(value, Mapping)
     if (is_mapping or isinstance(value, list | tuple)) and id(value) not in around:
-        parts = (*value, *value.values()) if is_mapping else value
+        # Not every mapping yields its keys: a TensorDict yields its rows.
+        parts = (*value.keys(), *value.values()) if is_mapping else value
         return (type(value), *[_structure(part, (*around, id(value))) for part in parts])
     return value if isinstance(value, str) else type(value)

@@ -15,6 +15,7 @@ from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk, Host
 from scio_recorder.stores.disk_format import system
 from tests.recording.nets import Positions, assert_same, batches, expected, plain_net, recorder
+from tests.zoo.structures import Columns
 
 
 def test_nothing_selected():
@@ -100,6 +101,20 @@ def test_the_advice_for_a_net_that_takes_a_whole_tuple_works():
     for given, options in (([(x,)], {}), ([(x, x)], {"to_inputs": lambda batch: batch[0]})):
         with pytest.raises(CollectError, match=r"Write to_inputs=lambda batch: \.\.\. with"):
             rnet.collect(given, **options)
+
+
+def test_the_advice_for_a_mapping_that_yields_rows_works():
+    class Named(nn.Module):
+        def forward(self, x):
+            return Columns({"hidden": x * 2})
+
+    x = torch.rand(3, 4)
+    rnet = Recorder(Named(), input_data=x)
+    rnet.record("0-1")
+    with pytest.raises(CollectError, match=r"returned a Columns, not a tensor") as caught:
+        rnet.collect([x])
+    written = eval(str(caught.value).partition("such as transform=")[2])
+    assert torch.equal(rnet.collect([x], transform=written)["0-1"], x * 2)
 
 
 def test_inputs_that_a_recording_lacks():

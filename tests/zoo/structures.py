@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.zoo.base import Net, Table, linear, random_tensors, vectors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, KeysView
+
     from torch import Tensor, nn
 
 CASES = Table()
@@ -44,6 +47,42 @@ class Holder:
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.name = "holder"
+
+
+class Columns(MutableMapping[str, Any]):
+    """A mapping of tensors that yields its rows, as a TensorDict does, in place of its keys."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self._columns = columns
+
+    def __repr__(self) -> str:
+        return f"Columns({self._columns})"
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._columns[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self._columns[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._columns[key]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __iter__(self) -> Iterator[Any]:
+        # A row has no rows of its own: tensors without dimensions refuse to be iterated over.
+        columns = self._columns.items()
+        return (Columns({key: value[at] for key, value in columns}) for at in range(len(self)))
+
+    def keys(self) -> KeysView[str]:
+        return self._columns.keys()
+
+    def values(self) -> Any:
+        return self._columns.values()
+
+    def items(self) -> Any:
+        return self._columns.items()
 
 
 def _returning(make: Any, take: Any) -> nn.Module:
@@ -193,3 +232,19 @@ def dict_input() -> nn.Module:
 @CASES.add(lambda seed: ((random_tensors((3, 4), (3, 4))(seed)[0],), {}))
 def tuple_input() -> nn.Module:
     return Net(lambda net, pair: net.linear(pair[0]) + pair[1], linear=linear())
+
+
+@CASES.add(lambda seed: ((Columns({"x": vectors(seed)[0][0], "y": vectors(seed + 1)[0][0]}),), {}))
+def mapping_that_yields_rows() -> nn.Module:
+    """Modules add columns to one mapping and hand it on."""
+
+    def forward(net: Any, columns: Columns) -> Columns:
+        columns["h"] = net.linear(columns["x"])
+        columns["h"].relu_()
+        return columns
+
+    def last(net: Any, columns: Columns) -> Tensor:
+        return net.linear(columns["h"]) + columns["y"]
+
+    parts = {"first": Net(forward, linear=linear()), "last": Net(last, linear=linear())}
+    return Net(lambda net, columns: net.last(net.first(columns)), **parts)

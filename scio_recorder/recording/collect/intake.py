@@ -112,7 +112,7 @@ class LayerIntake:
                 f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
                 "tensor [batch, ...]"
             )
-        first = next(iter(activation), 0) if isinstance(activation, Mapping) else 0
+        first = next(iter(activation.keys()), 0) if isinstance(activation, Mapping) else 0
         return (
             f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
             "with transform, such as transform={"
