@@ -777,6 +777,17 @@ def test_jagged_inputs():
     assert "ReLU" in str(statistics)
 
 
+def test_a_module_that_refuses_to_be_true_or_false():
+    class Undecided(nn.Linear):
+        def __bool__(self):
+            raise RuntimeError("it has no truth value")
+
+    net = nn.Sequential(nn.Sequential(Undecided(3, 2)), nn.ReLU())
+    architecture = label_net(net, input_size=(1, 3))[1]
+    assert [layer.name for layer in architecture.values()] == ["", "0", "0.0", "1"]
+    assert [layer.num_params for layer in architecture.values()] == [8, 8, 8, 0]
+
+
 def test_a_compiled_block_of_a_class_without_length_inside_a_net():
     block = Net(lambda net, x: net.a(x), a=linear())
     net = nn.Sequential(torch.compile(block, backend="eager"), nn.ReLU())

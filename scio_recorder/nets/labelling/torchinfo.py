@@ -224,13 +224,14 @@ def _flat(size_of: _Function) -> _Function:
 def _of_any_module(initialise: _Function) -> _Function:
     """Make a row for a module whose children have no truth value.
 
-    A compiled module passes `len` on to its original, which may have none.
+    A compiled module passes `len` on to its original, which may have none, and a TensorDict of
+    parameters refuses the question.
     """
 
     def initialise_any(info: LayerInfo, name: str, module: nn.Module, *place: Any) -> None:
         try:
             initialise(info, name, module, *place)
-        except TypeError:
+        except Exception:
             initialise(info, name, nn.Sequential(nn.Identity()), *place)
             info.module, info.layer_id = module, id(module)
             info.class_name = type(module).__name__
