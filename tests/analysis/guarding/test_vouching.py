@@ -135,3 +135,31 @@ def test_others_may_change_what_goes_on() -> None:
         rnet(torch.ones(1, 4), activation_postproc=lambda x: torch.zeros_like(x))
     assert guard.origin is not None
     assert guard.origin.layer.name == "0"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("second", "maker", "change"),
+    [
+        (nn.ReLU(), "1", lambda value: value * NAN),  # no longer harmless
+        (nn.Linear(4, 4), "0", Tensor.nan_to_num),  # no longer tells of its input
+    ],
+)
+def test_modules_that_others_have_hooked_vouch_for_nothing(
+    second: nn.Module, maker: str, change: Any, inside: bool
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), second, nn.Linear(4, 4))
+    rnet = Recorder(net, input_size=(1, 4), verbose=0)
+    with torch.no_grad():
+        net[0].weight.fill_(NAN if maker == "0" else 1)
+
+    def add(module: nn.Module) -> Any:
+        return module.register_forward_hook(lambda _, args, output: change(output), prepend=True)
+
+    handle = None if inside else add(net[1])
+    with rnet.guard(action="record") as guard:
+        handle = handle or add(net[1])
+        net(torch.ones(1, 4))
+    handle.remove()
+    assert guard.origin is not None
+    assert guard.origin.layer.name == maker
