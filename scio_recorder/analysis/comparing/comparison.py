@@ -57,6 +57,7 @@ from scio_recorder.analysis.comparing.sides import Block, Values, digests_of
 from scio_recorder.analysis.comparing.tally import Tally
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
 
 # See NOTE [Noise].
 _NORM_FACTOR, _LARGEST_FACTOR, _FEW = 4.0, 8.0, 8
@@ -220,8 +221,14 @@ class Comparison:
         mine, theirs = own.inputs(layer.label), other.inputs(partner.label)
         if mine is None or theirs is None:
             return None, 0.0
-        pairs = paired_inputs(mine, theirs, layer.module, partner.module)
-        if pairs is None or any(_mismatch(*each) for each in pairs):
+        calls: list[tuple[Inputs, Inputs]] | None = [(mine, theirs)]
+        if not isinstance(mine, Inputs):
+            # All calls of a pass, in order. Noise says nothing about single ones.
+            outputs = () if beside else (own.output(layer.label), other.output(partner.label))
+            calls = self._calls(mine, theirs, outputs)
+        found = [paired_inputs(*each, layer.module, partner.module) for each in calls or ()]
+        pairs = [leaves for each in found for leaves in each or ()]
+        if calls is None or None in found or any(_mismatch(*each) for each in pairs):
             return False, 0.0
         third = None if beside is None else beside[0].inputs(beside[1])
         beyond = None if third is None else paired_inputs(mine, third, layer.module, None)
@@ -229,6 +236,22 @@ class Comparison:
         largest = max((one.relative_error for one in noise if one is not None), default=0.0)
         each = zip(pairs, noise, strict=True)
         return not any(exceeds(self._figures(*leaves), floor) for leaves, floor in each), largest
+
+    def _calls(
+        self, mine: Sequence[Inputs], theirs: Sequence[Inputs], outputs: Iterable[Sequence[Any]]
+    ) -> list[tuple[Inputs, Inputs]] | None:
+        """Pair the inputs of calls up to the first whose outputs differ.
+
+        None if no outputs differ, but one side has more calls.
+        """
+        calls = list(zip(mine, theirs, strict=False))
+        for number, results in enumerate(zip(*outputs, strict=False), 1):
+            pairs = paired_outputs(*results)
+            if isinstance(pairs, str) or any(
+                _mismatch(*leaves) or self._figures(*leaves).num_different for leaves in pairs
+            ):
+                return calls[:number]
+        return calls if len(mine) == len(theirs) else None
 
     def _outputs(
         self, tally: Tally, own: Values, other: Values, beside: Any, received: float

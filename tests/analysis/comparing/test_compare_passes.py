@@ -290,6 +290,32 @@ def test_modules_that_run_another_number_of_times() -> None:
     assert first.layer.name == "expert"
 
 
+@pytest.mark.parametrize("counts", [(2, 2), (2, 3), (3, 1)])
+def test_one_of_several_calls_makes_a_difference(counts: tuple[int, int]) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step, self.head, self.count = nn.Linear(3, 3), nn.Linear(3, 3), 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.count):
+                x = self.step(x)
+            return self.head(x)
+
+    net = Loop()
+    other = copy.deepcopy(net)
+    sides = [Recorder(each, input_size=(1, 3), verbose=0) for each in (net, other)]
+    sides[0].record("*", calls="any")
+    net.count, other.count = counts
+    # A module is not at fault if it is called more often.
+    first = compare(*sides, [torch.randn(4, 3)]).first
+    assert (None if first is None else first.layer.name) == (None if counts == (2, 2) else "")
+    other.step.bias.data.add_(1)
+    first = compare(*sides, [torch.randn(4, 3)]).first
+    assert first is not None
+    assert (first.layer.name, first.inputs_equal) == ("step", True)
+
+
 def test_one_batch_at_a_time_is_in_memory() -> None:
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     made: list[Any] = []
