@@ -358,5 +358,5 @@ def test_one_sample_has_no_variance() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reductions.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "subjects" / "reductions.md").read_text()
     assert [name for name in reductions.__all__ if f"`{name}" not in page] == []
