@@ -162,8 +162,9 @@ class Analysing(Reading):
         from scio_recorder.analysis.guarding.calls import guarded
         from scio_recorder.analysis.guarding.guard import Guard
 
-        if not isinstance(gradients, bool):
-            raise ArgumentError(f"gradients={gradients!r}: write True or False")
+        for name, given in {"gradients": gradients, "keep_inputs": keep_inputs}.items():
+            if not isinstance(given, bool):
+                raise ArgumentError(f"{name}={given!r}: write True or False")
         watching = Guard(self.architecture, action, kinds)
         with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):
             yield watching

@@ -557,7 +557,11 @@ def test_a_guard_around_nothing_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"action": "stop"}, {"kinds": ("Nan",)}, {"kinds": ()}, {"kinds": "inf nan"}]
+    "options",
+    [
+        *({"action": "stop"}, {"kinds": ("Nan",)}, {"kinds": ()}, {"kinds": "inf nan"}),
+        *({"gradients": "no"}, {"keep_inputs": "all"}),
+    ],
 )
 def test_bad_arguments_say_what_to_write(options: dict[str, Any]) -> None:
     net = nn.Sequential(nn.ReLU())
