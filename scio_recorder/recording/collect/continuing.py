@@ -82,6 +82,10 @@ class Sequences:
     is_told: bool = True
     thread: int = field(default_factory=threading.get_ident)
 
+    def may_fill(self, past: Past) -> bool:
+        """Whether a cache is as long as all positions that ran, as far as it tells."""
+        return past.length in (None, self.num_positions)
+
 
 class _Latest(threading.local):
     sequences: Sequences | None = None
@@ -178,7 +182,8 @@ class Continuing:
                 f"no samples to continue: begin the block before the prompt runs, or {_WATCH}"
             )
         others = known or self._by_part.values()
-        if any(of is not found and _may_be_of(past, of, found.thread) for of in others):
+        fitting = (of for of in others if of.thread == found.thread and of.may_fill(past))
+        if any(of is not found for of in fitting):
             raise CollectError(
                 "the network received a cache that may hold the samples of several earlier passes, "
                 f"as a copy of a cache may: pass on the cache itself, or {_WATCH}"
@@ -211,11 +216,6 @@ def _parts(cache: Any, output: Any = None) -> list[Any]:
     Weak references to a tuple can't be made, and outputs without names may hold the next one.
     """
     return [cache] if hasattr(cache, "__weakref__") else tensors((cache, output))
-
-
-def _may_be_of(past: Past, sequences: Sequences, thread: int) -> bool:
-    is_as_long = past.length in (None, sequences.num_positions)
-    return is_as_long and sequences.thread == thread
 
 
 def _of_these(mask: Any, number: int, before: int | None) -> Any:
@@ -302,8 +302,8 @@ def _of_unknown_length(cache: Any) -> CollectError:
 
 def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
     lines, known = found.shape[0], len(sequences.lengths)
-    is_as_long = past.length in (None, sequences.num_positions)
-    if len(found.dims) != 2 or found.num_samples != lines or lines != known or not is_as_long:
+    has_same_lines = len(found.dims) == 2 and found.num_samples == lines == known
+    if not (has_same_lines and sequences.may_fill(past)):
         held = "" if past.length is None else f" of {past.length} positions"
         raise CollectError(
             f"the network received a cache{held} for {counted(found.num_samples, 'sample')}, but "
