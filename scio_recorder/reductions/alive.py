@@ -208,6 +208,9 @@ def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
     """
     low, high = bounds
     width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))
+    if values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize:
+        # A comparison with a number rounds the number to the dtype of the values.
+        values = values.float()
     found = torch.zeros_like(values, dtype=torch.bool)
     if low is not None:
         found |= values <= low + width

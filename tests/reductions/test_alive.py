@@ -86,6 +86,21 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert result.max_abs.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 1.0), (None, 6.0)], ids=str)
+def test_bounds_are_not_rounded_to_the_dtype_of_the_values(dtype: torch.dtype, bounds: Any) -> None:
+    values = torch.linspace(-1, 6, 5000).to(dtype).unique()[None]
+    alive = Alive(bounds=bounds)
+    alive.update(values)
+    low, high = bounds
+    width = 0.01 * (high - (low or 0))
+    far = [value > high - width * 1.000001 for value in values[0].tolist()]
+    near = [low is not None and value < low + width * 1.000001 for value in values[0].tolist()]
+    at_bound = alive.compute().at_bound
+    assert at_bound is not None
+    assert at_bound.bool().tolist() == [one or other for one, other in zip(far, near, strict=True)]
+
+
 @pytest.mark.parametrize("bounds", [(1, -1), (None, None), (0, 0), "ab", (1,), ("low", "high")])
 def test_bounds_that_are_none_are_refused(bounds: Any) -> None:
     with pytest.raises(CollectError, match="give two numbers"):
