@@ -73,8 +73,9 @@ class Features:
         self.trouble = "" if spread else "is the same in all rows"
         if not math.isfinite(spread):
             self.trouble = "has values that are not finite"
-        # The scale cancels out. It keeps fourth powers of large values from overflowing.
-        self._scale = 1.0 if self.trouble else 1 / spread
+        # The scale cancels out. It keeps fourth powers of large values from overflowing. The
+        # reciprocal of the smallest numbers would overflow itself.
+        self._scale = 1.0 if self.trouble else spread
 
     def open(self, rows: range) -> Tensor:
         """Return the unscaled values of some rows, [rows, features]."""
@@ -89,7 +90,7 @@ class Features:
     def centred(self, opened: Tensor, piece: slice) -> Tensor:
         """Return some features of opened rows, ready to be multiplied."""
         values = opened[:, piece].to(self.device, torch.float64)
-        return (values - self._mean[piece]).mul_(self._scale)
+        return (values - self._mean[piece]).div_(self._scale)
 
     def _survey(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the smallest and the largest value and the mean of each feature."""
