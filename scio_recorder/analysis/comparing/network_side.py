@@ -115,7 +115,7 @@ class NetworkSide:
             has_inputs = capture.program.options.inputs
             return Values(
                 lambda label: _chosen(outputs.peek(label), block.rows),
-                lambda label: _chosen(inputs.peek(label), block.rows) if has_inputs else None,
+                lambda label: _chosen(inputs.peek(label), block.received) if has_inputs else None,
             )
         sink = _Sink(capture.program.recording, block, keeps_digests=self._keeps_digests)
         if self._compiled is None:

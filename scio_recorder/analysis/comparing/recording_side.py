@@ -66,10 +66,12 @@ class RecordingSide:
 
     def at(self, block: Block) -> Values:
         """Return the values of some samples, which are read when they are used."""
-        where = self._positions(block.ids)
+        where = self._places_of(block.ids)
         self._next = where.stop if isinstance(where, slice) else where[-1] + 1
         self._seen[where] = True
-        rows = where if block.lengths is None else self._rows_at(where, block.lengths)
+        rows = where if block.positions is None else self._rows_of(where)
+        if block.positions is not None:
+            self._check_positions(block.ids, self._positions_at(where), block.positions)
         return Values(
             lambda label: self._output(label, rows),
             lambda label: self._inputs(label, where),
@@ -97,36 +99,46 @@ class RecordingSide:
         places = (~self._seen).nonzero().squeeze(1).tolist()
         return [self.recording.sample_ids[place] for place in places]
 
-    def _positions(self, ids: Sequence[SampleId]) -> slice | list[int]:
+    def _places_of(self, ids: Sequence[SampleId]) -> slice | list[int]:
         """Return the places of those samples that the recording has."""
         if self._follow(ids):
             return slice(self._next, self._next + len(ids))
         return _run_of([self._places[one] for one in ids])
 
-    def lengths(self, ids: Sequence[SampleId]) -> list[int] | None:
-        """Return the numbers of rows of samples; None if each sample is one row."""
-        return self._lengths_at(self._positions(ids)) if self.recording.has_rows else None
+    def block(self, ids: Sequence[SampleId]) -> Block:
+        """Return the block of some samples, which says where their rows are."""
+        if not self.recording.has_rows:
+            return Block(ids)
+        return Block(ids, positions=self._positions_at(self._places_of(ids)))
 
-    def _lengths_at(self, where: slice | list[int]) -> list[int]:
-        found: list[int] = self.recording.rows_of_samples().lengths[where].tolist()
-        return found
+    def _positions_at(self, where: slice | list[int]) -> Sequence[Tensor]:
+        """Return the positions of the rows of samples."""
+        lengths = self.recording.rows_of_samples().lengths[where].tolist()
+        positions = self.recording.rows["position"][self._rows_of(where)]
+        return torch.split(positions.cpu(), lengths)
 
-    def _rows_at(self, where: slice | list[int], lengths: list[int]) -> slice | list[int]:
-        """Return the places of the rows of samples, which must be as many as on the other side."""
-        found = self._lengths_at(where)
-        if found != lengths:
-            at = next(
-                at for at, pair in enumerate(zip(found, lengths, strict=True)) if pair[0] != pair[1]
-            )
-            places = range(self.recording.num_samples)[where] if isinstance(where, slice) else where
-            raise ComparisonError(
-                f"sample {self.recording.sample_ids[places[at]]!r} has {found[at]} rows in the "
-                f"{self.what} and {lengths[at]} on the other side: give both sides the same rows="
-            )
+    def _rows_of(self, where: slice | list[int]) -> slice | list[int]:
+        """Return the places of the rows of samples."""
         samples = self.recording.rows_of_samples()
         rows = samples[where] if isinstance(where, slice) else [samples[place] for place in where]
         numbers = torch.arange(self.recording.num_rows, device="cpu")
         return _run_of(torch.cat([numbers[:0], *(numbers[one] for one in rows)]).tolist())
+
+    def _check_positions(
+        self, ids: Sequence[SampleId], found: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
+        """Refuse samples of which the other side has other rows."""
+        for one, own, other in zip(ids, found, others, strict=True):
+            if own.equal(other):
+                continue
+            counts = f"{len(own)} rows", f"{len(other)}"
+            if len(own) == len(other):
+                at = int((own != other).nonzero()[0])
+                counts = f"a row at position {own[at]}", f"one at position {other[at]}"
+            raise ComparisonError(
+                f"sample {one!r} has {counts[0]} in the {self.what} and {counts[1]} on the other "
+                "side: give both sides the same rows="
+            )
 
     def _output(self, label: DepthIdx, rows: slice | list[int]) -> Any:
         values = self._digests_of(label) if label in self._digests else self.recording[label]

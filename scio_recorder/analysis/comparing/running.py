@@ -227,16 +227,19 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
             refuse_sample(net.net, root, inputs)
         if rows is not None:
             named = inputs.named(net.net)
-            found = rows.of(Source(net.net, batch, named, feed.number, "", root, has_rows))
+            source = Source(net.net, batch, named, feed.number, "", root, has_rows)
+            found = rows.of(source)
         ids, _ = feed.ids(batch, inputs, seen, None if found is None else found.num_samples)
         seen += len(ids)
         for side in sides.recordings:
             missing.setdefault(side.what, []).extend(side.missing(ids))
         if not any(missing.values()):
-            lengths = None
-            if found is not None:
+            block = Block(ids, batch, number=feed.number)
+            if rows is not None and found is not None:
+                block.rows, block.received = found, rows.all_real().of(source)
                 lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
-            yield Block(ids, batch, found, lengths, feed.number)
+                block.positions = torch.split(found.columns["position"], lengths)
+            yield block
     if is_empty:
         raise ComparisonError("batches is empty: it gave no batch to run on")
     for what, lacking in missing.items():
@@ -261,8 +264,7 @@ def _read(sides: Sides) -> Iterator[Block]:
             )
     start = 0
     for length in _block_lengths(sides):
-        part = ids[start : start + length]
-        yield Block(part, lengths=first.lengths(part))
+        yield first.block(ids[start : start + length])
         start += length
 
 

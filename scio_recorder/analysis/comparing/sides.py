@@ -32,8 +32,10 @@ class Block:
         The loader's batch of these samples, if networks run.
     rows : BatchRows or None
         Which rows of layers' outputs count, if a row is not a sample and networks run.
-    lengths : list of int or None
-        The number of rows of each sample, if a row is not a sample.
+    received : BatchRows or None
+        Which rows of their inputs count: all but padding.
+    positions : sequence of Tensor or None
+        The positions of each sample's rows, if a row is not a sample.
     number : int
         The number of the batch, if networks run.
     """
@@ -41,7 +43,8 @@ class Block:
     ids: Sequence[SampleId]
     batch: Any = None
     rows: BatchRows | None = None
-    lengths: list[int] | None = None
+    received: BatchRows | None = None
+    positions: Sequence[Tensor] | None = None
     number: int = 0
 
     def place(self, shape: Sequence[int], flat: int) -> tuple[int, tuple[int, ...]]:
@@ -57,10 +60,10 @@ class Block:
         """
         # Torch takes twenty times as long.
         index = [int(part) for part in np.unravel_index(flat, tuple(shape))]
-        lengths = self.lengths
-        if not index or shape[0] != (len(self.ids) if lengths is None else sum(lengths)):
+        lengths = [1] * len(self.ids) if self.positions is None else list(map(len, self.positions))
+        if not index or shape[0] != sum(lengths):
             return 0, tuple(index)
-        if lengths is None:
+        if self.positions is None:
             return index[0], tuple(index[1:])
         ends = list(accumulate(lengths))
         sample = bisect_right(ends, index[0])

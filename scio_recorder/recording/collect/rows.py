@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +205,14 @@ class Rows(abc.ABC):
         CollectError
             The batch lacks a needed entry, or has something else under its name.
         """
+
+    def all_real(self) -> Self:
+        """Return rows of the same kind that keep all real lines, whatever ``where`` says."""
+        if self.where is None:
+            return self
+        found = copy.copy(self)
+        found.where = None
+        return found
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -417,6 +417,53 @@ def test_recordings_of_tokens() -> None:
         compare(reference, plain)
 
 
+def test_rows_at_other_positions_are_no_partners() -> None:
+    rnet = Recorder(Tagger(), input_data=texts(8)[0])
+    rnet.record("embed")
+    options: Any = {"store": None, "progress": False, "reduce": Digest()}
+    first, second = (
+        Tokens(where=lambda batch, left_out=position: torch.arange(4).expand(3, 4) != left_out)
+        for position in (0, 1)
+    )
+    both = rnet.collect(texts(8), rows=first, **options)
+    wrong = "sample 0 has a row at position 0 in the candidate and one at position 1 on the other"
+    with pytest.raises(ComparisonError, match=wrong):
+        compare(both, rnet.collect(texts(8), rows=second, **options))
+    wrong = "sample 0 has a row at position 1 in the reference and one at position 0 on the other"
+    with pytest.raises(ComparisonError, match=wrong):
+        compare(both, rnet, texts(8), rows=second)
+    assert compare(both, rnet, texts(8), rows=first).first is None
+
+
+class Neighbour(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to each position the one before it."""
+        return x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_inputs_count_also_at_real_positions_that_are_not_compared() -> None:
+    net = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 2), Neighbour())
+    ids = torch.tensor([[3, 1, 2], [4, 5, 0]])
+    one, two = (Recorder(each, input_data=ids) for each in (net, copy.deepcopy(net)))
+    two.net[0].weight.data[4] += 1
+    last = torch.tensor([[False, False, True], [False, True, False]])
+    rows = Tokens(mask=lambda batch: batch != 0, where=lambda batch: last)
+    difference = compare(one, two, [ids], rows=rows)
+    # Token 4 differs, and only its neighbour is compared.
+    assert not difference["1"].differs
+    assert difference["2"].inputs_equal is False
+    assert difference["2"].num_elements == 2 * 2
+    assert difference.first is not None
+    assert (difference.first.layer.name, difference.first.sample_id) == ("", 1)
+    # Padding says nothing about inputs.
+    two = Recorder(copy.deepcopy(net), input_data=ids)
+    two.net[0].weight.data[0] += 1
+    two.net[1].bias.data += 1
+    first = compare(one, two, [ids], rows=rows).first
+    assert first is not None
+    assert (first.layer.name, first.inputs_equal) == ("1", True)
+
+
 def test_digests_of_tokens(tmp_path: Path) -> None:
     net = Tagger()
     one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
