@@ -168,8 +168,22 @@ class BatchRows:
             return not self.told[layer.label]
         if labelled is None or not isinstance(was, tuple):
             return False
+        if self._was_shared(layer):
+            # The only sample has what all share; otherwise only a run could tell.
+            return self.shape[0] > 1
         is_scalar = was == labelled == self.shape
         return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
+
+    def _was_shared(self, layer: Layer) -> bool:
+        """Whether a layer gave all samples the same at labelling, as embeddings of positions do."""
+        was, labelled = layer.output_shape, self.labelled
+        if labelled is None or self.dims != ("batch", "positions") or not isinstance(was, tuple):
+            return False
+        return was[:2] == (1, labelled[1]) and labelled[0] > 1
+
+    def may_be_shared(self, layer: Layer) -> bool:
+        """Whether only a run can tell if a layer that was shared now has each sample's own."""
+        return self._was_shared(layer) and min(self.shape) > 1
 
     def is_doubtful(self, layer: Layer, *, has_others: bool) -> bool:
         """Whether lengths do not distinguish positions from other dimensions.
@@ -184,7 +198,7 @@ class BatchRows:
         was, labelled = layer.output_shape, self.labelled or self.shape
         if self.dims != ("batch", "positions") or self.shape[1] < 2 or not isinstance(was, tuple):
             return False
-        if was[:2] != labelled:
+        if was[:2] != labelled and not (self.shape[0] == 1 and self._was_shared(layer)):
             return False
         are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
         others = has_others or labelled[1] in was[2:] or len(was) == 2

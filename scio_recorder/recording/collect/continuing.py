@@ -12,6 +12,7 @@ code has filled) would assign rows to wrong samples, and is refused.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
@@ -257,6 +258,30 @@ def _past_of(arguments: Mapping[str, Any]) -> Past:
         if cache is not None:
             return Past(cache, _length_of(cache, name, arguments.get("cache_position")))
     return Past()
+
+
+def without_empty_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a pass without an empty cache, so that none is filled.
+
+    Parameters
+    ----------
+    arguments : mapping
+        The arguments by name.
+
+    Returns
+    -------
+    dict
+        The others, without what was made for the length of the cache: a mask that says who attends
+        to whom. All of them if there is no cache, or one that may be filled.
+    """
+    with contextlib.suppress(CollectError):
+        past = _past_of(arguments)
+        if past.cache is not None and past.length == 0:
+            left_out = {*_CACHES, "cache_position"}
+            if getattr(arguments.get("attention_mask"), "ndim", None) != 2:
+                left_out.add("attention_mask")
+            return {name: value for name, value in arguments.items() if name not in left_out}
+    return dict(arguments)
 
 
 def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:

@@ -8,7 +8,11 @@ image may have as many patches as a text has tokens, and an encoder as many posi
 which computes keys from them. So the network is labelled once more, on fewer
 positions: the dimension that follows their number is that of positions. This is done only for
 layers whose lengths leave a doubt, and only once. A network that fails then, or has inputs other
-than tensors, gives no answer.
+than tensors and an empty cache, gives no answer.
+
+An embedding of positions may return ``[1, positions, ...]`` for all samples at labelling, and
+``[batch, positions, ...]`` where positions depend on the mask, as in ``generate``. It is kept only
+if it follows the number of samples too, in a run on twice as many.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.collect.continuing import without_empty_cache
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 
@@ -70,25 +76,30 @@ class Doubts:
             for value in (*inputs.args, *inputs.kwargs.values())
         )
         doubtful = [one for one in self._layers if rows.is_doubtful(one, has_others=has_others)]
-        if doubtful:
-            # Each layer is examined once.
-            self._layers = [layer for layer in self._layers if layer not in doubtful]
-            self._answers |= _tell_positions(self._net, doubtful, inputs, rows)
+        shared = [one for one in self._layers if rows.may_be_shared(one)]
+        for layers, times in ((doubtful, 1), (shared, 2)):
+            if layers:
+                self._answers |= _tell_positions(self._net, layers, inputs, rows, times)
+        # Each layer is examined once.
+        self._layers = [layer for layer in self._layers if layer not in doubtful + shared]
         return replace(rows, told=self._answers) if self._answers else rows
 
 
 def _tell_positions(
-    net: nn.Module, layers: Iterable[Layer], inputs: Inputs, rows: BatchRows
+    net: nn.Module, layers: Iterable[Layer], inputs: Inputs, rows: BatchRows, times: int
 ) -> dict[DepthIdx, bool]:
-    """Return whether dimension 1 counts the positions, for the layers that show it."""
+    """Return whether dimension 1 counts the positions, for the layers that show it.
+
+    They are run on fewer positions, and on the samples ``times`` over.
+    """
     batch, positions = rows.shape
     fewer = next((n for n in (positions - 1, positions - 2) if n > 0 and n != batch), None)
-    given = inputs.named(net)
+    given = without_empty_cache(inputs.named(net))
     if fewer is None or not all(isinstance(value, _PLAIN) for value in given.values()):
         return {}
     narrowed = {
         name: _narrowed(
-            value, rows.shape, positions if _half_of(name) == rows.other_half else fewer
+            value, rows.shape, positions if _half_of(name) == rows.other_half else fewer, times
         )
         for name, value in given.items()
     }
@@ -100,7 +111,7 @@ def _tell_positions(
     for layer in layers:
         other = probed.get(layer.label)
         if other is not None and other.name == layer.name and isinstance(other.output_shape, tuple):
-            found[layer.label] = other.output_shape[:2] == (batch, fewer)
+            found[layer.label] = other.output_shape[:2] == (batch * times, fewer)
     return found
 
 
@@ -109,11 +120,13 @@ def _half_of(name: str) -> str:
     return "decoder" if name.startswith("decoder") or name == "labels" else "encoder"
 
 
-def _narrowed(value: Any, shape: tuple[int, ...], fewer: int) -> Any:
+def _narrowed(value: Any, shape: tuple[int, ...], fewer: int, times: int) -> Any:
     """Return an input with fewer positions, or as many; a copy: networks write into inputs."""
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
     if tuple(value.shape[:2]) in (shape, (1, shape[1])):
         value = value[:, :fewer]
+    if times > 1 and value.ndim and value.shape[0] == shape[0]:
+        return torch.cat([value] * times)
     return value.clone()

@@ -64,6 +64,8 @@ NETS: dict[str, tuple[Callable[[], Any], str]] = {
     "mamba": (mamba, "backbone.layers.*.mixer"),
     # Its cache answers for its first layer, which keeps a state and no keys.
     "minimax": (minimax, "model.layers.*.*layernorm"),
+    # It returns one row for all samples at labelling, and in generate one for each.
+    "embedding of positions": (gpt2, "transformer.wpe"),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -76,6 +78,7 @@ CASES = [
     *[(name, way) for name in ("mistral", "gemma2", "bloom") for way in ("greedy", "static")],
     ("mamba", "greedy"),
     ("minimax", "greedy"),
+    *[("embedding of positions", way) for way in WAYS],
 ]
 
 

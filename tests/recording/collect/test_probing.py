@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -175,3 +176,70 @@ def test_a_network_that_runs_on_one_length_is_taken_at_its_word():
         rnet.collect([batch], rows=Tokens())["embed"],
         rnet.net.embed(batch["input_ids"])[batch["attention_mask"].bool()],
     )
+
+
+class Placed(nn.Module):
+    """Gives all samples the same at labelling, without a mask, and each its own with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(99, 8), nn.Embedding(99, 8)
+        self.pair, self.turned = nn.Identity(), nn.Identity()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: list[Tensor] | None = None,
+    ) -> Tensor:
+        if attention_mask is None:
+            places = torch.arange(input_ids.shape[1])[None]
+        else:
+            places = attention_mask.cumsum(1) * attention_mask
+        x: Tensor = self.embed(input_ids)
+        self.turned(x.transpose(0, 1))
+        x = x + self.place(places)
+        self.pair(x[:1] if attention_mask is None else torch.stack([x.amin(0), x.amax(0)]))
+        if cache is not None:
+            cache.append(x[:, None])
+        return x
+
+
+def placed(*names: str, positions: int = 5) -> Recorder:
+    torch.manual_seed(0)
+    ids = torch.ones(3, positions, dtype=torch.long)
+    rnet = Recorder(Placed().eval(), input_data=ids)
+    rnet.record(*names)
+    return rnet
+
+
+@pytest.mark.parametrize("positions", [5, 7])
+@pytest.mark.parametrize("lengths", [(5, 3), (5, 4, 2), (5,)])
+def test_positions_that_all_samples_shared_at_labelling(lengths: tuple[int, ...], positions: int):
+    rnet, batch = placed("place", positions=positions), padded(*lengths)
+    recording = rnet.collect([batch], rows=Tokens())
+    mask = batch["attention_mask"]
+    expected = rnet.net.place((mask.cumsum(1) * mask)[mask.bool()])
+    assert torch.equal(recording["place"], expected)
+
+
+@pytest.mark.parametrize("positions", [5, 7])
+def test_what_does_not_follow_the_samples_is_refused(positions: int):
+    # As many rows as samples by chance.
+    rnet = placed("pair", positions=positions)
+    with pytest.raises(CollectError, match=r"pair\b.* fits by chance.*transform="):
+        rnet.collect([padded(5, 3)], rows=Tokens())
+
+
+@pytest.mark.parametrize("name", ["embed", "turned"])
+def test_a_pass_with_an_empty_cache(name: str):
+    rnet, ids = placed(name, positions=3), torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    cache: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        if name == "turned":
+            stack.enter_context(pytest.raises(CollectError, match=r"turned\b.* fits by chance"))
+        with rnet.collecting(rows=Tokens()) as collection:
+            rnet.net(ids, cache=cache)
+    if name == "embed":
+        assert torch.equal(collection.recording["embed"], rnet.net.embed(ids).flatten(0, 1))
+        assert len(cache) == 1
