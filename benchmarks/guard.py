@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import interleaved
 from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
 from scio_recorder import Recorder
 
@@ -35,6 +36,17 @@ class Residual(nn.Module):
         y: Tensor = self.body(x)
         y += x
         return self.relu(y)  # type: ignore[no-any-return]  # a module's call
+
+
+class Only(nn.Module):
+    """A network that returns nothing but the last tensor of another one."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).last_hidden_state  # type: ignore[no-any-return]  # a module's call
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
@@ -59,9 +71,21 @@ def main() -> None:
     table = Table(title=f"guard / bare, one thread, {rounds} rounds, torch {torch.__version__}")
     for heading in ("what", "minima, whole block", "minima, inside", "median, inside", "bar"):
         table.add_column(heading)
+    vision = ViTConfig(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        image_size=64,
+        patch_size=8,
+    )
+    widths = [64, 128, 256, 512]
+    residual = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=widths)
     nets = {
         f"transformer, {BLOCKS} blocks": (transformer, torch.randn(8, 64, 128)),
         "convolutional, 7 blocks": (convolutional, torch.randn(8, 3, 32, 32)),
+        "ViT, 4 blocks of 192": (Only(ViTModel(vision)), torch.randn(4, 3, 64, 64)),
+        "ResNet-18": (Only(ResNetModel(residual)), torch.randn(4, 3, 64, 64)),
     }
     for name, (net, x) in nets.items():
         for what, training in (("pass", False), ("training step", True)):
