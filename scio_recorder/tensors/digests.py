@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_plain, version_of
@@ -220,6 +221,10 @@ class Weights:
 
     def __init__(self) -> None:
         self._known: dict[nn.Module, tuple[list[tuple[int, int]], str]] = {}
+        # Fused optimizers write parameters without counting it as a change.
+        known = self._known
+        handle = register_optimizer_step_post_hook(lambda *of_step: known.clear())
+        weakref.finalize(self, handle.remove)
 
     def digest(self, module: nn.Module) -> str:
         """Return the digest of a module's parameters."""

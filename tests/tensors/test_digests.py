@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from scio_recorder import Recorder, RecordingError, open_recording
+from scio_recorder import RecomputeError, Recorder, RecordingError, open_recording
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 
 
@@ -134,6 +135,29 @@ def test_sharded_weights(mesh: Any, tmp_path: Any) -> None:
         net[0].weight.to_local().add_(1)
     assert weights_digest(net) != before
     assert weights.digest(net) != first
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_read_again_after_a_step(fused: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("1", inputs=True)
+    before = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
+    with rnet.collecting(store="host") as collection:
+        for _ in range(2):
+            net(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+    net.load_state_dict(before)
+    batches = collection.recording.recompute_batches(rnet, "1")
+    assert torch.equal(next(batches)["1"], collection.recording["1"][:5])
+    with pytest.raises(RecomputeError, match="weights have changed since the collection"):
+        next(batches)
+    weights = Weights()
+    first = weights.digest(net)
+    assert weights.digest(net) == first
+    optimizer.step()
+    assert weights.digest(net) == digest_of(list(net.parameters())) != first
 
 
 def test_a_sharded_net_is_collected_and_goes_on_training(mesh: Any, tmp_path: Any) -> None:
