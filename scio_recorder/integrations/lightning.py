@@ -67,7 +67,7 @@ class LayerStatsMonitor(Callback):
     Raises
     ------
     ArgumentError
-        ``every_n_steps`` or ``statistics`` has a value that can't work.
+        ``every_n_steps``, ``statistics`` or ``gradients`` has a value that can't work.
     LayerNotFoundError
         When fitting starts: a selector matches no module.
 
@@ -97,6 +97,8 @@ class LayerStatsMonitor(Callback):
     ) -> None:
         if every_n_steps is not None:
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
+        if not isinstance(gradients, bool):
+            raise ArgumentError(f"gradients={gradients!r}: write True or False")
         self.selectors = selectors
         self.every_n_steps = every_n_steps
         self.statistics = check_names(statistics, OF_UNITS)

@@ -100,7 +100,9 @@ def compare(
     from scio_recorder.analysis.comparing.matching import Match
     from scio_recorder.analysis.comparing.measures import Tolerance
     from scio_recorder.analysis.comparing.running import Sides, compare_sides
+    from scio_recorder.recording.collect.rows import rows_or_none
 
+    rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     given = {"reference": reference, "candidate": candidate, "floor": floor}
     sides = {

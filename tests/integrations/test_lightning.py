@@ -375,6 +375,8 @@ def test_bad_options() -> None:
         LayerStatsMonitor(statistics=["median"])
     with pytest.raises(ArgumentError, match=r"None.*'zeros'"):
         LayerStatsMonitor(statistics=None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="gradients='no': write True or False"):
+        LayerStatsMonitor(gradients="no")  # type: ignore[arg-type]
 
 
 def test_modules_that_do_not_run_are_told(data: Tensor, tmp_path: Path) -> None:

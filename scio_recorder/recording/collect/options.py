@@ -12,7 +12,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import by_selector
-from scio_recorder.recording.collect.rows import Rows
+from scio_recorder.recording.collect.rows import Rows, rows_or_none
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.dtypes import dtype_name
@@ -136,17 +136,13 @@ def _mode_of(net: nn.Module) -> str:
 
 
 def _checked(rows: Any, with_inputs: bool) -> Rows | None:
-    if rows is None or isinstance(rows, Rows):
-        if rows is not None and with_inputs:
-            raise CollectError(
-                "inputs=True can't be collected with rows=, since inputs are kept by whole "
-                "batches: leave one of them out"
-            )
-        return rows
-    hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""
-    raise CollectError(
-        f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
-    )
+    found = rows_or_none(rows, CollectError)
+    if found is not None and with_inputs:
+        raise CollectError(
+            "inputs=True can't be collected with rows=, since inputs are kept by whole "
+            "batches: leave one of them out"
+        )
+    return found
 
 
 def _fresh(given: Any) -> Reduction | list[Reduction]:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError, raised_by
+from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.recording.collect.batch_rows import BatchRows
 from scio_recorder.recording.collect.feed import advice_on_lists
 from scio_recorder.tensors.copies import is_dense
@@ -296,6 +296,16 @@ class Rows(abc.ABC):
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
+
+
+def rows_or_none(rows: Any, error: type[RecorderError]) -> Rows | None:
+    """Return the argument ``rows`` of a function; raise if it is something else."""
+    if rows is None or isinstance(rows, Rows):
+        return rows
+    hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""
+    raise error(
+        f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
+    )
 
 
 def _attribute(batch: Any, name: str) -> Any:

@@ -262,6 +262,8 @@ def test_bad_arguments() -> None:
     refused("candidate", "NoneType", "Recorder or a Recording", one=net, two=None, given=[])
     refused("two of them", one=net, two=net, given=[DATA], to_inputs=[len])
     refused("two of them", one=net, two=net, given=[DATA], to_inputs=3)
+    refused("rows=3", "Tokens(...)", one=net, two=net, given=[DATA], rows=3)
+    refused("write rows=Tokens()", one=net, two=net, given=[DATA], rows=Tokens)
     refused("leave rows= out", one=recording, two=net, given=[DATA], rows=Tokens())
     sums = collected(rowwise(), FORWARD, 4, reduce=Digest(), store=None)
     refused("floor=", one=sums, two=net, given=batches(FORWARD, 4), floor=rowwise())
