@@ -290,6 +290,8 @@ class GuardCallback(Callback):
 
     Raises
     ------
+    ArgumentError
+        This is no recorder.
     NonFiniteError
         During training: a layer has made a NaN or an infinity.
 
@@ -318,6 +320,10 @@ class GuardCallback(Callback):
         kinds: Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
     ) -> None:
+        if not callable(getattr(rnet, "guard", None)):
+            raise ArgumentError(
+                f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
+            )
         self.rnet = rnet
         self.guard: Guard | None = None
         self._options: dict[str, Any] = {

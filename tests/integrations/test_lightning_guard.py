@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from scio_recorder import FlowError, NonFiniteError, Recorder, open_recording
+from scio_recorder.errors import ArgumentError
 from scio_recorder.integrations.lightning import GuardCallback
 
 # Lightning's advice on loops of validation and the like.
@@ -100,3 +101,9 @@ def test_another_network_is_no_training_of_this_one() -> None:
     callback = GuardCallback(Recorder(Model().net, input_size=(1, 4), verbose=0))
     with pytest.raises(FlowError, match="not called"):
         fit(Model(), callback)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(4, 1), None, "net"])
+def test_what_is_no_recorder_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"write GuardCallback\(Recorder\(net, \.\.\.\)\)"):
+        GuardCallback(wrong)
