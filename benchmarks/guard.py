@@ -1,6 +1,7 @@
 """The cost of a guard, compared with the bare pass and the bare training step.
 
-Run ``python benchmarks/guard.py [--rounds 40]``. All arms run in turn, in random order and in one
+Run ``python benchmarks/guard.py [--rounds 40] [--full-size]``; with the last option, the networks
+are as large as those that people use. All arms run in turn, in random order and in one
 thread, whose processor time counts, since other programs make it wait. "whole block" also times the
 block, which adds hooks to all modules and removes them. "inside" times only the code in the block,
 as in a block around a training run.
@@ -19,7 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from timing import interleaved
 from torch import Tensor, nn
-from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
+from transformers import (
+    GPT2Config,
+    GPT2Model,
+    ResNetConfig,
+    ResNetModel,
+    ViTConfig,
+    ViTModel,
+)
 
 from scio_recorder import Recorder
 
@@ -60,17 +68,28 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--full-size", action="store_true")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    nets = full_size() if given.full_size else small()
+    title = f"guard / bare, one thread, {given.rounds} rounds, torch {torch.__version__}"
+    table = Table(title=title)
+    for heading in ("what", "minima, whole block", "minima, inside", "median, inside", "bar"):
+        table.add_column(heading)
+    for name, (net, x) in nets.items():
+        for what, training in (("pass", False), ("training step", True)):
+            row = measured(net.train(training), x, training, given.rounds)
+            table.add_row(f"{name}: {what}", *row)
+    Console(width=120).print(table)
+
+
+def small() -> dict[str, tuple[nn.Module, Tensor]]:
     transformer = nn.Sequential(*(block() for _ in range(BLOCKS)))
     stages = ([*convolution(a, b, 2), Residual(b), Residual(b)] for a, b in ((32, 64), (64, 128)))
     convolutional = nn.Sequential(
         *convolution(3, 32), Residual(32), *(layer for stage in stages for layer in stage)
     )
-    table = Table(title=f"guard / bare, one thread, {rounds} rounds, torch {torch.__version__}")
-    for heading in ("what", "minima, whole block", "minima, inside", "median, inside", "bar"):
-        table.add_column(heading)
     vision = ViTConfig(
         hidden_size=192,
         intermediate_size=768,
@@ -79,18 +98,28 @@ def main() -> None:
         image_size=64,
         patch_size=8,
     )
-    widths = [64, 128, 256, 512]
-    residual = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=widths)
-    nets = {
+    return {
         f"transformer, {BLOCKS} blocks": (transformer, torch.randn(8, 64, 128)),
         "convolutional, 7 blocks": (convolutional, torch.randn(8, 3, 32, 32)),
         "ViT, 4 blocks of 192": (Only(ViTModel(vision)), torch.randn(4, 3, 64, 64)),
-        "ResNet-18": (Only(ResNetModel(residual)), torch.randn(4, 3, 64, 64)),
+        "ResNet-18, 64 pixels": (residual_net(), torch.randn(4, 3, 64, 64)),
     }
-    for name, (net, x) in nets.items():
-        for what, training in (("pass", False), ("training step", True)):
-            table.add_row(f"{name}: {what}", *measured(net.train(training), x, training, rounds))
-    Console(width=120).print(table)
+
+
+def full_size() -> dict[str, tuple[nn.Module, Tensor]]:
+    language = GPT2Config(use_cache=False)
+    return {
+        "ResNet-18": (residual_net(), torch.randn(8, 3, 224, 224)),
+        "ResNet-50": (Only(ResNetModel(ResNetConfig())), torch.randn(4, 3, 224, 224)),
+        "ViT-B/16": (Only(ViTModel(ViTConfig())), torch.randn(2, 3, 224, 224)),
+        "GPT-2": (Only(GPT2Model(language)), torch.randint(0, 1000, (2, 128))),
+    }
+
+
+def residual_net() -> nn.Module:
+    widths = [64, 128, 256, 512]
+    config = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=widths)
+    return Only(ResNetModel(config))
 
 
 def measured(net: nn.Module, x: Tensor, training: bool, rounds: int) -> tuple[str, ...]:
