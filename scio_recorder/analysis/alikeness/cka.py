@@ -72,7 +72,8 @@ class Features:
         spread = float((high - low).amax()) if self.width else 0.0
         self.trouble = "" if spread else "is the same in all rows"
         if not math.isfinite(spread):
-            self.trouble = "has values that are not finite"
+            held = bool(low.isfinite().all() and high.isfinite().all())
+            self.trouble = "spreads beyond float64" if held else "has values that are not finite"
         # The scale cancels out. It keeps fourth powers of large values from overflowing. The
         # reciprocal of the smallest numbers would overflow itself.
         self._scale = 1.0 if self.trouble else spread

@@ -277,6 +277,15 @@ def test_where_it_is_undefined_it_is_nan_and_says_why(second: Recording) -> None
     found.plot().savefig("/dev/null", format="png")
 
 
+def test_values_at_the_limit_of_float64_are_not_said_to_be_infinite() -> None:
+    rnet = Recorder(nn.Sequential(nn.Identity()), input_size=(1, 1), verbose=0)
+    rnet.record("0")
+    recording = rnet.collect([torch.tensor([[-1.7e308], [1.7e308]], dtype=torch.float64)])
+    assert similarity(recording, recording).notes == (
+        "1-1 0 (Identity) of recording_a spreads beyond float64",
+    )
+
+
 def test_nothing_is_marked_where_nothing_is_alike() -> None:
     found = similarity(*[recorded(nn.Identity(), torch.ones(9, 3))] * 2)
     axis = found.plot().axes[0]
