@@ -19,7 +19,7 @@ from scio_recorder.integrations.statistics import (
     values_of,
 )
 from scio_recorder.nets.selection import choose_modules
-from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.arguments import boolean, whole
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
@@ -97,12 +97,10 @@ class LayerStatsMonitor(Callback):
     ) -> None:
         if every_n_steps is not None:
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
-        if not isinstance(gradients, bool):
-            raise ArgumentError(f"gradients={gradients!r}: write True or False")
         self.selectors = selectors
         self.every_n_steps = every_n_steps
         self.statistics = check_names(statistics, OF_UNITS)
-        self.gradients = gradients
+        self.gradients = boolean("gradients", gradients, ArgumentError)
         self.latest: dict[str, float] = {}
         self._modules: dict[str, nn.Module] = {}
         self._portions: dict[tuple[bool, str], Portion] = {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from scio_recorder.errors import ArgumentError
 from scio_recorder.recorder.reading import Reading
+from scio_recorder.tensors.arguments import boolean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -162,9 +163,8 @@ class Analysing(Reading):
         from scio_recorder.analysis.guarding.calls import guarded
         from scio_recorder.analysis.guarding.guard import Guard
 
-        for name, given in {"gradients": gradients, "keep_inputs": keep_inputs}.items():
-            if not isinstance(given, bool):
-                raise ArgumentError(f"{name}={given!r}: write True or False")
+        boolean("gradients", gradients, ArgumentError)
+        boolean("keep_inputs", keep_inputs, ArgumentError)
         watching = Guard(self.architecture, action, kinds)
         with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):
             yield watching

@@ -1,4 +1,4 @@
-"""Checks of arguments that are numbers or devices."""
+"""Checks of arguments that are numbers, True or False, or devices."""
 
 from __future__ import annotations
 
@@ -45,6 +45,38 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     if isinstance(value, bool) or number < least:
         raise error(f"{name}={value!r}: give a whole number from {least} on")
     return number
+
+
+def boolean(name: str, value: object, error: type[RecorderError]) -> bool:
+    """Return True or False; refuse other values, many of which would count as True.
+
+    Parameters
+    ----------
+    name : str
+        The argument, for the message.
+    value : object
+        The given value.
+    error : type
+        The class of the error.
+
+    Returns
+    -------
+    bool
+        The value.
+
+    Raises
+    ------
+    `error`
+        It is neither.
+
+    Examples
+    --------
+    >>> boolean("gradients", True, CollectError)
+    True
+    """
+    if not isinstance(value, bool):
+        raise error(f"{name}={value!r}: write True or False")
+    return value
 
 
 def usable_device(value: torch.device | str, error: type[RecorderError]) -> torch.device:
