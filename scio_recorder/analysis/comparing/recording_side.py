@@ -69,9 +69,10 @@ class RecordingSide:
         where = self._places_of(block.ids)
         self._next = where.stop if isinstance(where, slice) else where[-1] + 1
         self._seen[where] = True
-        rows = where if block.positions is None else self._rows_of(where)
+        rows = where
         if block.positions is not None:
-            self._check_positions(block.ids, self._positions_at(where), block.positions)
+            rows = self._rows_of(where)
+            self._check_positions(block.ids, self._positions_at(where, rows), block.positions)
         return Values(
             lambda label: self._output(label, rows),
             lambda label: self._inputs(label, where),
@@ -109,13 +110,13 @@ class RecordingSide:
         """Return the block of some samples, which says where their rows are."""
         if not self.recording.has_rows:
             return Block(ids)
-        return Block(ids, positions=self._positions_at(self._places_of(ids)))
+        where = self._places_of(ids)
+        return Block(ids, positions=self._positions_at(where, self._rows_of(where)))
 
-    def _positions_at(self, where: slice | list[int]) -> Sequence[Tensor]:
-        """Return the positions of the rows of samples."""
+    def _positions_at(self, where: slice | list[int], rows: slice | list[int]) -> Sequence[Tensor]:
+        """Return the positions of samples' rows, given the places of both."""
         lengths = self.recording.rows_of_samples().lengths[where].tolist()
-        positions = self.recording.rows["position"][self._rows_of(where)]
-        return torch.split(positions.cpu(), lengths)
+        return torch.split(self.recording.rows["position"][rows].cpu(), lengths)
 
     def _rows_of(self, where: slice | list[int]) -> slice | list[int]:
         """Return the places of the rows of samples."""

@@ -236,7 +236,7 @@ def _run(sides: Sides, feed: Feed, rows: Rows | None) -> Iterator[Block]:
         if not any(missing.values()):
             block = Block(ids, batch, number=feed.number)
             if rows is not None and found is not None:
-                block.rows, block.received = found, rows.all_real().of(source)
+                block.rows, block.received = found, rows.all_real(source, found)
                 lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
                 block.positions = torch.split(found.columns["position"], lengths)
             yield block

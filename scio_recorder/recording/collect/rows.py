@@ -6,7 +6,7 @@ import abc
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -206,13 +206,13 @@ class Rows(abc.ABC):
             The batch lacks a needed entry, or has something else under its name.
         """
 
-    def all_real(self) -> Self:
-        """Return rows of the same kind that keep all real lines, whatever ``where`` says."""
+    def all_real(self, source: Source, found: BatchRows) -> BatchRows:
+        """Return all real lines of a batch, whatever ``where`` says, given its rows."""
         if self.where is None:
-            return self
-        found = copy.copy(self)
-        found.where = None
-        return found
+            return found
+        others = copy.copy(self)
+        others.where = None
+        return others.of(source)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -464,6 +464,20 @@ def test_inputs_count_also_at_real_positions_that_are_not_compared() -> None:
     assert (first.layer.name, first.inputs_equal) == ("1", True)
 
 
+def test_a_mask_is_asked_for_once_a_batch() -> None:
+    asked: list[Any] = []
+
+    def mask(batch: Tensor) -> Tensor:
+        asked.append(batch)
+        return batch != 0
+
+    net = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 2))
+    batches = [torch.tensor([[3, 1, 2], [4, 5, 0]])] * 2
+    sides = [Recorder(each, input_data=batches[0]) for each in (net, copy.deepcopy(net))]
+    assert compare(*sides, batches, rows=Tokens(mask=mask)).first is None
+    assert len(asked) == len(batches)
+
+
 def test_digests_of_tokens(tmp_path: Path) -> None:
     net = Tagger()
     one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
