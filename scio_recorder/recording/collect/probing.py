@@ -81,7 +81,8 @@ class Doubts:
             if layers:
                 self._answers |= _tell_positions(self._net, layers, inputs, rows, times)
         # Each layer is examined once.
-        self._layers = [layer for layer in self._layers if layer not in doubtful + shared]
+        examined = {*doubtful, *shared}
+        self._layers = [layer for layer in self._layers if layer not in examined]
         return replace(rows, told=self._answers) if self._answers else rows
 
 
