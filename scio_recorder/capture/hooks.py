@@ -140,6 +140,10 @@ class Around:
         """Stand for a call."""
         raise NotImplementedError
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module has nothing in place of its call.
+        return type(None), ()
+
     def put_around(self, module: nn.Module) -> None:
         """Take the place of a module's call."""
         with _CHANGING_CALLS:
@@ -331,13 +335,23 @@ class Bracket(Uncopied):
     ----------
     name : str
         The name of the module.
+    module : torch.nn.Module
+        The module.
     unseen : dict
         Receives the name if the module runs as compiled code.
     """
 
-    def __init__(self, name: str, unseen: dict[str, bool]) -> None:
+    def __init__(self, name: str, module: nn.Module, unseen: dict[str, bool]) -> None:
         self.name = name
+        self._hooks = private.forward_hooks(module)
+        self._others = private.hooks_besides(module)
         self._unseen = unseen
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other hooks change what the module receives or returns."""
+        after, before = self._hooks
+        return len(after) == len(before) == 1 and not any(self._others)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take the inputs of a call that begins."""
@@ -360,6 +374,36 @@ class Bracket(Uncopied):
         raise NotImplementedError
 
 
+class _AroundBracketed(Around):
+    """Does what the hooks of a bracket would, for a third of the time, if a module has no others.
+
+    The hooks stay, for compiled code and for whoever adds others.
+    """
+
+    # No compiled code: see private.is_compiled.
+    is_plain = True
+
+    def __init__(self, module: nn.Module, bracket: Bracket) -> None:
+        self._module = module
+        self.bracket = bracket
+        self._plain = private.plain_call(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's forward alone."""
+        bracket = self.bracket
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
+        if is_traced or not bracket.is_alone or torch.compiler.is_dynamo_compiling():
+            return self._plain(*args, **kwargs)
+        bracket.begin(args, kwargs)
+        try:
+            output = self._module.forward(*args, **kwargs)
+        except Exception:
+            bracket.end(args, None)
+            raise
+        bracket.end(args, output)
+        return output
+
+
 @contextlib.contextmanager
 def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
     """Keep hooks at both ends of the calls of modules inside a block."""
@@ -369,9 +413,15 @@ def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
             handles.append(module.register_forward_pre_hook(bracket.before, with_kwargs=True))
             handles.append(module.register_forward_hook(bracket.after, always_call=True))
             keep_out_of_copies(module)
+            if private.compiled_call(module) is None:
+                _AroundBracketed(module, bracket).put_around(module)
         yield
     finally:
         for handle in handles:
             handle.remove()
+        own = set(brackets.values())
         for module in brackets:
+            take_out(
+                module, lambda call: isinstance(call, _AroundBracketed) and call.bracket in own
+            )
             let_copy(module)

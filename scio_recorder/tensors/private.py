@@ -250,6 +250,17 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
+@checked("torch.nn.modules.module._global_forward_hooks", "guarding", examples.finds_others)
+def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the live dictionaries of all hooks that act on a call besides `forward_hooks`."""
+    of_all: Any = torch.nn.modules.module
+    return (
+        *(module._backward_hooks, module._backward_pre_hooks),
+        *(of_all._global_forward_hooks, of_all._global_forward_pre_hooks),
+        *(of_all._global_backward_hooks, of_all._global_backward_pre_hooks),
+    )
+
+
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""

@@ -182,6 +182,22 @@ def finds_both_hooks(hooks: Callable[[nn.Module], Any]) -> bool:
     return bool(hooks(module) == ({after.id: nothing}, {before.id: nothing}))
 
 
+def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]]) -> bool:
+    module = nn.Identity()
+    own = hooks_besides(module)
+    handles = [
+        module.register_full_backward_pre_hook(nothing),
+        module.register_full_backward_hook(nothing),
+        # Other threads may call these, which do nothing.
+        nn.modules.module.register_module_forward_pre_hook(nothing),
+        nn.modules.module.register_module_forward_hook(nothing),
+    ]
+    found = sum(handle.id in hooks for handle in handles for hooks in own)
+    for handle in handles:
+        handle.remove()
+    return found == len(handles)
+
+
 def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
     module, calls = nn.Identity(), []
     for register in (module.register_forward_pre_hook, module.register_forward_hook):

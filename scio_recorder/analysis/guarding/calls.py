@@ -175,7 +175,7 @@ class _GuardedCall(Bracket):
         shared: _Shared,
         weights: Weights | None,
     ) -> None:
-        super().__init__(layer.name, unseen)
+        super().__init__(layer.name, module, unseen)
         self._module = module
         self._layer = layer
         self._shared = shared
@@ -183,7 +183,6 @@ class _GuardedCall(Bracket):
         self._weights = weights
         self._is_harmless = is_harmless(module)
         self._tells = tells(module)
-        self._hooks = private.forward_hooks(module)
         # The Sequential in which the next module vouches for this one's output, if any.
         self.chained_in: str | None = None
 
@@ -198,7 +197,7 @@ class _GuardedCall(Bracket):
         if links:
             state.links, last = _NO_LINKS, links[-1]
             is_next = len(args) == 1 and args[0] is last.tensor and not kwargs
-            is_next = is_next and self._tells and self._is_alone
+            is_next = is_next and self._tells and self.is_alone
             if not is_next or last.tensor._version != last.version:
                 shared.settle(state, links)
                 links = _NO_LINKS
@@ -228,7 +227,7 @@ class _GuardedCall(Bracket):
             shared.settle(state, state.links)
         if not shared.guard.is_settled:
             made = _NOTHING
-            makes_nothing = self._is_harmless and not given and self._is_alone
+            makes_nothing = self._is_harmless and not given and self.is_alone
             if makes_nothing and can_wait(output, links):
                 state.known.note_finite(output)
             elif self.chained_in is not None and self._waits(state, output, links):
@@ -247,12 +246,6 @@ class _GuardedCall(Bracket):
                     shared.gradients.listen(passing, call, output)
         if is_outermost:
             state.known.forget()
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether no other hooks change what the module receives or returns."""
-        after, before = self._hooks
-        return len(after) == len(before) == 1
 
     def _waits(self, state: _State, output: Any, links: list[Link]) -> bool:
         return (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -423,6 +425,69 @@ def test_nothing_is_changed_and_nothing_stays() -> None:
     assert state_of(net) == before
 
 
+ON_ALL = nn.modules.module
+HOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "pre": lambda module, hook: module.register_forward_pre_hook(hook),
+    "forward": lambda module, hook: module.register_forward_hook(hook),
+    "backward pre": lambda module, hook: module.register_full_backward_pre_hook(hook),
+    "backward": lambda module, hook: module.register_full_backward_hook(hook),
+    "all pre": lambda _, hook: ON_ALL.register_module_forward_pre_hook(hook),
+    "all forward": lambda _, hook: ON_ALL.register_module_forward_hook(hook),
+    "all backward pre": lambda _, hook: ON_ALL.register_module_full_backward_pre_hook(hook),
+    "all backward": lambda _, hook: ON_ALL.register_module_full_backward_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_others_are_called_and_change_values(kind: str) -> None:
+    net = nn.Sequential(linear(), nn.Tanh())
+    rnet = recorder(net)
+    number = 1 if kind.endswith("forward") else 0
+    calls: list[nn.Module] = []
+
+    def hook(module: nn.Module, *call: Any) -> Any:
+        calls.append(module)
+        value = call[-1] if number else call[0][0]
+        changed = value * 2
+        return changed if number else (changed, *call[0][1:])
+
+    def run() -> list[Any]:
+        x = X.clone().requires_grad_()
+        handle = HOOKS[kind](net[0], hook)
+        output = net(x)
+        output.sum().backward()
+        handle.remove()
+        gradients = [x.grad, *(weight.grad for weight in net.parameters())]
+        net.zero_grad()
+        return [output, *gradients, calls.copy()]
+
+    plain = run()
+    calls.clear()
+    with rnet.guard():
+        guarded = run()
+    assert calls
+    assert guarded.pop() == plain.pop()
+    for ours, theirs in zip(guarded, plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_copies_made_in_the_block_are_called_as_usual() -> None:
+    class Copied(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Copied:
+            new = Copied.__new__(Copied)
+            memo[id(self)] = new
+            vars(new).update(copy.deepcopy(vars(self), memo))
+            return new
+
+    net = nn.Sequential(Copied(4, 4), nn.Tanh())
+    with recorder(net).guard() as guard:
+        twins = [copy.deepcopy(net), pickle.loads(pickle.dumps(net[1:]))]
+        assert torch.equal(twins[0](X), net(X))
+        assert torch.equal(twins[1](X), X.tanh())
+    assert guard.num_passes == 1
+    assert not any("_compiled_call_impl" in vars(module) for module in net.modules())
+
+
 def test_after_an_error_nothing_is_kept() -> None:
     net = nn.Sequential(linear(), sqrt_at_zero())
     rnet = recorder(net)
@@ -578,6 +643,25 @@ def test_compiled_networks_are_refused() -> None:
     net[1].compile(backend="eager")
     with pytest.raises(UnsupportedNetError, match="compiled"), rnet.guard():
         net(X)
+
+
+def test_compiled_parts_are_refused_when_they_are_traced() -> None:
+    class Compiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = linear(), linear()
+            self.part = torch.compile(self._part, backend="eager")
+
+        def _part(self, x: Tensor) -> Any:
+            return self.second(torch.relu(self.first(x)))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.part(x)
+
+    rnet = recorder(nn.Sequential(Compiles(), linear()))
+    torch.compiler.reset()
+    with pytest.raises(UnsupportedNetError, match=r"'0\.first' ran as compiled"), rnet.guard():
+        rnet.net(X)
 
 
 def test_transforms_are_refused() -> None:

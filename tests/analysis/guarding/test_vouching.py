@@ -103,19 +103,27 @@ def test_the_maker_in_a_chain_is_found(at: int, value: float, mode: Any) -> None
     assert guard.origin.inputs_finite
 
 
-def test_a_chain_that_is_broken_off_is_judged() -> None:
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_chain_that_is_broken_off_is_judged(hooked: bool) -> None:
     def fails(*call: Any) -> None:
         raise ValueError("broken off")
+
+    def broken_off() -> None:
+        # Either a hook fails, or the network without any: its second module takes fewer values.
+        handle = net[1].register_forward_hook(fails) if hooked else None
+        with pytest.raises((ValueError, RuntimeError), match=r"broken off|shapes"):
+            net(torch.ones(1, 4))
+        if handle is not None:
+            handle.remove()
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     rnet = Recorder(net, input_size=(1, 4), verbose=0)
     with torch.no_grad():
         net[0].weight.fill_(NAN)
+    if not hooked:
+        net[1].weight = nn.Parameter(torch.ones(4, 3))
     with rnet.guard(action="record") as guard:
-        handle = net[1].register_forward_hook(fails)
-        with pytest.raises(ValueError, match="broken off"):
-            net(torch.ones(1, 4))
-        handle.remove()
+        broken_off()
     assert guard.origin is not None
     assert guard.origin.layer.name == "0"
 
@@ -137,7 +145,7 @@ def test_others_may_change_what_goes_on() -> None:
     assert guard.origin.layer.name == "0"
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("where", ["before the block", "in the block", "on all modules"])
 @pytest.mark.parametrize(
     ("second", "maker", "change"),
     [
@@ -146,19 +154,24 @@ def test_others_may_change_what_goes_on() -> None:
     ],
 )
 def test_modules_that_others_have_hooked_vouch_for_nothing(
-    second: nn.Module, maker: str, change: Any, inside: bool
+    second: nn.Module, maker: str, change: Any, where: str
 ) -> None:
     net = nn.Sequential(nn.Linear(4, 4), second, nn.Linear(4, 4))
     rnet = Recorder(net, input_size=(1, 4), verbose=0)
     with torch.no_grad():
         net[0].weight.fill_(NAN if maker == "0" else 1)
 
-    def add(module: nn.Module) -> Any:
-        return module.register_forward_hook(lambda _, args, output: change(output), prepend=True)
+    def changed(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if module is net[1] else None
 
-    handle = None if inside else add(net[1])
+    def add() -> Any:
+        if where == "on all modules":
+            return nn.modules.module.register_module_forward_hook(changed)
+        return net[1].register_forward_hook(changed, prepend=True)
+
+    handle = add() if where == "before the block" else None
     with rnet.guard(action="record") as guard:
-        handle = handle or add(net[1])
+        handle = handle or add()
         net(torch.ones(1, 4))
     handle.remove()
     assert guard.origin is not None
