@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -407,21 +408,21 @@ class _AroundBracketed(Around):
 @contextlib.contextmanager
 def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
     """Keep hooks at both ends of the calls of modules inside a block."""
-    handles = []
+    number = RemovableHandle(OrderedDict()).id
+    own = set(brackets.values())
+
+    def is_own(call: Around) -> bool:
+        return isinstance(call, _AroundBracketed) and call.bracket in own
+
     try:
         for module, bracket in brackets.items():
-            handles.append(module.register_forward_pre_hook(bracket.before, with_kwargs=True))
-            handles.append(module.register_forward_hook(bracket.after, always_call=True))
+            private.put_hooks_around(module, number, bracket.before, bracket.after)
             keep_out_of_copies(module)
             if private.compiled_call(module) is None:
                 _AroundBracketed(module, bracket).put_around(module)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        own = set(brackets.values())
         for module in brackets:
-            take_out(
-                module, lambda call: isinstance(call, _AroundBracketed) and call.bracket in own
-            )
+            private.remove_hook(module, number)
+            take_out(module, is_own)
             let_copy(module)

@@ -20,8 +20,6 @@ from torch import nn
 
 from scio_recorder.tensors import private
 
-_AROUND_FORWARD = [name for name in private.HOOK_DICTIONARIES if name.startswith("_forward_")]
-
 
 class Uncopied:
     """A hook, or the object that a hook is a method of, that copies of the module don't have."""
@@ -44,17 +42,17 @@ class _Nothing:
 
 def keep_out_of_copies(module: nn.Module) -> None:
     """Leave the hooks that are `Uncopied` out of copies of a module."""
+    owner = weakref.ref(module)
     for hooks in _dictionaries(module):
-        reduce: Any = partial(_without_uncopied, weakref.ref(module), weakref.ref(hooks))
+        reduce: Any = partial(_without_uncopied, owner, weakref.ref(hooks))
         hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
 
 
 def let_copy(module: nn.Module) -> None:
     """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
-    changed = [hooks for hooks in _dictionaries(module) if "__reduce_ex__" in vars(hooks)]
-    if changed and not _uncopied(module):
-        for hooks in changed:
-            del hooks.__reduce_ex__
+    if not _uncopied(module):
+        for hooks in _dictionaries(module):
+            vars(hooks).pop("__reduce_ex__", None)
 
 
 def _without_uncopied(
@@ -85,7 +83,7 @@ def _dictionaries(module: nn.Module) -> Iterator[OrderedDict[int, Any]]:
     """Yield the dictionaries of hooks around forward, and those of their options."""
     # All of ours are called around forward.
     own = vars(module)
-    for name in _AROUND_FORWARD:
+    for name in private.AROUND_FORWARD:
         hooks = own.get(name)
         if isinstance(hooks, OrderedDict):
             yield hooks

@@ -237,6 +237,7 @@ def is_any_autocast_on() -> bool:
 
 # The dictionaries of an ``nn.Module`` that hold attached hooks.
 HOOK_DICTIONARIES = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+AROUND_FORWARD = tuple(name for name in HOOK_DICTIONARIES if name.startswith("_forward_"))
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -261,12 +262,26 @@ def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
     )
 
 
+@checked("Module._forward_hooks_always_called", "guarding", examples.brackets)
+def put_hooks_around(
+    module: nn.Module, number: int, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """Register a pre-hook that takes keyword arguments, and a hook that is called after errors too.
+
+    Both get the number of one handle, which no other hook has. That takes a fifth of the time of
+    registering them, which matters if all modules of a network get hooks for a single pass.
+    """
+    module._forward_pre_hooks[number] = before
+    module._forward_pre_hooks_with_kwargs[number] = True
+    module._forward_hooks[number] = after
+    module._forward_hooks_always_called[number] = True
+
+
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
-    for name in HOOK_DICTIONARIES:
-        if name.startswith("_forward_"):
-            getattr(module, name).pop(number, None)
+    for name in AROUND_FORWARD:
+        getattr(module, name).pop(number, None)
 
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
@@ -317,7 +332,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
-        module._compiled_call_impl = call
+        vars(module)["_compiled_call_impl"] = call
 
 
 @checked("Module._call_impl", "watching", examples.runs_hooks_too)

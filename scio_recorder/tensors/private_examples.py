@@ -5,6 +5,7 @@ Examples use only public names of torch, so they don't suffer from the changes t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -196,6 +197,18 @@ def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]
     for handle in handles:
         handle.remove()
     return found == len(handles)
+
+
+def brackets(put: Callable[..., None]) -> bool:
+    class Fails(nn.Module):
+        def forward(self, number: int) -> None:
+            raise KeyError
+
+    module, calls = Fails(), []
+    put(module, -1, lambda *call: calls.append(call), lambda *call: calls.append(call))
+    with contextlib.suppress(KeyError):
+        module(number=1)
+    return calls == [(module, (), {"number": 1}), (module, (), None)]
 
 
 def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
