@@ -193,10 +193,11 @@ def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]
         nn.modules.module.register_module_forward_pre_hook(nothing),
         nn.modules.module.register_module_forward_hook(nothing),
     ]
-    found = sum(handle.id in hooks for handle in handles for hooks in own)
-    for handle in handles:
-        handle.remove()
-    return found == len(handles)
+    try:
+        return sum(handle.id in hooks for handle in handles for hooks in own) == len(handles)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def brackets(put: Callable[..., None]) -> bool:

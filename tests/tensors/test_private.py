@@ -59,6 +59,7 @@ def test_example_finds_another_meaning(name: str, other: Callable[..., Any]) -> 
     assert " needs " in str(error.value)
     del error
     gc.collect()
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 @pytest.mark.parametrize("name", NAMES)
