@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder, UnsupportedTorchError
-from scio_recorder.tensors import private
+from scio_recorder.tensors import private, private_checks
 
 
 def untried() -> ModuleType:
@@ -68,7 +68,7 @@ def test_check_takes_place_once(name: str) -> None:
     function = vars(module)[name].__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         # What the example says now must not matter, only that it is asked.
-        patch.setattr(module, "_try", nothing)
+        patch.setattr(private_checks, "try_example", nothing)
         patch.setattr(function, "__code__", nothing.__code__)
         assert vars(module)[name]() is None
         assert vars(module)[name] is function

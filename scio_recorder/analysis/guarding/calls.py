@@ -14,8 +14,8 @@ from scio_recorder.analysis.guarding.gradients import GuardedGradients, Passing
 from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarding.kept_call import CallBefore
 from scio_recorder.analysis.guarding.vouching import Link, can_wait, followed, is_harmless, tells
+from scio_recorder.capture.brackets import Bracket, bracketed
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
-from scio_recorder.capture.hooks import Bracket, bracketed
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
