@@ -82,6 +82,10 @@ class _AroundBracketed(Around):
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
         if is_traced or not bracket.is_alone or torch.compiler.is_dynamo_compiling():
             return self._plain(*args, **kwargs)
+        called = private.called_module()
+        if called is not self._module:
+            # A shallow copy shares what is set in place of the call, and the hooks.
+            return (self._plain if called is None else private.plain_call(called))(*args, **kwargs)
         bracket.begin(args, kwargs)
         try:
             output = self._module.forward(*args, **kwargs)

@@ -283,6 +283,20 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
         vars(module)["_compiled_call_impl"] = call
 
 
+@checked("Module._wrapped_call_impl", "guarding", examples.is_seen_by_its_call)
+def called_module() -> nn.Module | None:
+    """Return the module whose call runs the caller, which was set in place of it; None if unknown.
+
+    A shallow copy of a module, such as a replica of ``DataParallel``, calls what is set in place of
+    the call of its original.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+        module: nn.Module = frame.f_locals["self"]
+        return module
+    return None
+
+
 @checked("Module._call_impl", "watching", examples.runs_hooks_too)
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return the function that calls a module's hooks and forward, even if they are replaced."""

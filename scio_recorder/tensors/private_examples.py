@@ -240,6 +240,16 @@ def is_called_instead(set_call: Callable[[nn.Module, Any], None]) -> bool:
     return bool(module(1) == 2)
 
 
+def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
+    module = nn.Identity()
+
+    def call() -> nn.Module | None:
+        return called_module()
+
+    module._compiled_call_impl = call
+    return module() is module and call() is None
+
+
 def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
     module = nn.Identity()
     module.register_forward_hook(lambda module, args, number: number + 1)

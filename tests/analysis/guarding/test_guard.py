@@ -488,6 +488,23 @@ def test_copies_made_in_the_block_are_called_as_usual() -> None:
     assert not any("_compiled_call_impl" in vars(module) for module in net.modules())
 
 
+def test_replicas_run_their_own_weights() -> None:
+    net = nn.Sequential(linear())
+    with recorder(net).guard() as guard:
+        replica = net._replicate_for_data_parallel()
+        first = net[0]._replicate_for_data_parallel()
+        replica._modules["0"] = first
+        for name, weight in net[0].named_parameters():
+            setattr(first, name, weight * 2)
+        assert torch.equal(replica(X), plain(first, X))
+        assert torch.equal(net(X), plain(net[0], X))
+    assert guard.num_passes == 2
+
+
+def plain(module: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, module.weight, module.bias)
+
+
 def test_after_an_error_nothing_is_kept() -> None:
     net = nn.Sequential(linear(), sqrt_at_zero())
     rnet = recorder(net)
