@@ -63,7 +63,7 @@ class Bracket(Uncopied):
 
 
 class _AroundBracketed(Around):
-    """Does what the hooks of a bracket would, for a third of the time, if a module has no others.
+    """Does what the hooks of a bracket would, for half of the time, if a module has no others.
 
     The hooks stay, for compiled code and for whoever adds others.
     """
