@@ -145,6 +145,8 @@ class Around:
 
     def put_around(self, module: nn.Module) -> None:
         """Take the place of a module's call."""
+        # A first use has a frame more, which calls must not see.
+        private.called_module()
         with _CHANGING_CALLS:
             self.inner = private.compiled_call(module)
             private.set_compiled_call(module, self)

@@ -179,6 +179,7 @@ class AroundCalls(Around):
     ) -> None:
         # The function called inside: that of another recorder's block, or the network itself.
         self._plain = private.plain_call(net)
+        self._net = net
         self._run = run
         self._is_running = is_running
         self.were_made = False
@@ -191,6 +192,10 @@ class AroundCalls(Around):
                 "a pass: leave it uncompiled there (for generate, disable_compile=True in its "
                 "configuration), or compile the recorder and call that"
             )
+        called = private.called_module()
+        if called is not None and called is not self._net:
+            # A shallow copy, such as a replica of DataParallel, shares what is set here.
+            return private.plain_call(called)(*args, **kwargs)
         self.were_made = True
         call = self.inner or self._plain
         if self._is_running():

@@ -405,6 +405,19 @@ def test_what_cannot_be_watched_is_refused() -> None:
         pass
 
 
+def test_a_replica_of_the_network_runs_its_own_weights() -> None:
+    net = nn.Linear(4, 4)
+    rnet = Recorder(net, input_size=(1, 4), verbose=0)
+    rnet.record("*")
+    x = torch.randn(2, 4)
+    with rnet.watch() as passes:
+        replica: Any = net._replicate_for_data_parallel()
+        replica.weight, replica.bias = net.weight * 2, net.bias * 3
+        assert torch.equal(replica(x), nn.functional.linear(x, replica.weight, replica.bias))
+        net(x)
+    assert len(passes) == 1
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiling_the_network_in_the_block_is_refused() -> None:
     net = Residual()
