@@ -78,14 +78,16 @@ class _AroundBracketed(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward alone."""
-        bracket = self.bracket
-        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
-        if is_traced or not bracket.is_alone or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._plain(*args, **kwargs)
         called = private.called_module()
         if called is not self._module:
             # A shallow copy shares what is set in place of the call, and the hooks.
             return (self._plain if called is None else private.plain_call(called))(*args, **kwargs)
+        bracket = self.bracket
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
+        if is_traced or not bracket.is_alone:
+            return self._plain(*args, **kwargs)
         bracket.begin(args, kwargs)
         try:
             output = self._module.forward(*args, **kwargs)

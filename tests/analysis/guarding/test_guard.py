@@ -488,9 +488,13 @@ def test_copies_made_in_the_block_are_called_as_usual() -> None:
     assert not any("_compiled_call_impl" in vars(module) for module in net.modules())
 
 
-def test_replicas_run_their_own_weights() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_replicas_run_their_own_weights(hooked: bool) -> None:
     net = nn.Sequential(linear())
-    with recorder(net).guard() as guard:
+    rnet = recorder(net)
+    if hooked:
+        rnet.record("*")
+    with rnet.guard() as guard:
         replica = net._replicate_for_data_parallel()
         first = net[0]._replicate_for_data_parallel()
         replica._modules["0"] = first
