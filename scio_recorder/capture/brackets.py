@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.hooks import Around, take_out
+from scio_recorder.capture.hooks import Around, AroundPlain, take_out
 from scio_recorder.capture.uncopied import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.tensors import private
 
@@ -62,31 +62,21 @@ class Bracket(Uncopied):
         raise NotImplementedError
 
 
-class _AroundBracketed(Around):
+class _AroundBracketed(AroundPlain):
     """Does what the hooks of a bracket would, for half of the time, if a module has no others.
 
     The hooks stay, for compiled code and for whoever adds others.
     """
 
-    # No compiled code: see private.is_compiled.
-    is_plain = True
-
     def __init__(self, module: nn.Module, bracket: Bracket) -> None:
-        self._module = module
-        self.bracket = bracket
-        self._plain = private.plain_call(module)
+        super().__init__(module)
+        self._bracket = bracket
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, args: Any, kwargs: Any) -> Any:
         """Call the module's forward alone."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._plain(*args, **kwargs)
-        called = private.called_module()
-        if called is not self._module:
-            # A shallow copy shares what is set in place of the call, and the hooks.
-            return (self._plain if called is None else private.plain_call(called))(*args, **kwargs)
-        bracket = self.bracket
+        bracket = self._bracket
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
-        if is_traced or not bracket.is_alone:
+        if is_traced or not bracket.is_alone or torch.compiler.is_dynamo_compiling():
             return self._plain(*args, **kwargs)
         bracket.begin(args, kwargs)
         try:
@@ -102,20 +92,18 @@ class _AroundBracketed(Around):
 def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
     """Keep hooks at both ends of the calls of modules inside a block."""
     number = RemovableHandle(OrderedDict()).id
-    own = set(brackets.values())
-
-    def is_own(call: Around) -> bool:
-        return isinstance(call, _AroundBracketed) and call.bracket in own
-
+    own: set[Around] = set()
     try:
         for module, bracket in brackets.items():
             private.put_hooks_around(module, number, bracket.before, bracket.after)
             keep_out_of_copies(module)
             if private.compiled_call(module) is None:
-                _AroundBracketed(module, bracket).put_around(module)
+                around = _AroundBracketed(module, bracket)
+                own.add(around)
+                around.put_around(module)
         yield
     finally:
         for module in brackets:
             private.remove_hook(module, number)
-            take_out(module, is_own)
+            take_out(module, own.__contains__)
             let_copy(module)

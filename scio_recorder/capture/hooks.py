@@ -152,6 +152,35 @@ class Around:
             private.set_compiled_call(module, self)
 
 
+class AroundPlain(Around):
+    """Stands in place of the call of a module that is not compiled; a subclass says what it does.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    """
+
+    # No compiled code: see private.is_compiled.
+    is_plain = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plain = private.plain_call(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
+        if not torch.compiler.is_dynamo_compiling():
+            called = private.called_module()
+            if called is not None and called is not self._module:
+                return private.plain_call(called)(*args, **kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Stand for a call of the module."""
+        raise NotImplementedError
+
+
 def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
     """Take some wrappers out of those around a module's call, whichever came first."""
 

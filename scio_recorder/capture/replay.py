@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
-from scio_recorder.capture.hooks import Around, take_out
+from scio_recorder.capture.hooks import AroundPlain, take_out
 from scio_recorder.capture.kept import Kept
 from scio_recorder.capture.uncopied import is_hooked_by_others
 from scio_recorder.errors import FlowError
@@ -34,7 +34,6 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.traces import Surroundings
-from scio_recorder.tensors import private
 
 T = TypeVar("T")
 
@@ -49,18 +48,14 @@ class _Call:
     kept: Kept | None = None
 
 
-class _Noted(Around):
+class _Noted(AroundPlain):
     """Stands in place of a module's call in the thread of a replay."""
 
-    # No compiled code: see private.is_compiled.
-    is_plain = True
-
     def __init__(self, module: nn.Module, replay: Replay) -> None:
+        super().__init__(module)
         self.replay = replay
-        self._module = module
-        self._plain = private.plain_call(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, args: Any, kwargs: Any) -> Any:
         """Note the call, leave it out, or run it."""
         step = self.replay.step
         call = self.inner or self._plain

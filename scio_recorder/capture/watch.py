@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import Around, take_out
+from scio_recorder.capture.hooks import AroundPlain, take_out
 from scio_recorder.errors import (
     ArgumentError,
     MutationError,
@@ -153,7 +153,7 @@ class Watcher:
     posts: Postprocessors | None
 
 
-class AroundCalls(Around):
+class AroundCalls(AroundPlain):
     """Stands for the call of a network, and makes the call a pass.
 
     Parameters
@@ -171,20 +171,15 @@ class AroundCalls(Around):
         Whether there was a call.
     """
 
-    # No compiled code: see private.is_compiled.
-    is_plain = True
-
     def __init__(
         self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
     ) -> None:
-        # The function called inside: that of another recorder's block, or the network itself.
-        self._plain = private.plain_call(net)
-        self._net = net
+        super().__init__(net)
         self._run = run
         self._is_running = is_running
         self.were_made = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, args: Any, kwargs: Any) -> Any:
         """Run a pass, unless this call is part of one."""
         if torch.compiler.is_compiling():
             raise UnsupportedNetError(
@@ -192,11 +187,8 @@ class AroundCalls(Around):
                 "a pass: leave it uncompiled there (for generate, disable_compile=True in its "
                 "configuration), or compile the recorder and call that"
             )
-        called = private.called_module()
-        if called is not None and called is not self._net:
-            # A shallow copy, such as a replica of DataParallel, shares what is set here.
-            return private.plain_call(called)(*args, **kwargs)
         self.were_made = True
+        # That of another recorder's block, or the network itself.
         call = self.inner or self._plain
         if self._is_running():
             return call(*args, **kwargs)
