@@ -116,14 +116,15 @@ class Program:
 
     @cached_property
     def starts(self) -> list[list[DepthIdx | None]]:
-        """The rows of each module in the order in which calls started, failed ones among them."""
+        """The rows of each module's calls in the order in which these started, failed ones too."""
         if not self.counts_calls:
             return [[self.labels[at] for at in own] for own in self.positions]
-        rows: dict[int, list[DepthIdx | None]] = {id(module): [] for module in self.modules}
-        for row in self.architecture.values():
+        rows: dict[int, dict[int, DepthIdx]] = {id(module): {} for module in self.modules}
+        # A container can have a row more, without a call: it must not take the place of one.
+        for row in sorted(self.architecture.values(), key=lambda row: row.executed):
             if id(row.module) in rows:
-                rows[id(row.module)].append((row.depth, row.index))
-        return list(rows.values())
+                rows[id(row.module)][row.call] = (row.depth, row.index)
+        return [[calls[number] for number in sorted(calls)] for calls in rows.values()]
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
         """Return the indices of the modules of layers."""

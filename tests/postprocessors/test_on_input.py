@@ -173,6 +173,40 @@ def test_calls_of_one_module_are_told_apart():
     assert torch.equal(out, (x + 1) * 2 * 3 * 3 + 7)
 
 
+class SharingBlock(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(self.linear(x))
+
+
+class SharingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Tanh()
+        self.blocks = nn.ModuleList(SharingBlock(shared) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_rows_without_a_call_do_not_count():
+    net = SharingNet()
+    rnet = Recorder(net, input_size=(1, 4))
+    # torchinfo shows the shared module under its last name, whose containers get rows for that.
+    rows = [row.executed for row in rnet.architecture.values() if row.name == "blocks.1"]
+    assert rows == [False, True]
+    rnet.record("blocks.1")
+    x = torch.randn(2, 4)
+    out = rnet(x, activation_postproc=OnInput(Scale(3.0)))
+    assert torch.equal(out, net.blocks[1](net.blocks[0](x) * 3))
+
+
 class Structured(nn.Module):
     def forward(self, pair: Any, *, mask: Tensor | None = None, flag: bool = True) -> Tensor:
         one, other = pair if isinstance(pair, tuple) else (pair, 0)
