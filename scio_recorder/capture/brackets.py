@@ -58,14 +58,19 @@ class Bracket(Uncopied):
         raise NotImplementedError
 
     def end(self, args: Any, output: Any) -> None:
-        """Take the output of a call, behind other hooks; None if it raised an exception."""
+        """Take the output of a call, behind other hooks; None if it raised an ``Exception``."""
+        raise NotImplementedError
+
+    def abandon(self, args: Any) -> None:
+        """Forget a call that something else has broken off, such as ``KeyboardInterrupt``."""
         raise NotImplementedError
 
 
 class _AroundBracketed(AroundPlain):
     """Does what the hooks of a bracket would, for half of the time, if a module has no others.
 
-    The hooks stay, for compiled code and for whoever adds others.
+    The hooks stay, for compiled code and for whoever adds others. Torch calls none of them if a
+    call is broken off by something other than an ``Exception``, so this notes it for them too.
     """
 
     def __init__(self, module: nn.Module, bracket: Bracket) -> None:
@@ -76,15 +81,23 @@ class _AroundBracketed(AroundPlain):
         """Call the module's forward alone."""
         bracket = self._bracket
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # not in its stubs
-        if is_traced or not bracket.is_alone or torch.compiler.is_dynamo_compiling():
+        if is_traced or torch.compiler.is_dynamo_compiling():
             return self._plain(*args, **kwargs)
-        bracket.begin(args, kwargs)
+        is_alone = bracket.is_alone
+        if is_alone:
+            bracket.begin(args, kwargs)
         try:
-            output = self._module.forward(*args, **kwargs)
+            call = self._module.forward if is_alone else self.inner or self._plain
+            output = call(*args, **kwargs)
         except Exception:
-            bracket.end(args, None)
+            if is_alone:
+                bracket.end(args, None)
             raise
-        bracket.end(args, output)
+        except BaseException:
+            bracket.abandon(args)
+            raise
+        if is_alone:
+            bracket.end(args, output)
         return output
 
 
@@ -97,7 +110,8 @@ def bracketed(brackets: Mapping[nn.Module, Bracket]) -> Iterator[None]:
         for module, bracket in brackets.items():
             private.put_hooks_around(module, number, bracket.before, bracket.after)
             keep_out_of_copies(module)
-            if private.compiled_call(module) is None:
+            call = private.compiled_call(module)
+            if call is None or isinstance(call, _AroundBracketed):
                 around = _AroundBracketed(module, bracket)
                 own.add(around)
                 around.put_around(module)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from scio_recorder.analysis.guarding.gradients import GuardedGradients, Passing
 from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarding.kept_call import CallBefore
-from scio_recorder.analysis.guarding.vouching import Link, can_wait, followed, is_harmless, tells
+from scio_recorder.analysis.guarding.vouching import (
+    Link,
+    can_wait,
+    followed,
+    is_harmless,
+    runs_own,
+    tells,
+)
 from scio_recorder.capture.brackets import Bracket, bracketed
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.errors import FlowError, UnsupportedNetError
@@ -131,8 +138,6 @@ class _Shared:
         refuse_transforms("guarded")
         state.known.forget()
         state.cases.reset()
-        # A pass that ended by something other than an Exception has left its frames.
-        state.frames.clear()
         state.links = _NO_LINKS
         if self._fusable and not self._has_warned:
             self._has_warned = warn_of_other_kernels(
@@ -186,18 +191,23 @@ class _GuardedCall(Bracket):
         # The Sequential in which the next module vouches for this one's output, if any.
         self.chained_in: str | None = None
 
+    @property
+    def _is_as_it_was(self) -> bool:
+        """Whether nobody has changed in the block what the module computes."""
+        return self.is_alone and runs_own(self._module)
+
     def begin(self, args: Any, kwargs: Any) -> None:
         """Examine the module's inputs before the call, since it may work in place."""
         shared = self._shared
         state = shared.local.state
         frames = state.frames
-        if not frames or not self.name:
+        if not frames:
             shared.begin_pass(state)
         passing, kept, given, links = None, None, _NOTHING, state.links
         if links:
             state.links, last = _NO_LINKS, links[-1]
             is_next = len(args) == 1 and args[0] is last.tensor and not kwargs
-            is_next = is_next and self._tells and self.is_alone
+            is_next = is_next and self._tells and self._is_as_it_was
             if not is_next or last.tensor._version != last.version:
                 shared.settle(state, links)
                 links = _NO_LINKS
@@ -207,7 +217,8 @@ class _GuardedCall(Bracket):
             if kwargs:
                 given = given + _look(state.known, kwargs.values())
             if shared.gradients is not None and torch.is_grad_enabled():
-                passing = Passing(private.num_operations(), frames[-1][3] if frames else None)
+                around = frames[-1][3] if frames else None
+                passing = Passing(private.num_operations(), around, (args, kwargs))
             if self._weights is not None:
                 kept = CallBefore(self._layer, self._module, Inputs(args, kwargs), self._weights)
         frames.append((self.name, args, given, passing, kept, links))
@@ -227,7 +238,7 @@ class _GuardedCall(Bracket):
             shared.settle(state, state.links)
         if not shared.guard.is_settled:
             made = _NOTHING
-            makes_nothing = self._is_harmless and not given and self.is_alone
+            makes_nothing = self._is_harmless and not given and self._is_as_it_was
             if makes_nothing and can_wait(output, links):
                 state.known.note_finite(output)
             elif self.chained_in is not None and self._waits(state, output, links):
@@ -246,6 +257,12 @@ class _GuardedCall(Bracket):
                     shared.gradients.listen(passing, call, output)
         if is_outermost:
             state.known.forget()
+
+    def abandon(self, args: Any) -> None:
+        """Leave the call, and those inside it."""
+        state = self._shared.local.state
+        _popped(state.frames, self.name, args)
+        state.links = _NO_LINKS
 
     def _waits(self, state: _State, output: Any, links: list[Link]) -> bool:
         return (
@@ -272,7 +289,7 @@ def _look(known: Known, values: Iterable[Any]) -> list[Found]:
 
 def _popped(frames: list[_Frame], name: str, args: Any) -> _Frame | None:
     """Take the frame of a call that returns, and those of calls that failed in it."""
-    if frames and frames[-1][1] is args:
+    if frames and frames[-1][1] is args and frames[-1][0] == name:
         return frames.pop()
     own = [at for at, frame in enumerate(frames) if frame[0] == name]
     if not own:

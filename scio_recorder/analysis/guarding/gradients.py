@@ -4,7 +4,8 @@ NOTE [Gradients of a call]
 
 A hook on a tensor sees the sum of the gradients that all its users send, and would blame one of
 them for another. So a call is identified by its operations: the nodes of the graph that its outputs
-lead to, and that autograd has numbered since the call began. Gradients enter at the nodes that made
+lead to, and that autograd has numbered since the call began. Each thread has numbers of its own, so
+nodes of inputs that were made on another thread are noted. Gradients enter at the nodes that made
 its outputs. They leave where a node of the call leads to an older one, which made an input, or to a
 leaf, usually a parameter. The gradient that leaves a node was made by this node alone.
 
@@ -41,24 +42,37 @@ class Passing:
         The number of operations that autograd had noted when the call began.
     around : Passing or None
         The call that contains it.
+    inputs : Any
+        Its inputs.
     """
 
-    __slots__ = ("_given", "_task", "around", "call", "start", "targets")
+    __slots__ = ("_given", "_task", "around", "call", "outside", "start", "targets")
 
-    def __init__(self, start: int, around: Passing | None) -> None:
+    def __init__(self, start: int, around: Passing | None, inputs: Any) -> None:
         self.start = start
         self.around = around
+        # The nodes that made inputs on another thread, if these have later numbers there.
+        self.outside: set[Any] = _later(inputs, start) if around is None else around.outside
         self.call: Call | None = None
         # The nodes to which gradients go from here, without leaves.
         self.targets: list[Any] = []
         self._task = -1
         self._given: list[Found] = []
 
+    def has(self, node: Any, place: int) -> bool:
+        """Whether a node that its outputs lead to is one of its operations."""
+        return place >= self.start and not (self.outside and node in self.outside)
+
     def given(self, task: int) -> list[Found]:
         """Return findings about gradients that have come in and may not be finite."""
         if task != self._task:
             self._task, self._given = task, []
         return self._given
+
+
+def _later(inputs: Any, start: int) -> set[Any]:
+    nodes = [tensor.grad_fn for tensor in tensors(inputs)]
+    return {node for node in nodes if node is not None and private.place_of(node) >= start}
 
 
 class _Thread(threading.local):
@@ -97,15 +111,13 @@ class GuardedGradients:
         waiting: list[Any] = []
         for tensor in [output] if isinstance(output, Tensor) else tensors(output):
             node = tensor.grad_fn
-            if node is not None and private.place_of(node) >= passing.start:
+            if node is not None and passing.has(node, private.place_of(node)):
                 self._at(node).entries.append((tensor.output_nr, passing))
                 waiting.append(node)
         seen = set(waiting)
         for node in waiting:
-            for target in self._ends(node, passing):
-                if private.place_of(target) < passing.start:
-                    passing.targets.append(target)
-                elif target not in seen:
+            for target in self._inside(node, passing):
+                if target not in seen:
                     seen.add(target)
                     waiting.append(target)
         for node in waiting:
@@ -113,21 +125,26 @@ class GuardedGradients:
             if at is not None:
                 at.attach(node)
 
-    def _ends(self, node: Any, passing: Passing) -> list[Any]:
-        """Return the nodes that a node of a call leads to, or the inner call that it ends."""
+    def _inside(self, node: Any, passing: Passing) -> list[Any]:
+        """Return the nodes of a call to which one of them leads, or the inner call that it ends."""
         at: _AtNode | None = node.metadata.get(self._key)
         inner = None if at is None else at.call_inside(passing)
+        found: list[Any] = []
         if inner is not None:
-            return inner.targets
-        found = []
+            for target in inner.targets:
+                is_inside = passing.has(target, private.place_of(target))
+                (found if is_inside else passing.targets).append(target)
+            return found
         for index, (target, _) in enumerate(node.next_functions):
             place = -1 if target is None else private.place_of(target)
             if place > _LEAF:
                 self._at(node).exits.append((index, passing, place, weakref.ref(target.variable)))
-            elif place >= 0:
+            elif place >= 0 and passing.has(target, place):
                 found.append(target)
-                if place < passing.start:
-                    self._at(node).exits.append((index, passing, place, None))
+            elif place >= 0:
+                passing.targets.append(target)
+                place = -1 if target in passing.outside else place
+                self._at(node).exits.append((index, passing, place, None))
         return found
 
     def _at(self, node: Any) -> _AtNode:

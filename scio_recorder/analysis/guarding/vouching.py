@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +47,27 @@ class Link(NamedTuple):
 
 def is_harmless(module: nn.Module) -> bool:
     """Whether a module returns finite values for all finite inputs."""
-    return type(module) in _HARMLESS and "forward" not in vars(module)
+    return type(module) in _HARMLESS and runs_own(module)
 
 
 def tells(module: nn.Module) -> bool:
     """Whether a module's output shows that its input is not finite.
 
-    A convolution with strides may skip some of its input, and a module with an empty output all.
+    A convolution with strides or gaps may skip some of its input, and a module with an empty output
+    all.
     """
-    if type(module) not in _TELLING or "forward" in vars(module):
+    if type(module) not in _TELLING or not runs_own(module):
         return False
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return set(module.stride) == {1} and module.out_channels > 0
+        return {*module.stride, *module.dilation} == {1} and module.out_channels > 0
     return not isinstance(module, nn.Linear) or module.out_features > 0
+
+
+def runs_own(module: nn.Module) -> bool:
+    """Whether nobody has replaced the forward of a module of torch, on it or on its class."""
+    kind: Any = type(module)
+    its_globals = getattr(kind.forward, "__globals__", {})
+    return "forward" not in vars(module) and its_globals.get("__name__") == kind.__module__
 
 
 def followed(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -71,7 +79,7 @@ def followed(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
     parents = list(modules)
     places = Counter(id(child) for parent in parents for child in vars(parent)["_modules"].values())
     for parent in parents:
-        if type(parent) is not nn.Sequential or "forward" in vars(parent):
+        if type(parent) is not nn.Sequential or not runs_own(parent):
             continue
         for module, following in pairwise(parent):
             is_alone = places[id(module)] == 1 and not any(private.forward_hooks(module))

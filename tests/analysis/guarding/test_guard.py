@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -359,6 +360,31 @@ def test_gradients_are_left_alone_where_nobody_asks() -> None:
         loss_of(net(X)).backward()
 
 
+@pytest.mark.parametrize(
+    ("outside", "inside", "maker"),
+    [(torch.sqrt, torch.cos, None), (torch.cos, lambda x: (x * 0).sqrt(), "0.0")],
+)
+def test_what_another_thread_has_made_is_no_part_of_a_call(
+    outside: Callable[[Tensor], Tensor], inside: Callable[[Tensor], Tensor], maker: str | None
+) -> None:
+    net = nn.Sequential(nn.Sequential(Do(inside)))
+    rnet, origins = recorder(net), []
+    made = outside(torch.zeros(3, 4, requires_grad=True))
+    # Each thread counts operations of its own: the other one has counted fewer.
+    for _ in range(50):
+        made = made * 0
+
+    def work() -> None:
+        with rnet.guard(action="record") as guard:
+            net(made).sum().backward()
+        origins.append(guard.origin)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [origin and origin.layer.name for origin in origins] == [maker]
+
+
 def test_two_backward_passes_are_judged_each_by_itself() -> None:
     net = nn.Sequential(linear(), nn.ReLU())
     with recorder(net).guard() as guard:
@@ -607,6 +633,103 @@ def test_a_pass_that_is_broken_off_leaves_no_calls_open() -> None:
         net(X)
     assert guard.origin is not None
     assert (guard.origin.layer.name, guard.origin.pass_number) == ("1.0", 2)
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_call_that_is_broken_off_in_a_pass_stays_open_in_none(hooked: bool) -> None:
+    class Breaks(BaseException):
+        pass
+
+    def fails(x: Tensor) -> Tensor:
+        raise Breaks
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fails = Do(fails)
+
+        def forward(self, x: Tensor) -> Any:
+            with pytest.raises(Breaks):
+                self.fails(x=x)
+            return x
+
+    net = Tries()
+    if hooked:
+        net.fails.register_forward_pre_hook(lambda module, args: None)
+    with recorder(net).guard(action="record") as guard:
+        net(x=X)
+        net.fails.function = torch.sin
+        net.fails(x=X * NAN)
+    # The last call is not part of the one before.
+    assert guard.origin is None
+    assert (guard.num_passes, guard.num_passed_on) == (2, 1)
+
+
+def test_a_call_that_never_began_ends_no_other() -> None:
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            with contextlib.suppress(ValueError):
+                self.inner(input=x)
+            return x.log()
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("refused")
+
+    net = Tries()
+    net.inner.register_forward_pre_hook(refuse)
+    with recorder(net).guard(action="record") as guard:
+        net(x=X)
+    # The network itself makes it.
+    assert guard.origin is not None
+    assert guard.origin.layer.name == ""
+
+
+@pytest.mark.parametrize("around", [0, 1])
+def test_a_run_that_stops_early_leaves_no_calls_open(around: int) -> None:
+    net = nn.Sequential(linear(), nn.ReLU(), linear())
+    rnet = recorder(net)
+    rnet.record("1")
+    with contextlib.ExitStack() as stack:
+        guards = [stack.enter_context(rnet.guard(action="record")) for _ in range(around + 1)]
+        rnet.extract(X)
+        net[2](X * NAN)
+    for guard in guards:
+        assert (guard.num_passes, guard.num_passed_on) == (2, 1)
+
+
+class OverHalves(nn.Module):
+    """Calls itself."""
+
+    def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.own = own
+
+    def forward(self, x: Tensor) -> Any:
+        if len(x) == 1:
+            return self.linear(x)
+        half = len(x) // 2
+        return self.own(torch.cat([self(x[:half]), self(x[half:])]))
+
+
+def test_a_network_that_calls_itself() -> None:
+    net = OverHalves(lambda y: y * NAN if len(y) == 3 else y)
+    with recorder(net).guard(action="record") as guard:
+        net(X)
+    seen = first_maker(net, lambda: net(X))
+    assert guard.origin is not None
+    assert seen is not None
+    assert (guard.origin.layer.name, guard.origin.num_nan) == (seen.name, seen.num_nan) == ("", 12)
+    net = OverHalves(lambda y: (y * 0).sqrt() if len(y) == 3 else y)
+    with recorder(net).guard(action="record") as guard:
+        net(X).sum().backward()
+    assert guard.origin is not None
+    assert (guard.origin.layer.name, guard.origin.direction) == ("", "gradient")
+    assert guard.num_passes == 1
 
 
 def test_a_failing_call_is_passed_over() -> None:

@@ -22,7 +22,7 @@ MODULES: dict[type[nn.Module], Callable[[], nn.Module]] = {
     nn.BatchNorm2d: lambda: nn.BatchNorm2d(4),
     nn.BatchNorm3d: lambda: nn.BatchNorm3d(4),
     nn.Conv1d: lambda: nn.Conv1d(4, 2, 3),
-    nn.Conv2d: lambda: nn.Conv2d(4, 2, (3, 2), dilation=2, padding=2),
+    nn.Conv2d: lambda: nn.Conv2d(4, 2, (3, 2), padding=2),
     nn.Conv3d: lambda: nn.Conv3d(4, 2, 1),
 }
 DIMENSIONS = {"1d": 3, "2d": 4, "3d": 5}
@@ -71,8 +71,58 @@ def test_some_do_not_tell() -> None:
 
     linear = nn.Linear(2, 2)
     linear.forward = lambda x: x  # type: ignore[method-assign]  # as some libraries do
-    for module in (Own(2, 2), linear, nn.ReLU(), nn.Conv2d(1, 1, 1, stride=2)):
+    convolutions = nn.Conv2d(1, 1, 1, stride=2), nn.Conv1d(1, 1, 2, dilation=2)
+    for module in (Own(2, 2), linear, nn.ReLU(), *convolutions):
         assert not vouching.tells(module)
+
+
+def test_what_a_dilated_convolution_passes_over_is_found() -> None:
+    net = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 2, dilation=2))
+    rnet = Recorder(net, input_size=(1, 1, 3), verbose=0)
+    with torch.no_grad():
+        net[0].weight.fill_(3e38)
+    with rnet.guard(action="record") as guard:
+        assert net(torch.tensor([[[0.0, 10.0, 0.0]]])).isfinite().all()
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "0"
+
+
+@pytest.mark.parametrize("where", ["module", "class"])
+@pytest.mark.parametrize("when", ["before", "in"])
+@pytest.mark.parametrize(
+    ("second", "maker", "change"),
+    [
+        (nn.ReLU(), "1", lambda x: x * NAN),  # no longer harmless
+        (nn.GELU(), "0", Tensor.nan_to_num),  # no longer tells of its input
+    ],
+)
+def test_modules_whose_forward_is_replaced_vouch_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    second: nn.Module,
+    maker: str,
+    change: Any,
+    when: str,
+    where: str,
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), second, nn.Linear(4, 4))
+    rnet = Recorder(net, input_size=(1, 4), verbose=0)
+    with torch.no_grad():
+        net[0].weight.fill_(NAN if maker == "0" else 1)
+
+    def replace() -> None:
+        if where == "module":
+            monkeypatch.setattr(net[1], "forward", change)
+        else:
+            monkeypatch.setattr(type(second), "forward", lambda module, x: change(x))
+
+    if when == "before":
+        replace()
+    with rnet.guard(action="record") as guard:
+        if when == "in":
+            replace()
+        net(torch.ones(1, 4))
+    assert guard.origin is not None
+    assert guard.origin.layer.name == maker
 
 
 CHAIN: list[Callable[[], nn.Module]] = [
