@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
@@ -382,3 +383,24 @@ def test_net_whose_own_call_passes_hooks_by() -> None:
     assert torch.equal(net[0].bias.grad, (by_hand(net[0], x) > 0).sum(0).float())
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         rnet(x.double())
+
+
+@pytest.mark.parametrize(("copied", "calls"), [(deepcopy, 1), (shallow_copy, 2)])
+def test_copies_of_modules_that_a_pass_makes_have_no_rows(
+    copied: Callable[[nn.Module], nn.Module], calls: int
+) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.out(net.body(x) + copied(net.body)(x))
+
+    net = Net(forward, body=nn.Sequential(linear(), nn.Tanh()), out=linear())
+    rnet = Recorder(net, input_size=(3, 4))
+    assert rnet.summary.total_params == sum(p.numel() for p in net.parameters())
+    # A shallow copy holds the modules themselves.
+    assert len(rnet.architecture.labels_of("body.0")) == calls
+    rnet.record("body.0", "out")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        inside = by_hand(net.body[0], x)
+        assert torch.equal(rnet(x), by_hand(net.out, inside.tanh() + inside.tanh()))
+        for label in rnet.architecture.labels_of("body.0"):
+            assert torch.equal(rnet.activations[label], inside)

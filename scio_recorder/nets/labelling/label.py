@@ -306,7 +306,7 @@ def _dry_run(
     trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
         with quiet(), forgiving(), flow.followed() if followed else contextlib.nullcontext():
-            statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)))
+            statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)), originals)
     except UnsupportedTorchError:
         raise
     except Exception as error:
@@ -315,7 +315,8 @@ def _dry_run(
         raise _DryRunError(wrapped or error) from error
     finally:
         trace.detach()
-    rows = list(_rows(statistics.summary_list, trace.calls))
+    calls = [call for call in trace.calls if id(call.module) in originals]
+    rows = list(_rows(statistics.summary_list, calls))
     point_to(statistics.summary_list, originals)
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -61,10 +61,14 @@ class Statistics(ModelStatistics):
     """
 
     @classmethod
-    def of(cls, given: ModelStatistics) -> Statistics:
-        """Return torchinfo's table with correct figures."""
+    def of(cls, given: ModelStatistics, own: Collection[int]) -> Statistics:
+        """Return torchinfo's table with correct figures, of the modules with given ids."""
         given.__class__ = cls
         assert isinstance(given, cls)
+        # A network may copy one of its modules while it runs, hooks included, and call the copy.
+        for info in given.summary_list:
+            info.children = [child for child in info.children if id(child.module) in own]
+        given.summary_list = [info for info in given.summary_list if id(info.module) in own]
         rows = [info for info in given.summary_list if not info.is_recursive]
         leaves = [info for info in rows if info.is_leaf_layer]
         # Of several rows around a parameter, the innermost counts it.
@@ -142,7 +146,7 @@ def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
     pending, seen = list(rows), set()
     while pending:
         info = pending.pop()
-        if id(info) in seen:
+        if id(info) in seen or id(info.module) not in originals:
             continue
         seen.add(id(info))
         info.module = originals[id(info.module)]
