@@ -65,9 +65,10 @@ def _without_uncopied(
 
 
 def is_hooked_by_others(module: nn.Module) -> bool:
-    """Whether a module has hooks around its forward that are not ours."""
+    """Whether hooks that are not ours act on a module's calls, its own or those on all modules."""
     own = _uncopied(module)
-    return any(key not in own for hooks in private.forward_hooks(module) for key in hooks)
+    has_others = any(key not in own for hooks in private.forward_hooks(module) for key in hooks)
+    return has_others or any(private.hooks_besides(module))
 
 
 def _uncopied(module: nn.Module) -> set[int]:

@@ -66,6 +66,8 @@ class Analysing(Reading):
 
         Raises
         ------
+        ArgumentError
+            ``estimate`` or ``whole_runs`` is not True or False.
         ComparisonError
             Nothing is recorded; a layer returns other shapes in the two runs; there is no such
             position; or the metric returns no number, or no gradient if one is needed.
@@ -93,6 +95,8 @@ class Analysing(Reading):
         """
         from scio_recorder.analysis.sweeping.sweep import Sweep
 
+        boolean("estimate", estimate, ArgumentError)
+        boolean("whole_runs", whole_runs, ArgumentError)
         runs = Sweep(self._capture, self._net, clean, corrupted, metric)
         if estimate:
             return runs.estimated(positions)

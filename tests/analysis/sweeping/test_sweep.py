@@ -339,6 +339,34 @@ def test_modules_with_hooks_of_others_run() -> None:
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
+def test_hooks_on_all_modules_run_for_each_of_them() -> None:
+    rnet = recorder(chain(kind=nn.Linear), "1", "2", input_size=(2, 3))
+    net: Any = rnet.net
+    counts: list[int] = []
+
+    def counted(module: nn.Module, args: Any, output: Any) -> Any:
+        counts.append(len(counts))
+        return output + len(counts) if isinstance(module, nn.Linear) else None
+
+    def metric(output: Tensor) -> float:
+        counts.clear()
+        return weighed(output)
+
+    handle = nn.modules.module.register_module_forward_hook(counted)
+    try:
+        effects = rnet.sweep(X, Y, metric)
+        for number in (1, 2):
+            counts.clear()
+            with torch.no_grad():
+                clean = net[: number + 1](X)
+            counts.clear()
+            patch = net[number].register_forward_hook(lambda *call, value=clean: value)
+            assert float(effects[str(number)]) == weighed(net(Y))
+            patch.remove()
+    finally:
+        handle.remove()
+
+
 def test_estimates_are_gradient_times_difference() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Softmax(-1))
@@ -538,6 +566,9 @@ def test_runs_that_are_refused() -> None:
     with pytest.raises(ComparisonError, match='calls="any"'):
         rnet.sweep(X, Y, torch.sum)
     rnet.record("0", "2")
+    for option in ("estimate", "whole_runs"):
+        with pytest.raises(ArgumentError, match=option):
+            rnet.sweep(X, Y, torch.sum, **{option: 1})
     for estimate in (False, True):
         with pytest.raises(ComparisonError, match=r"layer 1-1 0 .*\(2, 3\) and \(1, 3\)"):
             rnet.sweep(X, Y[:1], torch.sum, estimate=estimate)
