@@ -13,7 +13,7 @@ that are running when a hook is called hold it, in the first run and in the re-r
 a pass marks the regions around it, found by walking up the stack, and a re-run looks for the
 nearest marked region in the same way. The marks live as long as the graph.
 
-A region holds the positions of its events in order, so that several calls of a module are
+A region holds its calls in order, by starts and by returns, so that several calls of a module are
 distinguished by counting. Hooks of a selection that was given up stay, for re-runs only, as long as
 any of its marks lives. Event logs mark regions too: see ``events``.
 """
@@ -24,7 +24,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, MutableMapping
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import checkpoint
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from scio_recorder.layer import DepthIdx
 
 
+# The label of a call, None if it is not recorded, and the call's number if a label stands for all.
+_Place: TypeAlias = "tuple[DepthIdx | None, int]"
+# The index of a called module, and the place of the call.
+_Event: TypeAlias = "tuple[int, _Place]"
 _ATTRIBUTE = "_scio_recorder_marks"
 # The functions that begin a backward pass: it does not run again what is around them.
 _BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
@@ -147,22 +151,22 @@ class _Mark:
 
     def __init__(self, rerun: Rerun, root: int | None = None) -> None:
         self.rerun = rerun
-        # The position of each event, and the number of its call where several are at one position.
-        self.events: list[tuple[int, int]] = []
+        # The module and place of each call: by returns, and by starts, which come in another order
+        # if modules call themselves, and of which some are of calls that fail.
+        self.events: tuple[list[_Event], list[_Event]] = ([], [])
         # The backward pass in which the mark was made, if any: checkpointing in a re-run region.
         self.root = root
         self.task = -1
         self.counts: dict[tuple[int, bool], int] = {}
 
-    def next_event(self, index: int, *, starts: bool = False) -> tuple[int, int] | None:
+    def next_event(self, index: int, *, starts: bool) -> _Event | None:
         """Return the event of the next call of a module in this re-run, by starts or returns."""
         task = private.backward_pass()
         if task != self.task:
             self.task, self.counts = task, {}
         count = self.counts.get((index, starts), 0)
         self.counts[index, starts] = count + 1
-        own = self.rerun.positions[index]
-        found = [event for event in self.events if event[0] in own]
+        found = [event for event in self.events[starts] if event[0] == index]
         return found[count] if count < len(found) else None
 
 
@@ -179,22 +183,20 @@ class Rerun:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._until = (until,)
-        self.positions = program.positions
-        self.labels = program.labels
         self.posts = posts
         # The graph must hold neither the network, which the program leads to, nor gradients.
         self._program = weakref.ref(program)
         self._gradients = None if gradients is None else weakref.ref(gradients)
 
-    def note(self, position: int, number: int) -> None:
-        """Mark the regions around an event of the first run."""
+    def note(self, index: int, place: _Place, *, starts: bool = False) -> None:
+        """Mark the regions around the return, or the start, of a module's call in the first run."""
         owner = self._owner()
         assert owner is not None, "the hooks that bring events hold it"
         for region in _first_runs(self._until):
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))
-            mark.events.append((position, number))
+            mark.events[starts].append((index, place))
 
     def again(self, place: Place, output: Any, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
@@ -224,13 +226,13 @@ class Reruns(Marks):
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None leaves it as it is."""
-        mark, place, task = self._next_event(index)
+        mark, place, task = self._next_event(index, starts=False)
         return None if mark is None else mark.rerun.again(place, output, task)
 
-    def _next_event(self, index: int, *, starts: bool = False) -> tuple[Any, Any, int]:
-        """Return the mark of the nearest re-run region, and the event that comes next in it.
+    def _next_event(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
+        """Return the mark of the nearest re-run region, and the place of the call that comes next.
 
-        The event is the place of a call, and the backward pass that it belongs to.
+        Added is the backward pass that the call belongs to.
         """
         inner: list[Any] = []
         for region in regions() if self else ():
@@ -239,13 +241,13 @@ class Reruns(Marks):
                 inner.append(region.kept)
                 continue
             event = mark.next_event(index, starts=starts)
-            label = None if event is None else mark.rerun.labels[event[0]]
             task = private.backward_pass() if mark.root is None else mark.root
-            if event is None or label is None:
+            if event is None:
                 return None, None, task
-            for around in () if starts else inner:
+            for around in inner:
                 # Checkpointing inside a checkpointed region: its own re-run comes later.
                 own = self.on(around) or self.put(around, _Mark(mark.rerun, task))
-                own.events.append(event)
-            return mark, (label, event[1]), task
+                own.events[starts].append(event)
+            _, place = event
+            return (None if place[0] is None else mark), place, task
         return None, None, -1

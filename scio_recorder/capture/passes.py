@@ -104,7 +104,7 @@ class Pass:
         if count < len(positions):
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
-                self.rerun.note(positions[count], number)
+                self.rerun.note(index, (label, number))
             self._assign_inputs(index, args, positions[count], label)
         if label is None:
             self.log += index, NOTHING, 0
@@ -124,6 +124,8 @@ class Pass:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
             self._starts[index] = count + 1
             label = starts[min(count, len(starts) - 1)]
+            if self.rerun is not None:
+                self.rerun.note(index, (label, 0), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)

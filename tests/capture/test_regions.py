@@ -6,6 +6,7 @@ regions, with plain hooks in the place of post-processors.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
+from scio_recorder.postprocessors import OnInput
 from tests.zoo.base import Net, linear
 from tests.zoo.gradients import region
 
@@ -277,3 +279,76 @@ def test_net_that_calls_its_own_recorder(reentrant: bool) -> None:
     factors = iter([3, 3, 5, 5])
     intervene(plain, lambda tensor: tensor * next(factors))
     torch.testing.assert_close(mine, gradients(plain, plain(leaf()) + plain(leaf() * 2)))
+
+
+@REENTRANT
+@pytest.mark.parametrize("inner_reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_selected_one_of_two_calls_is_changed_in_a_region_inside_a_region(
+    number: int, inner_reentrant: bool, reentrant: bool
+) -> None:
+    def outer(net: Any, x: Tensor) -> Any:
+        return around(inner_reentrant)(net.twice, x) * 2
+
+    torch.manual_seed(7)
+    twice = Net(lambda net, x: net.linear(net.linear(x).tanh()), linear=linear())
+    inner = Net(outer, twice=twice)
+    net = Net(lambda net, x: around(reentrant)(net.inner, x), inner=inner)
+    rnet = Recorder(net, input_size=(3, 4))
+    rnet.record(rnet.architecture.labels_of("inner.twice.linear")[number])
+    found = gradients(net, rnet(leaf(), activation_postproc=triple))
+
+    first = twice.linear(leaf())
+    second = twice.linear((triple(first) if number == 0 else first).tanh())
+    truth = gradients(net, (triple(second) if number == 1 else second) * 2)
+    torch.testing.assert_close(found, truth)
+
+
+def recursive(net: Any, x: Tensor, depth: int = 1) -> Tensor:
+    y = net.linear(x).tanh()
+    return y * net(y, depth - 1) if depth else y
+
+
+def recursive_by_hand(layer: nn.Linear, x: Tensor, start: int) -> Tensor:
+    y = layer(triple(x) if start == 0 else x).tanh()
+    return y * layer(triple(y) if start == 1 else y).tanh()
+
+
+def failing_once(net: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(ZeroDivisionError):
+        net.cell(x, 0)
+    return net.cell(net.cell(x, 1), 2)
+
+
+def failing_once_by_hand(layer: nn.Linear, x: Tensor, start: int) -> Tensor:
+    y = layer(triple(x) if start == 1 else x).tanh()
+    return layer(triple(y) if start == 2 else y).tanh() / 2
+
+
+def cell() -> nn.Module:
+    return Net(lambda net, x, number: net.linear(x).tanh() * (1 / number), linear=linear())
+
+
+@REENTRANT
+@pytest.mark.parametrize(
+    ("name", "make", "by_hand"),
+    [
+        ("block", lambda: Net(recursive, linear=linear()), recursive_by_hand),
+        ("block.cell", lambda: Net(failing_once, cell=cell()), failing_once_by_hand),
+    ],
+    ids=["recursive", "failing"],
+)
+def test_inputs_are_changed_in_the_calls_that_start_in_the_same_place(
+    name: str, make: Any, by_hand: Any, reentrant: bool
+) -> None:
+    torch.manual_seed(7)
+    net = Net(lambda net, x: around(reentrant)(net.block, x), block=make())
+    rnet = Recorder(net, input_size=(3, 4))
+    rows = [rnet.architecture[label] for label in rnet.architecture.labels_of(name)]
+    (layer,) = (module for module in net.modules() if isinstance(module, nn.Linear))
+    for row in rows:
+        if row.executed:
+            rnet.record(row.label)
+            found = gradients(net, rnet(leaf(), activation_postproc=OnInput(triple)))
+            truth = gradients(net, by_hand(layer, leaf(), row.call))
+            torch.testing.assert_close(found, truth)
