@@ -12,13 +12,16 @@ leaf, usually a parameter. The gradient that leaves a node was made by this node
 Each such exit is noted once, for the innermost call that it belongs to. The calls around it are
 asked only if a gradient there is not finite. So the walk over the nodes of a call skips the calls
 inside it. Nodes own the hooks, which go with the graph. They hold the guard weakly, and no module.
+
+If gradients are differentiated (``create_graph=True``), a second backward pass also enters a call
+by what it made in the first one. The nodes that made this are noted during the first pass.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +65,13 @@ class Passing:
     def has(self, node: Any, place: int) -> bool:
         """Whether a node that its outputs lead to is one of its operations."""
         return place >= self.start and not (self.outside and node in self.outside)
+
+    def sending(self, place: int) -> Iterator[Passing]:
+        """Yield the calls, from this one outwards, that send a gradient to a node at a place."""
+        around: Passing | None = self
+        while around is not None and around.call is not None and place < around.start:
+            yield around
+            around = around.around
 
     def given(self, task: int) -> list[Found]:
         """Return findings about gradients that have come in and may not be finite."""
@@ -138,7 +148,7 @@ class GuardedGradients:
         for index, (target, _) in enumerate(node.next_functions):
             place = -1 if target is None else private.place_of(target)
             if place > _LEAF:
-                self._at(node).exits.append((index, passing, place, weakref.ref(target.variable)))
+                self._at(node).exits.append((index, passing, -1, weakref.ref(target.variable)))
             elif place >= 0 and passing.has(target, place):
                 found.append(target)
             elif place >= 0:
@@ -177,11 +187,17 @@ class GuardedGradients:
         self, found: Found, passing: Passing, place: int, leaf: weakref.ref[Any] | None
     ) -> None:
         """Judge a call, and those around it that send the same gradient, by that gradient."""
-        around: Passing | None = passing
-        while around is not None and around.call is not None and not place >= around.start:
+        for around in passing.sending(place):
             given = list(around.given(self._local.task))
+            assert around.call is not None, "it has returned"
             self._add(Case(around.call, "gradient", given, [found], leaf))
-            around = around.around
+
+    def note_differentiable(self, gradient: Tensor, passing: Passing, place: int) -> None:
+        """Listen to the gradients of a gradient that a call, and those around it, have made."""
+        at = self._at(gradient.grad_fn)
+        for call in passing.sending(place):
+            at.seconds.append((gradient.output_nr, call))
+        at.attach(gradient.grad_fn)
 
     def _add(self, case: Case) -> None:
         guard, cases = self._guard(), self._local.cases
@@ -193,7 +209,7 @@ class GuardedGradients:
 class _AtNode:
     """The hooks of one guard at a node of the graph, for all calls that begin or end there."""
 
-    __slots__ = ("_judges", "_owner", "_sees", "entries", "exits")
+    __slots__ = ("_judges", "_owner", "_sees", "entries", "exits", "seconds")
 
     def __init__(self, owner: weakref.ref[GuardedGradients]) -> None:
         self._owner = owner
@@ -201,7 +217,10 @@ class _AtNode:
         self._judges = self._sees = False
         # The calls that returned an output of the node.
         self.entries: list[tuple[int, Passing]] = []
-        # Edges with the call that they leave, the place of their target, and the leaf if it is one.
+        # The calls that made a gradient with this node, in a pass that was differentiated.
+        self.seconds: list[tuple[int, Passing]] = []
+        # Edges with the call that they leave, the place of their target (-1 if it is no part of any
+        # call), and the leaf if it is one.
         self.exits: list[tuple[int, Passing, int, weakref.ref[Any] | None]] = []
 
     def attach(self, node: Any) -> None:
@@ -229,7 +248,7 @@ class _AtNode:
         self, owner: GuardedGradients, thread: _Thread, gradients: Sequence[Tensor | None]
     ) -> None:
         last, found = -1, None
-        for index, passing in self.entries:
+        for index, passing in (*self.entries, *self.seconds):
             if index != last:
                 gradient = gradients[index]
                 last, found = index, None if gradient is None else thread.known.look(gradient)
@@ -241,12 +260,14 @@ class _AtNode:
         thread = None if owner is None else owner.begin()
         if owner is None or thread is None:
             return
-        if self.entries and not self._sees:
+        if not self._sees:
             self._take(owner, thread, given)
         for index, passing, place, leaf in self.exits:
             gradient = made[index]
             if gradient is not None:
+                if gradient.grad_fn is not None:
+                    owner.note_differentiable(gradient, passing, place)
                 # No other call receives the gradient of a leaf.
                 found = look(gradient) if leaf is not None else thread.known.look(gradient)
                 if found is not None:
-                    owner.judge(found, passing, place if leaf is None else -1, leaf)
+                    owner.judge(found, passing, place, leaf)

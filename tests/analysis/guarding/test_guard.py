@@ -360,6 +360,41 @@ def test_gradients_are_left_alone_where_nobody_asks() -> None:
         loss_of(net(X)).backward()
 
 
+class OfAZero(nn.Module):
+    """The gradient of its weight is infinite, and that of its input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.sqrt()
+
+
+@pytest.mark.parametrize(
+    ("made", "penalty", "maker"),
+    [
+        # The gradients are zero, where a norm that is written out has no gradient itself.
+        (lambda: Do(lambda x: (x - 100).relu()), lambda found: found.pow(2).sum(1).sqrt(), None),
+        (nn.Identity, lambda found: (found.pow(2).sum(1) * 0).sqrt(), None),
+        (nn.Identity, lambda found: found.norm(dim=1), None),
+        (OfAZero, lambda found: (found - 1).pow(2).sum(1), ("1.0", "scale")),
+    ],
+)
+def test_the_penalty_of_a_gradient_may_be_the_maker(
+    made: Callable[[], nn.Module], penalty: Callable[[Tensor], Tensor], maker: Any
+) -> None:
+    net = nn.Sequential(linear(), nn.Sequential(made(), nn.Tanh()), linear())
+    x = X.clone().requires_grad_()
+    with recorder(net).guard(action="record") as guard:
+        (found,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        penalty(found).sum().backward()
+    is_finite = all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
+    origin = guard.origin
+    assert (origin and (origin.layer.name, origin.parameter)) == maker
+    assert guard.num_passed_on == (not is_finite and maker is None)
+
+
 @pytest.mark.parametrize(
     ("outside", "inside", "maker"),
     [(torch.sqrt, torch.cos, None), (torch.cos, lambda x: (x * 0).sqrt(), "0.0")],
