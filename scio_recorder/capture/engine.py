@@ -75,8 +75,8 @@ class Capture:
         # Whether a compiled pass has run in one of them, which did not see it.
         self.has_missed = False
         self._reruns = Reruns()
-        self._site = Site(self._reruns)
-        self._hooks = Hooks(self.program.modules, self._site, self.program.options.inputs)
+        self.site = Site(self._reruns)
+        self._hooks = Hooks(self.program.modules, self.site, self.program.options.inputs)
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
@@ -129,7 +129,7 @@ class Capture:
     @property
     def is_running(self) -> bool:
         """Whether the caller runs inside a call of the recorder."""
-        return self._site.local.active is not None or self._site.local.is_idle
+        return self.site.local.active is not None or self.site.local.is_idle
 
     @property
     def is_watched(self) -> bool:
@@ -195,7 +195,7 @@ class Capture:
         return output
 
     def _run_idle(self, net: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        local = self._site.local
+        local = self.site.local
         outer, local.is_idle = local.is_idle, True
         try:
             return net(*args, **kwargs)
@@ -203,7 +203,7 @@ class Capture:
             local.is_idle = outer
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
-        local = self._site.local
+        local = self.site.local
         outer, outer_log = local.active, local.log
         try:
             self._active.add(id(current))
@@ -322,7 +322,7 @@ class Capture:
                 "or let the post-processor act on the output of the layer before"
             )
         current = CompiledPass(self.program, posts, records_outputs)
-        name = self._site.name
+        name = self.site.name
         TRACED[name] = current
         try:
             output = net(*args, **kwargs)

@@ -30,6 +30,8 @@ class _Local(threading.local):
     log: list[Any] | None = None
     # Whether the recorder runs the network without a pass, since nothing is recorded.
     is_idle = False
+    # The indices of modules that were called outside of any pass, once a block asks for them.
+    outside: set[int] | None = None
 
 
 # The passes that are being compiled, by the names of their sites. Dynamo can't see into
@@ -97,9 +99,12 @@ class ModuleHook(Uncopied):
         if active is not None:
             return active.receive(self.index, args, output)
         # A call outside of any pass, unless a backward pass runs the module again.
-        reruns = self.site.reruns
-        if reruns and private.backward_pass() != -1:
-            return reruns.again(self.index, output)
+        site = self.site
+        if site.reruns and private.backward_pass() != -1:
+            return site.reruns.again(self.index, output)
+        local = self.local
+        if local.outside is not None and not local.is_idle and private.backward_pass() == -1:
+            local.outside.add(self.index)
         return None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

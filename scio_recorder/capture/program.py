@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 
@@ -125,6 +125,12 @@ class Program:
             if id(row.module) in rows:
                 rows[id(row.module)][row.call] = (row.depth, row.index)
         return [[calls[number] for number in sorted(calls)] for calls in rows.values()]
+
+    def layers_of(self, modules: Collection[int]) -> list[Layer]:
+        """Return the recorded layers of modules, which are given by index."""
+        events = zip(self.expected, self.labels, strict=True)
+        labels = [label for module, label in events if module in modules and label is not None]
+        return [self.architecture[label] for label in labels]
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
         """Return the indices of the modules of layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.capture.watch import (
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from scio_recorder.capture.engine import Capture
+    from scio_recorder.layer import Layer
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording.collect.block import CollectedPasses
     from scio_recorder.recording.collect.options import Reduce, Transforms
@@ -77,7 +78,8 @@ class Watching(Reading):
         Warns
         -----
         UserWarning
-            The network was not called in the block.
+            The network was not called in the block, or a recorded layer was called in it without
+            the network.
 
         Examples
         --------
@@ -229,6 +231,7 @@ class Watching(Reading):
 
         with around_calls(self._net, run, is_running) as calls:
             self._capture.has_missed &= bool(self._watchers)
+            self._capture.site.local.outside = set()
             self._watchers.append(watcher)
             try:
                 yield calls
@@ -239,6 +242,10 @@ class Watching(Reading):
                 "a compiled recorder was called in the block, which does not see compiled passes: "
                 "call the network there, uncompiled; rnet.collect(...) runs a compiled recorder"
             )
+
+        local = self._capture.site.local
+        outside, local.outside = local.outside, set() if self._watchers else None
+        _warn_of_calls_outside(self._capture.program.layers_of(outside or ()))
 
     def __getattr__(self, name: str) -> Any:
         if name == _OF_TRAINERS:
@@ -258,3 +265,14 @@ class Watching(Reading):
                 name=name,
                 obj=self,
             ) from error
+
+
+def _warn_of_calls_outside(layers: Sequence[Layer]) -> None:
+    # The hooks of the network itself are called outside of a pass only by a shallow copy of it.
+    if layers and layers[-1].depth:
+        more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
+        warn(
+            f"code in the block called {', '.join(map(str, layers[:4]))}{more} without the network "
+            "around it, as generate calls an encoder. Such a call belongs to no pass: it is "
+            "neither recorded nor changed. Watch that part with a Recorder of its own"
+        )

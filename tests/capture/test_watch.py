@@ -454,3 +454,24 @@ def test_what_only_the_network_has_is_found_by_the_message() -> None:
         assert torch.equal(records["second"], net.second(act))
         x = net.second(act) + x
     assert len(passes) == 3
+
+
+def test_parts_that_the_block_calls_without_the_network_are_named() -> None:
+    net = Residual()
+    rnet = watched(net, "first", "second", calls="any")
+    x = torch.ones(2, 4)
+    net.first(x)  # ahead of the block, it is nobody's business
+
+    def block() -> Any:
+        with rnet.watch(activation_postproc=lambda t: t * 2) as passes:
+            net.first(x)
+            net(x)
+        return passes
+
+    with pytest.warns(UserWarning, match="called 1-1 first .Linear. without the network"):
+        passes = block()
+    assert [len(passes[0][name]) for name in ("first", "second")] == [1, 1]
+    # Neither a pass nor its backward pass is outside, whether anything is recorded or not.
+    with rnet.watch():
+        net(x).sum().backward()
+        rnet(x, dont_record=True)
