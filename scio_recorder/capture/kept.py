@@ -123,6 +123,7 @@ def _is_new(output: Any, new: list[Any], look: Look) -> bool:
     return len(memories) == len(leaves) and not any(
         leaf.requires_grad
         or not is_plain(leaf)
+        or vars(leaf)  # attributes that somebody has added
         or leaf.data_ptr() % _ALIGNMENT
         or look.shares_memory(leaf)
         for leaf in leaves

@@ -148,8 +148,12 @@ class Replay:
             self.step = None
         if _drawn_elsewhere() != before and self._surroundings is not None:
             # Which call drew numbers outside of torch is unknown.
-            self._surroundings, self.is_incomplete = None, True
+            self.leave_out_nothing()
         return result
+
+    def leave_out_nothing(self) -> None:
+        """Let all calls run from now on; the run has to be noted once more."""
+        self._surroundings, self.is_incomplete = None, True
 
     def replaced(self, layer: DepthIdx, replace: Callable[[Any], Any], run: Callable[[], T]) -> T:
         """Run the network on the inputs of the noted run, with another output of one layer.

@@ -97,6 +97,8 @@ class Sweep:
             found = dict(self._capture.activations)
             corrupted = bench.run(self._corrupted, noted, self._number)
             check_alike(self._architecture, found, self._capture.activations)
+            if bench.has_unseen_writes:
+                replay.leave_out_nothing()
             if replay.is_incomplete:
                 bench.run(self._corrupted, noted, self._number)
             # Its records take memory.

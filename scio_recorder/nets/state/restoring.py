@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.state.own_hooks import leave_own_hooks, own_hooks
+from scio_recorder.nets.state.values import TensorState, clone
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -106,36 +107,18 @@ def restored(
     >>> int(net.num_batches_tracked)
     0
     """
-    restore = snapshot(net, keep_parameters=keep_parameters)
+    put_back = attributes_of(list(net.modules()))
+    parameters = () if keep_parameters or are_large(net) else net.parameters()
+    tensors = [TensorState(tensor) for tensor in (*parameters, *net.buffers())]
     with gradients_aside(net.parameters()):
         try:
             if not keep_hooks:
                 leave_own_hooks(net)
             yield
         finally:
-            restore()
-
-
-def snapshot(net: nn.Module, *, keep_parameters: bool = False) -> Callable[[], None]:
-    """Return a function that restores a net's present state but gradients, any number of times.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net. Parameters that together are larger than 1 GiB keep in-place changes.
-    keep_parameters : bool
-        Whether parameters are left out.
-    """
-    put_back = attributes_of(list(net.modules()))
-    parameters = () if keep_parameters or are_large(net) else net.parameters()
-    tensors = [_TensorState(tensor) for tensor in (*parameters, *net.buffers())]
-
-    def restore() -> None:
-        put_back()
-        for state in tensors:
-            state.restore()
-
-    return restore
+            put_back()
+            for state in tensors:
+                state.restore()
 
 
 def attributes_of(owners: Sequence[Any]) -> Callable[[], None]:
@@ -234,26 +217,6 @@ class _Muted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class _TensorState:
-    """The memory and the values of one tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._data = tensor.data
-        self._requires_grad = tensor.requires_grad
-        self._values = clone(tensor)
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            # `net.to(device)` swaps the memory under a parameter.
-            if not self._tensor.is_inference():
-                self._tensor.data = self._data
-            # Regardless of versions: batch norm writes its statistics without a new one.
-            self._data.copy_(self._values)
-        if self._tensor.is_leaf and self._tensor.requires_grad != self._requires_grad:
-            self._tensor.requires_grad_(self._requires_grad)
 
 
 def _fill(value: Any, items: Any) -> None:
@@ -373,12 +336,6 @@ def refusing_calls(net: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def clone(tensor: Tensor) -> Tensor:
-    """Return a detached copy that requires a gradient if the tensor is a leaf that does."""
-    clone = tensor.detach().clone()
-    return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
 from scio_recorder.errors import ArgumentError
+from tests.analysis.guarding.nonfinite import Do
 from tests.analysis.sweeping.sweeping import ByHand, weighed
 from tests.harness import trace
 from tests.oracle import differences, seed_everything
@@ -322,6 +325,94 @@ def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
     effects = rnet.sweep(X, Y, weighed)
     for name in ("0", "1"):
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+
+
+class Counting(nn.Module):
+    """Counts its calls somewhere, and weighs its output by the count."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.inner = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("buffer", torch.ones(3))
+        self.register_buffer("expanded", torch.ones(1).expand(3))
+        self.plain = torch.ones(3)
+        self.nested = {"list": [1, torch.ones(3)], "deque": deque([1]), "set": {1}}
+        self.thing = types.SimpleNamespace(count=1, tensor=torch.ones(3))
+        self.array = np.ones(3)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        count = self.write(self)
+        return self.last(self.inner(x) * torch.as_tensor(count).float())
+
+
+def counted(thing: Any) -> int:
+    thing.count += 1
+    return int(thing.count)
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda net: net.plain.add_(1),
+    "through data": lambda net: net.buffer.data.add_(1) * net.buffer,
+    "other data": lambda net: setattr(net.buffer, "data", net.buffer + 1) or net.buffer,
+    "through data of a weight": lambda net: net.weight.data.add_(1) * net.weight,
+    "in a list": lambda net: net.nested["list"].append(1) or len(net.nested["list"]),
+    "a tensor in a list": lambda net: net.nested["list"][1].add_(1),
+    "in a deque": lambda net: net.nested["deque"].append(1) or len(net.nested["deque"]),
+    "in a set": lambda net: (
+        net.nested["set"].add(len(net.nested["set"]) + 1) or len(net.nested["set"])
+    ),
+    "in an object": lambda net: counted(net.thing),
+    "a tensor in an object": lambda net: net.thing.tensor.add_(1),
+    "in an array": lambda net: np.add(net.array, 1, out=net.array),
+}
+
+
+@pytest.mark.parametrize("whole_runs", [False, True])
+@pytest.mark.parametrize("where", PLACES)
+def test_each_run_starts_in_the_same_state_wherever_the_network_keeps_it(
+    where: str, whole_runs: bool
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Counting(PLACES[where])
+
+    hand = ByHand(build, weighed)
+    rnet = recorder(build().eval(), "first", "inner", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed, whole_runs=whole_runs)
+    clean, found = hand.run(((X,), {}))
+    assert (effects.clean, effects.corrupted) == (clean, hand.run(((Y,), {}))[0])
+    for name in ("first", "inner"):
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    net: Any = rnet.net
+    state = net.weight, net.buffer, net.plain, net.array, net.thing.tensor, net.nested["list"][1]
+    assert all((one == 1).all() for one in state)
+    assert (len(net.nested["list"]), net.nested["deque"], net.nested["set"]) == (2, deque([1]), {1})
+    assert net.thing.count == 1
+
+
+def test_attributes_of_tensors_go_on() -> None:
+    def marked(x: Tensor) -> Tensor:
+        y: Any = x * 2
+        y.factor = 3
+        return y
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.marks, self.last = Do(marked), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.marks(x)
+            return self.last(y * y.factor)
+
+    rnet = recorder(Uses(), "last", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, weighed)
+    assert effects["last"] == effects.clean
 
 
 def test_modules_with_hooks_of_others_run() -> None:
