@@ -117,11 +117,8 @@ class Lease:
         """Renew the lease if that is due, or note that it is lost; failures are retried later."""
         with self._lock:
             now = self._clock()
-            age = now - self._renewed_at
-            if age < RENEWED_EVERY or not self._numbers or self._why_lost:
-                return
-            if age > TRUSTED_FOR:
-                self._why_lost = f"was not renewed for {age:.0f} s"
+            is_due = now - self._renewed_at >= RENEWED_EVERY
+            if not (is_due and self._numbers and self._is_held()):
                 return
             newest = self._numbers[-1] + 1
             try:
@@ -141,10 +138,7 @@ class Lease:
 
         Checks come before and after a commit, so an overtaken one is not reported.
         """
-        age = self._clock() - self._renewed_at
-        if self._why_lost is None and age > TRUSTED_FOR:
-            self._why_lost = f"was not renewed for {age:.0f} s"
-        if self._why_lost is not None:
+        if not self._is_held():
             raise RecordingError(
                 f"{self._medium.path}: the lease of part {self.part} {self._why_lost}, so another "
                 "worker may hold that part now, and this one writes no more of it; durable data "
@@ -156,10 +150,17 @@ class Lease:
         with self._lock:
             # A lost part belongs to others. The newest object goes first: if this is killed
             # meanwhile, older ones remain, and no new lease has a smaller number.
-            if self._why_lost is None and self._clock() - self._renewed_at <= TRUSTED_FOR:
+            if self._is_held():
                 for number in reversed(self._numbers):
                     self._unlink(number)
             self._numbers.clear()
+
+    def _is_held(self) -> bool:
+        """Whether this surely holds the part; if not, note why."""
+        age = self._clock() - self._renewed_at
+        if self._why_lost is None and age > TRUSTED_FOR:
+            self._why_lost = f"was not renewed for {age:.0f} s"
+        return self._why_lost is None
 
     def _put(self, number: int) -> bool:
         name = lease_name(self.part, number)
