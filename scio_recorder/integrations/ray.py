@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,9 +25,8 @@ from scio_recorder.recording.collect.options import Reduce, Transforms
 from scio_recorder.recording.collect.parts import check_make_batches
 from scio_recorder.recording.collect.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.claims import complete_parts
-from scio_recorder.stores.disk_format.places import medium_at
+from scio_recorder.stores.disk_format.places import for_others, medium_at
 from scio_recorder.tensors.arguments import whole
 
 with needing("ray", "a collection by actors"):
@@ -217,8 +215,7 @@ def _seen_by_all(store: Store) -> Disk:
             "write "
             'store="disk:PATH" on a shared file system, or store="s3://BUCKET/RUN"'
         )
-    path = store.path if is_url(store.path) else os.path.abspath(store.path)
-    return Disk(path, store.chunk_bytes)
+    return Disk(for_others(store.path), store.chunk_bytes)
 
 
 def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> None:
