@@ -21,7 +21,7 @@ from scio_recorder.display.figure import (
 )
 from scio_recorder.reductions.alive import Bounds, is_at_bound, is_dead, is_saturated
 from scio_recorder.reductions.base import join_means
-from scio_recorder.reductions.binning import Bins, is_exact_in_float32
+from scio_recorder.reductions.binning import Bins, as_floats
 from scio_recorder.reductions.histogram import widened
 
 # Values that are processed together: while all is computed from them, they and their temporaries
@@ -85,7 +85,7 @@ class Survey:
         # Fresh memory for each piece would take longer than what is computed in it.
         scratch = torch.empty(min(_PIECE, part.numel()), dtype=torch.float64, device="cpu")
         for units, piece in _pieces(values):
-            self._take(units, _as_floats(piece), scratch)
+            self._take(units, as_floats(_magnitudes(piece)), scratch)
 
     def _take(self, units: slice, piece: Tensor, scratch: Tensor) -> None:
         """Add values [rows, units, positions] of some units."""
@@ -208,7 +208,7 @@ class _Counts:
     def update(self, part: Tensor) -> None:
         """Add values [some, ...]."""
         for values in torch.split(spread(part.detach().flatten(), self._every).cpu(), _PIECE):
-            self._tally += self.bins.tally(_as_floats(values))
+            self._tally += self.bins.tally(_magnitudes(values))
 
     def join(self, other: _Counts) -> None:
         """Add the numbers in the same bins of other values."""
@@ -316,10 +316,9 @@ def _of_units(extreme: Callable[[Tensor, int], Tensor], piece: Tensor) -> Tensor
     return extreme(extreme(piece, first), 0 if first else 1)
 
 
-def _as_floats(values: Tensor) -> Tensor:
-    """Return real values in float32 if that holds them, else in float64."""
-    values = values.abs() if values.is_complex() else values
-    return values.to(torch.float32 if is_exact_in_float32(values.dtype) else torch.float64)
+def _magnitudes(values: Tensor) -> Tensor:
+    """Return complex values by their magnitudes; others unchanged."""
+    return values.abs() if values.is_complex() else values
 
 
 def _moments(values: Tensor) -> tuple[float, float]:

@@ -56,10 +56,7 @@ class Bins:
 
     def tally(self, values: Tensor) -> Tensor:
         """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
-        if values.dtype != torch.float32:
-            values = values.to(
-                torch.float32 if is_exact_in_float32(values.dtype) else torch.float64
-            )
+        values = as_floats(values)
         if values.device.type != "cpu" or not self._are_apart:
             return self._counted(self._searched(values))
         if values.dtype not in self._doubtful:
@@ -169,6 +166,8 @@ class FineBins(Bins):
         return whole, float(self.edges[begin]), float(self.edges[end])
 
 
-def is_exact_in_float32(dtype: torch.dtype) -> bool:
-    """Return whether all values of a real dtype are values of float32."""
-    return dtype == torch.bool or dtype.itemsize <= 2 or dtype == torch.float32
+def as_floats(values: Tensor) -> Tensor:
+    """Return real values in float32 if that represents all of their dtype, else in float64."""
+    dtype = values.dtype
+    is_exact = dtype == torch.bool or dtype.itemsize <= 2 or dtype == torch.float32
+    return values.to(torch.float32 if is_exact else torch.float64)
