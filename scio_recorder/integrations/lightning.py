@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -330,7 +330,7 @@ class GuardCallback(Callback):
             "kinds": kinds,
             "keep_inputs": keep_inputs,
         }
-        self._block: AbstractContextManager[Guard] | None = None
+        self._block = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to guard.
@@ -344,9 +344,7 @@ class GuardCallback(Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        block = self.rnet.guard(**self._options)
-        self.guard = block.__enter__()
-        self._block = block
+        self.guard = self._block.enter_context(self.rnet.guard(**self._options))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -362,9 +360,7 @@ class GuardCallback(Callback):
         exception : BaseException
             The exception.
         """
-        block, self._block = self._block, None
-        if block is not None:
-            block.__exit__(type(exception), exception, exception.__traceback__)
+        self._block.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the guard.
@@ -383,9 +379,7 @@ class GuardCallback(Callback):
         FlowError
             The recorder's network was not called.
         """
-        block, self._block = self._block, None
-        if block is not None:
-            block.__exit__(None, None, None)
+        self._block.close()
 
 
 def _step(trainer: Trainer) -> int:
