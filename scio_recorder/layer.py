@@ -6,15 +6,16 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 DepthIdx: TypeAlias = tuple[int, int]
+_T = TypeVar("_T")
 
 _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
 
@@ -249,6 +250,18 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:,} {noun}{ending * (number != 1)}"
+
+
+def few(items: Sequence[_T], most: int, said: Callable[[_T], str] = str) -> str:
+    """Return the first of some items as text, and the number of the others.
+
+    Examples
+    --------
+    >>> few(["fc1", "relu", "fc2"], 2), few(["fc1"], 2, repr)
+    ('fc1, relu and 1 more', "'fc1'")
+    """
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(said, items[:most])) + more
 
 
 def text_of(label: DepthIdx) -> str:

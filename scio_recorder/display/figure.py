@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scio_recorder.display.outline import short_title
 from scio_recorder.errors import needing
-from scio_recorder.layer import Layer
+from scio_recorder.layer import Layer, few
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -279,9 +279,7 @@ def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
 def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
     if not left_out:
         return
-    names = ", ".join(str(one.layer.label) for one in left_out[:8])
-    more = f" and {len(left_out) - 8:,} more" if len(left_out) > 8 else ""
-    text = f"Nothing to draw: {names}{more}"
+    text = f"Nothing to draw: {few([one.layer.label for one in left_out], 8)}"
     y = 1 - 0.05 / figure.get_size_inches()[1]
     figure.suptitle(text, x=0.01, y=y, ha="left", va="top", fontsize=8)
 

@@ -40,6 +40,7 @@ from scio_recorder.display.page import (
     table_html,
     words_html,
 )
+from scio_recorder.layer import few
 
 _FIRST = {"Layer": PLACE, "Name": TEXT, "Type": TEXT}
 _OTHERS = {
@@ -119,10 +120,8 @@ def _explosions(summary: LayerSummary) -> list[str]:
     units = summary.units
     if units is None or not units.exploding:
         return []
-    number = len(units.exploding)
-    shown = ", ".join(map(str, units.exploding[:_SHOWN]))
-    more = f" and {number - _SHOWN:,} more" if number > _SHOWN else ""
-    which = f"unit {shown} explodes" if number == 1 else f"units {shown}{more} explode"
+    shown = few(units.exploding, _SHOWN)
+    which = f"unit {shown} explodes" if len(units.exploding) == 1 else f"units {shown} explode"
     return [f"{which}: the largest value is {units.excess:,.0f} times that of the median unit"]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import DepthIdx, describe, map_leaves, text_of
+from scio_recorder.layer import DepthIdx, describe, few, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.ownership import Held, holder
@@ -186,9 +186,8 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         if not self._values:
             why = self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"
             return f"there is no {self._what} of layer {layer}: {why}"
-        here = ", ".join(map(text_of, list(self._values)[:_SHOWN]))
-        more = f" and {len(self._values) - _SHOWN:,} more" if len(self._values) > _SHOWN else ""
-        return f"there is no {self._what} of layer {layer}; there is one of {here}{more}"
+        here = few(list(self._values), _SHOWN, text_of)
+        return f"there is no {self._what} of layer {layer}; there is one of {here}"
 
 
 class _Shown(str):

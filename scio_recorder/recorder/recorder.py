@@ -15,7 +15,7 @@ from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
 from scio_recorder.events import Tracker, track
-from scio_recorder.layer import text_of
+from scio_recorder.layer import few, text_of
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
@@ -197,9 +197,8 @@ class Recorder(
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
         missing = did_not_run(self._net, self.architecture, selectors)
         if missing:
-            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             warn(
-                f"{', '.join(missing[:4])}{more} did not run at labelling, so they have no label "
+                f"{few(missing, 4)} did not run at labelling, so they have no label "
                 "and are not recorded, even if they run later: label the net with an input at "
                 "which all of them run (input_data=)"
             )

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
-from scio_recorder.layer import DepthIdx, Layer, Shard, counted
+from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
 from scio_recorder.nets.absent import closest
 from scio_recorder.nets.architecture import Architecture
 
@@ -241,8 +241,4 @@ def _distinct(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(repr(name) for name in names if name) or "no other layers"
-    if len(names) > _SHOWN:
-        shown = ", ".join(repr(name) for name in names[:_SHOWN] if name)
-        shown += f" and {len(names) - _SHOWN} more"
-    return shown
+    return few(list(filter(None, names)), _SHOWN, repr) or "no other layers"

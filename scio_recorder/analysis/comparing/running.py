@@ -25,7 +25,7 @@ from scio_recorder.analysis.comparing.recording_side import RecordingSide
 from scio_recorder.analysis.comparing.sides import Block, Values
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.state.restoring import random_state, restore_random
 from scio_recorder.nets.state.sharded import restored_after_passes
 from scio_recorder.recording.collect.advice import advise_second_element, refuse_sample
@@ -284,10 +284,8 @@ def _block_lengths(sides: Sides) -> Iterator[int]:
 
 def _refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
     if ids:
-        shown = ", ".join(map(repr, ids[:_SHOWN]))
-        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
         raise ComparisonError(
-            f"{len(ids)} samples are missing from the {where} that the {who}: {shown}{more}. "
-            "Samples are paired by id: give the same ones to both, with sample_ids= if they have "
-            "ids of their own"
+            f"{len(ids)} samples are missing from the {where} that the {who}: "
+            f"{few(ids, _SHOWN, repr)}. Samples are paired by id: give the same ones to both, with "
+            "sample_ids= if they have ids of their own"
         )

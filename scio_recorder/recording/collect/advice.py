@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, CollectWarning, warn
+from scio_recorder.layer import few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.collect.feed import counting_tensor
 from scio_recorder.recording.collect.rows import Source
@@ -36,9 +37,8 @@ def advise_evaluation(net: nn.Module) -> None:
         if module.training and _differs_in_training(module)
     ]
     if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         warn(
-            f"the net is in training mode, where {', '.join(found[:_SHOWN])}{more} behave "
+            f"the net is in training mode, where {few(found, _SHOWN)} behave "
             "differently than in evaluation mode: call net.eval() before collect(...) unless you "
             "mean this",
             CollectWarning,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.jsons import JSON, expect
 from scio_recorder.stores.disk_format.medium import Medium, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
@@ -151,6 +151,5 @@ def recordings_inside(path: str) -> str:
     """
     names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=path))
     found = [os.path.join(path, os.path.dirname(name)) for name in names]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    shown = ", ".join(f"open_recording({place!r})" for place in found[:_SHOWN])
-    return f", but folders in it hold recordings: {shown}{more}" if found else ""
+    shown = few(found, _SHOWN, "open_recording({!r})".format)
+    return f", but folders in it hold recordings: {shown}" if found else ""
