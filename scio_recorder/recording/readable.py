@@ -14,7 +14,7 @@ from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.base import Reductions, of_each
 from scio_recorder.stores import Held
 from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
@@ -145,7 +145,7 @@ class Readable(LayerMapping[Any]):
         architecture: Architecture,
         held: Held,
         *,
-        reductions: Mapping[DepthIdx, Reduction | list[Reduction]],
+        reductions: Mapping[DepthIdx, Reductions],
         relative_errors: Mapping[DepthIdx, float],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -259,7 +259,7 @@ class Readable(LayerMapping[Any]):
         return ("host" if found == {"cpu"} else "device") if found else None
 
     @property
-    def reductions(self) -> Mapping[DepthIdx, Reduction | list[Reduction]]:
+    def reductions(self) -> Mapping[DepthIdx, Reductions]:
         """The reductions by layer, for merging them with others."""
         return LayerMapping(self.architecture, self._reductions, "reduction")
 
@@ -320,8 +320,5 @@ class Readable(LayerMapping[Any]):
         if label not in self._reductions:
             return self._values[label]
         if label not in self._results:
-            given = self._reductions[label]
-            self._results[label] = (
-                [one.compute() for one in given] if isinstance(given, list) else given.compute()
-            )
+            self._results[label] = of_each(lambda one: one.compute(), self._reductions[label])
         return self._results[label]

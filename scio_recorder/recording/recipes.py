@@ -9,9 +9,8 @@ from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.base import Reductions, of_each, several
 from scio_recorder.reductions.samples import SampleReduction
-
-Reductions = Reduction | list[Reduction]
 
 
 def recipes_of(given: Reductions) -> Any:
@@ -22,28 +21,21 @@ def recipes_of(given: Reductions) -> Any:
     >>> recipes_of([reductions.Quantiles([0.5])])
     [{'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}]
     """
-    if isinstance(given, list):
-        return [_recipe(reduction) for reduction in given]
-    return _recipe(given)
+    return of_each(_recipe, given)
 
 
 def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
     """Return the states of the reductions of each layer, by its label as text."""
-    return {
-        text_of(label): [one.state_dict() for one in given]
-        if isinstance(given, list)
-        else given.state_dict()
-        for label, given in reductions.items()
-    }
+    items = reductions.items()
+    return {text_of(label): of_each(lambda one: one.state_dict(), given) for label, given in items}
 
 
 def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]) -> None:
     """Load the states that `states_of` returned into reductions."""
     for label, given in reductions.items():
-        saved = states[text_of(label)]
-        pairs = zip(given, saved, strict=True) if isinstance(given, list) else [(given, saved)]
-        for reduction, one in pairs:
-            reduction.load_state_dict(one)
+        saved = several(states[text_of(label)])
+        for reduction, state in zip(several(given), saved, strict=True):
+            reduction.load_state_dict(state)
 
 
 def from_recipes(

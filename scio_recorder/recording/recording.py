@@ -22,9 +22,10 @@ from scio_recorder.recording.loader import (
     place_of,
     rows_of,
 )
-from scio_recorder.recording.recipes import Reductions, from_recipes, recipes_of, states_of
+from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
 from scio_recorder.recording.recomputing import RecomputingRecording
 from scio_recorder.recording.showing import Showing
+from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk import CHUNK_BYTES

@@ -29,9 +29,9 @@ from scio_recorder.reductions import (
     CovarianceResult,
     HistogramResult,
     MomentsResult,
-    Reduction,
 )
 from scio_recorder.reductions.alive import unit_dimension
+from scio_recorder.reductions.base import several
 from scio_recorder.reductions.binning import Bins, FineBins
 from scio_recorder.tensors.dtypes import dtype_name
 from scio_recorder.tensors.structures import tensors
@@ -165,8 +165,7 @@ def _bars(result: HistogramResult) -> Bars:
 
 
 def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
-    given = recording.reductions[label]
-    reductions: list[Reduction] = given if isinstance(given, list) else [given]
+    reductions = several(recording.reductions[label])
     found: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import counted
 
+_T = TypeVar("_T")
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
 
@@ -142,6 +143,20 @@ class Reduction(abc.ABC):
         twin = copy.deepcopy(self)
         twin.reset()
         return twin
+
+
+# The reductions of a layer: one, or a list of them.
+Reductions: TypeAlias = Reduction | list[Reduction]
+
+
+def several(given: _T | list[_T]) -> list[_T]:
+    """Return the reductions of a layer, or what there is of each of them, as a list."""
+    return given if isinstance(given, list) else [given]
+
+
+def of_each(function: Callable[[Reduction], Any], given: Reductions) -> Any:
+    """Return the result of a function of a reduction; of a list of them, a list of results."""
+    return list(map(function, given)) if isinstance(given, list) else function(given)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

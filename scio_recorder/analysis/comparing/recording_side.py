@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -19,6 +19,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Digest, Reduction
+from scio_recorder.reductions.base import Reductions, several
 
 
 class RecordingSide:
@@ -48,7 +49,7 @@ class RecordingSide:
         self.digests = frozenset(self._digests)
         self.labels = (*recording.stored, *self._digests)
         if not self.labels:
-            kinds = sorted({_kind_of(one) for one in _flat(reduced.values())})
+            kinds = sorted({_kind_of(one) for each in reduced.values() for one in several(each)})
             raise ComparisonError(
                 f"the {what} holds {', '.join(kinds) or 'no layers'}, which say nothing about "
                 "single samples: collect samples, or reduce=scio_recorder.reductions.Digest()"
@@ -194,18 +195,12 @@ def _run_of(places: list[int]) -> slice | list[int]:
     return slice(start, start + len(places)) if is_run else places
 
 
-def _place_of_digest(given: Reduction | list[Reduction]) -> int | None:
-    several = given if isinstance(given, list) else [given]
+def _place_of_digest(given: Reductions) -> int | None:
     # Digests by class have lost the order of the samples.
-    found = (at for at, one in enumerate(several) if isinstance(one, Digest) and one.keeps_rows)
-    return next(found, None)
+    kept = [isinstance(one, Digest) and one.keeps_rows for one in several(given)]
+    return kept.index(True) if any(kept) else None
 
 
 def _kind_of(one: Reduction) -> str:
     by_label = isinstance(one, Digest) and not one.keeps_rows
     return "Digest with by=" if by_label else type(one).__name__
-
-
-def _flat(values: Any) -> Iterator[Reduction]:
-    for value in values:
-        yield from value if isinstance(value, list) else [value]

@@ -36,6 +36,7 @@ from scio_recorder.recording.collect.resuming import (
 )
 from scio_recorder.recording.collect.rows import Source
 from scio_recorder.recording.recording import Recording
+from scio_recorder.reductions.base import several
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk_format.ids import Ids
@@ -169,9 +170,8 @@ class Collection:
         for label in options.recording:
             shared = options.architecture[label], options.transforms.get(label), self._current
             if label in options.reductions:
-                given = options.reductions[label]
-                several = given if isinstance(given, list) else [given]
-                reducing = ReducingIntake(*shared, several, waits=self.is_of_others)
+                given = several(options.reductions[label])
+                reducing = ReducingIntake(*shared, given, waits=self.is_of_others)
                 self._reducing.append(reducing)
                 receive = reducing.receive
             else:

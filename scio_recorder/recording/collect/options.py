@@ -15,6 +15,7 @@ from scio_recorder.nets.selection import by_selector
 from scio_recorder.recording.collect.rows import Rows, rows_or_none
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.base import Reductions, several
 from scio_recorder.tensors.dtypes import dtype_name
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
@@ -63,7 +64,7 @@ class Options:
         self.dtype = dtype
         self.rows = _checked(rows, self.with_inputs)
         # All are fresh: the user's reductions are patterns.
-        self.reductions: dict[DepthIdx, Reduction | list[Reduction]] = {
+        self.reductions: dict[DepthIdx, Reductions] = {
             label: _fresh(given) for label, given in self._by_layer(reduce, "reduce").items()
         }
         self.transforms: dict[DepthIdx, Transform] = self._by_layer(transform, "transform")
@@ -74,14 +75,14 @@ class Options:
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
                 )
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
-        several = (each if isinstance(each, list) else [each] for each in self.reductions.values())
         # Whether a result has an entry for each row, which says nothing without the row's sample.
-        self.keeps_rows = any(one.keeps_rows for each in several for one in each)
+        every = map(several, self.reductions.values())
+        self.keeps_rows = any(one.keeps_rows for each in every for one in each)
 
     def check_mergeable(self) -> None:
         """Refuse reductions whose states for different parts of the data can't be merged."""
         for label, given in self.reductions.items():
-            for one in given if isinstance(given, list) else [given]:
+            for one in several(given):
                 if one.why_not_merged is not None:
                     raise CollectError(
                         f"layer {self.architecture[label]} can't be reduced in parts: "
@@ -145,7 +146,7 @@ def _checked(rows: Any, with_inputs: bool) -> Rows | None:
     return found
 
 
-def _fresh(given: Any) -> Reduction | list[Reduction]:
+def _fresh(given: Any) -> Reductions:
     if isinstance(given, Reduction):
         return given.fresh()
     if isinstance(given, list | tuple) and given and all(isinstance(r, Reduction) for r in given):
