@@ -64,6 +64,7 @@ class Capture:
         recording: tuple[DepthIdx, ...] = (),
         options: Options | None = None,
     ) -> None:
+        self.net = net
         self.program = Program(architecture, recording, options or Options())
         self._settings = Settings(net)
         self._shards = Shards(architecture, recording)
@@ -251,13 +252,8 @@ class Capture:
         if wanted:
             current.gradients = Gradients(self.gradient_hooks, self.program.options)
         if wanted or current.posts:
-            current.rerun = Rerun(
-                self.program,
-                current.posts,
-                current.gradients,
-                self._reruns,
-                Capture._run.__code__,
-            )
+            given = self.program, current.posts, current.gradients, self._reruns
+            current.rerun = Rerun(*given, Capture._run.__code__)
             self._reruns.hold(current.rerun)
 
     def _new_setting(self, key: object) -> Setting:

@@ -159,7 +159,7 @@ def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
         return None, None
     from scio_recorder.recording.collect.feed import Feed
 
-    feed = Feed(batches, 1, None, None, None)
+    feed = Feed(batches)
     iterator = iter(batches)
     first = next(iterator, _NOTHING)
     if first is _NOTHING:
@@ -197,7 +197,7 @@ def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[
     nets = [getattr(run, "net", None) for run in runs]
     if inputs is None or all(net is None or _in_dtype_of(net, inputs) is inputs for net in nets):
         return None
-    feed = Feed([], 1, None, None, None)
+    feed = Feed([])
 
     def given_to(net: nn.Module | None, batch: Any) -> Any:
         found = feed.inputs(batch)

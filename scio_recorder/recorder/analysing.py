@@ -97,7 +97,7 @@ class Analysing(Reading):
 
         boolean("estimate", estimate, ArgumentError)
         boolean("whole_runs", whole_runs, ArgumentError)
-        runs = Sweep(self._capture, self._net, clean, corrupted, metric)
+        runs = Sweep(self._capture, clean, corrupted, metric)
         if estimate:
             return runs.estimated(positions)
         return runs.patched(positions, whole_runs=whole_runs)

@@ -132,15 +132,8 @@ class Collecting(Reading):
         from scio_recorder.recording.collect.options import Options
 
         feed = Feed(batches, every, max_batches, to_inputs, sample_ids)
-        collection = Collection(
-            self._capture,
-            self._net,
-            feed,
-            Options(self._capture, reduce, transform, dtype, rows),
-            store,
-            activation_postproc,
-            resume,
-        )
+        options = Options(self._capture, reduce, transform, dtype, rows)
+        collection = Collection(self._capture, feed, options, store, activation_postproc, resume)
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
             return self._go_through(collection, bar, stop_early=stop_early)
@@ -237,16 +230,10 @@ class Collecting(Reading):
         def collection(
             batches: Iterable[Any], part: int, store: Store, weights: str | None
         ) -> Collection:
-            return Collection(
-                self._capture,
-                self._net,
-                Feed(batches, every, max_batches, to_inputs, sample_ids, part),
-                Options(self._capture, reduce, transform, dtype, rows),
-                store,
-                activation_postproc,
-                resume=True,
-                weights=weights,
-            )
+            feed = Feed(batches, every, max_batches, to_inputs, sample_ids, part)
+            options = Options(self._capture, reduce, transform, dtype, rows)
+            given = self._capture, feed, options, store, activation_postproc
+            return Collection(*given, resume=True, weights=weights)
 
         run = partial(self._go_through, stop_early=stop_early)
         parts = Parts(make_batches, num_parts, store, collection, run)

@@ -191,18 +191,11 @@ class Watching(Reading):
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
             )
-        collection = Collection(
-            self._capture,
-            self._net,
-            # An iterator, since the number of passes is not known.
-            Feed(iter(()), every, max_batches, None, sample_ids),
-            Options(self._capture, reduce, transform, dtype, rows),
-            store,
-            activation_postproc,
-            resume,
-            is_of_others=True,
-        )
-        collected = CollectedPasses(collection)
+        # An iterator, since the number of passes is not known.
+        feed = Feed(iter(()), every, max_batches, sample_ids=sample_ids)
+        options = Options(self._capture, reduce, transform, dtype, rows)
+        given = self._capture, feed, options, store, activation_postproc, resume
+        collected = CollectedPasses(Collection(*given, is_of_others=True))
         with (
             saying_what_is_durable(store),
             collected.open(progress=progress),

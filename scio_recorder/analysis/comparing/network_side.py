@@ -28,22 +28,14 @@ class NetworkSide:
     ----------
     capture : Capture
         The capture of its recorder.
-    net : torch.nn.Module
-        The network.
     compiled : callable or None
         The recorder, if it is compiled and runs in place of the net.
     feed : Feed
         Makes the network's inputs from a batch.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        net: nn.Module,
-        compiled: Callable[..., Any] | None,
-        feed: Feed,
-    ) -> None:
-        self.net = net
+    def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
+        self.net = capture.net
         self.feed = feed
         self.architecture = capture.program.architecture
         self.digests: frozenset[DepthIdx] = frozenset()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scio_recorder.analysis.sweeping.bench import Bench
 from scio_recorder.analysis.sweeping.effects import Effects
@@ -38,11 +38,9 @@ class Sweep:
     Parameters
     ----------
     capture : Capture
-        Knows which layers are recorded. It runs nothing.
-    net : torch.nn.Module
-        The network.
+        Knows the network, and which layers are recorded. It runs nothing.
     clean, corrupted : Tensor, tuple or mapping
-        Its inputs in both runs.
+        The network's inputs in both runs.
     metric : callable
         Computes a number from the network's output.
 
@@ -52,18 +50,16 @@ class Sweep:
         There is nothing to sweep.
     """
 
-    def __init__(
-        self, capture: Capture, net: nn.Module, clean: Any, corrupted: Any, metric: Any
-    ) -> None:
-        _check(capture, net, metric)
-        self._net = net
+    def __init__(self, capture: Capture, clean: Any, corrupted: Any, metric: Any) -> None:
+        _check(capture, metric)
+        self._net = capture.net
         self._architecture = capture.program.architecture
         self._labels = capture.program.recording
         self._clean = _inputs("clean", clean)
         self._corrupted = _inputs("corrupted", corrupted)
         self._metric = metric
         # A separate capture, so that the recorder keeps its records.
-        self._capture = Capture(net, self._architecture, self._labels, Options(copy="always"))
+        self._capture = Capture(self._net, self._architecture, self._labels, Options(copy="always"))
 
     def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
         """Return the metric of a run for each layer and position.
@@ -184,8 +180,9 @@ class Sweep:
             ) from None
 
 
-def _check(capture: Capture, net: nn.Module, metric: Any) -> None:
+def _check(capture: Capture, metric: Any) -> None:
     """Refuse a sweep that can't work, before anything runs."""
+    net = capture.net
     if not capture.program.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
     if not capture.program.counts_calls:

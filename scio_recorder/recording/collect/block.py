@@ -115,7 +115,7 @@ class CollectedPasses:
 
     def _take(self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None) -> Any:
         collection = self._collection
-        capture, batch = collection.capture, inputs.named(collection.net)
+        capture, batch = collection.capture, inputs.named(collection.capture.net)
         options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
         is_taken = collection.feed.is_taken(self._number) and not collection.is_complete
         if collection.begin(batch, Inputs((), batch), is_taken=is_taken):

@@ -54,9 +54,7 @@ class Collection:
     Parameters
     ----------
     capture : Capture
-        Runs passes.
-    net : torch.nn.Module
-        The network.
+        Runs passes of the network.
     feed : Feed
         The batches.
     options : Options
@@ -73,7 +71,6 @@ class Collection:
     """
 
     capture: Capture
-    net: nn.Module
     feed: Feed
     options: Options
     store: str | Store | None
@@ -99,7 +96,7 @@ class Collection:
         self.posts = None if given is None else assign(program.architecture, program.order, given)
         # The net's present digest: passes in training mode change its buffers.
         settings = self._settings = self.options.settings(
-            self.net,
+            self.capture.net,
             self.feed.every,
             self.posts or (),
             to_inputs=self.feed.to_inputs is not None,
@@ -107,7 +104,7 @@ class Collection:
         )
         settings |= self.feed.place_settings(is_shared=is_shared)
         # Not self, which holds the writer: in a cycle, both would wait for the garbage collector.
-        net, weights = self.net, self.weights
+        net, weights = self.capture.net, self.weights
         return Job(
             self.options.architecture,
             self.options.stored,
@@ -162,7 +159,7 @@ class Collection:
         # Whether batches have their optional entries, by name: all batches or none.
         self._has: dict[str, bool] = {}
         as_they_are = (at for at in options.recording if at not in options.transforms)
-        self._doubts = Doubts(self.net, map(options.architecture.__getitem__, as_they_are))
+        self._doubts = Doubts(self.capture.net, map(options.architecture.__getitem__, as_they_are))
         self._row_columns = RowColumns(self._writer)
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
@@ -204,7 +201,7 @@ class Collection:
         if is_counted and (rows is None or rows.num_samples):
             number = None if rows is None else rows.num_samples
             if rows is None and self.feed.number == 0 and self.feed.sample_ids is None:
-                refuse_sample(self.net, self.options.architecture[0, 1].input_shape, inputs)
+                refuse_sample(self.capture.net, self.options.architecture[0, 1].input_shape, inputs)
             self._ids, number = self.feed.ids(batch, inputs, self._seen, number)
             num_repeats = number - len(self._ids)
             rows = rows or BatchRows.of_samples(number, self.feed.sample_ids is not None)
@@ -226,10 +223,10 @@ class Collection:
         if options.rows is None:
             return None
         root, first = (options.architecture[label] for label in ((0, 1), options.recording[0]))
-        named, number = inputs.named(self.net), self.feed.number
+        named, number = inputs.named(self.capture.net), self.feed.number
         # If others run the passes, they choose the inputs of each.
         has = self._has if self._continuing is None else None
-        source = Source(self.net, batch, named, number, str(first), root.input_shape, has)
+        source = Source(self.capture.net, batch, named, number, str(first), root.input_shape, has)
         if self._continuing is None:
             rows = options.rows.of(source)
         else:

@@ -40,21 +40,21 @@ class Feed:
     ----------
     batches : iterable
         The loader.
-    every : int
+    every : int, default 1
         Take every n-th batch, the first included.
-    max_batches : int or None
+    max_batches : int, optional
         Stop after this number of taken ones.
-    to_inputs, sample_ids : callable or None
+    to_inputs, sample_ids : callable, optional
         As given to ``collect``.
     part : int, optional
         The part of a dataset that these are. It may be empty.
     """
 
     batches: Iterable[Any]
-    every: int
-    max_batches: int | None
-    to_inputs: Callable[[Any], Any] | None
-    sample_ids: Callable[[Any], Any] | None
+    every: int = 1
+    max_batches: int | None = None
+    to_inputs: Callable[[Any], Any] | None = None
+    sample_ids: Callable[[Any], Any] | None = None
     part: int | None = None
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def go_through(
     progress : context manager
         Gives the function that is called with numbers of samples and bytes.
     """
-    capture, net = collection.capture, collection.net
+    capture, net = collection.capture, collection.capture.net
     if compiled is not None:
         _check_compiled(collection, stop_early)
 
@@ -110,7 +110,7 @@ def _run_batches(
     progress: AbstractContextManager[Advance],
 ) -> None:
     """Run the net on all batches in order, without samples that are durable already."""
-    net, feed = collection.net, collection.feed
+    net, feed = collection.capture.net, collection.feed
     is_empty, is_advised = True, feed.to_inputs is not None
     with progress as advance:
         for batch, is_taken in feed:

@@ -83,7 +83,7 @@ class Parts:
         pattern = self.collection((), 0, self._store, None)
         options = pattern.options
         options.check_mergeable()
-        if not InStep(pattern.net).is_alone:
+        if not InStep(pattern.capture.net).is_alone:
             raise CollectError(
                 "several processes run each pass of this net together, but each would take other "
                 "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) "
