@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.errors import ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Shard
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.state.sharded import dtensor_type, is_dtensor, is_sharded
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
@@ -85,13 +85,11 @@ class Following:
                 given = kind.to_local
                 stack.callback(setattr, kind, "to_local", given)
                 kind.to_local = lambda tensor, **how: self._taken(tensor, given(tensor, **how))
-            for module in self._net.modules():
-                if takes_hooks(module):
-                    stack.callback(module.register_forward_hook(self._end).remove)
+            stack.enter_context(hooked(self._net, after=self._end))
             stack.enter_context(private.operations_made_by(self._operate))
             yield
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         shards = [self._find(tensor) for tensor in tensors(output)]
         found = [shard for shard in shards if shard is not None]
         known = found[0] if isinstance(output, Tensor) and found else None

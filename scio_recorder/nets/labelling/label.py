@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.failing import failed_run
 from scio_recorder.nets.labelling.supported import check_supported
@@ -164,7 +163,7 @@ class _CallTrace:
     Parameters
     ----------
     net : torch.nn.Module
-        The net to observe, from the constructor until :meth:`detach`.
+        The net to observe, inside a block of :meth:`watching`.
     grad : bool
         Whether the net runs with gradients, although the caller has turned them off.
 
@@ -174,8 +173,8 @@ class _CallTrace:
     >>> from torch import nn
     >>> net = nn.Sequential(nn.ReLU())
     >>> trace = _CallTrace(net)
-    >>> _ = net(torch.ones(2))
-    >>> trace.detach()
+    >>> with trace.watching():
+    ...     _ = net(torch.ones(2))
     >>> [(type(call.module).__name__, call.completion) for call in trace.calls]
     [('Sequential', 1), ('ReLU', 0)]
     """
@@ -188,21 +187,10 @@ class _CallTrace:
         self._open: dict[int, list[_Call]] = {}
         self._counts: dict[int, int] = {}
         self._completed = 0
-        self._handles: list[RemovableHandle] = []
-        for module in filter(takes_hooks, net.modules()):
-            self._attach(module)
 
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _attach(self, module: nn.Module) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(self._start, with_kwargs=True),
-            module.register_forward_hook(self._end, with_kwargs=True, always_call=True),
-        ]
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Take the calls inside a block."""
+        return hooked(self._net, before=self._start, after=self._end, always=True)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is self._net and self.inputs is None:
@@ -305,7 +293,8 @@ def _dry_run(
     originals = {id(module): names[name] for name, module in copies}
     trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
-        with quiet(), forgiving(), flow.followed() if followed else contextlib.nullcontext():
+        following = flow.followed() if followed else contextlib.nullcontext()
+        with quiet(), forgiving(), trace.watching(), following:
             statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)), originals)
     except UnsupportedTorchError:
         raise
@@ -313,8 +302,6 @@ def _dry_run(
         # torchinfo wraps the net's exception.
         wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
         raise _DryRunError(wrapped or error) from error
-    finally:
-        trace.detach()
     calls = [call for call in trace.calls if id(call.module) in originals]
     rows = list(_rows(statistics.summary_list, calls))
     point_to(statistics.summary_list, originals)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.state.own_hooks import leave_own_hooks, own_hooks
 from scio_recorder.nets.state.values import TensorState, clone
 from scio_recorder.tensors import private
@@ -325,17 +325,12 @@ def refusing_calls(net: nn.Module) -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def refuse(module: nn.Module, args: Any) -> None:
+    def refuse(*call: Any) -> None:
         if threading.get_ident() == thread:
             raise OriginalCalledError
 
-    plain = filter(takes_hooks, net.modules())
-    handles = [module.register_forward_pre_hook(refuse) for module in plain]
-    try:
+    with hooked(net, before=refuse):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:
