@@ -114,7 +114,7 @@ class Bench:
         if self._num_checked < _CHECKED_RUNS:
             self._num_checked += 1
             self.has_unseen_writes |= any(one.is_written_unseen() for one in self._checked)
-        if self.has_unseen_writes or not self._look.is_unchanged(random=False):
+        if self.has_unseen_writes or not self._look.is_unchanged():
             for put_back in self._put_backs:
                 put_back()
             self._look.restore_generators()

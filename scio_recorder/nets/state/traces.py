@@ -164,10 +164,10 @@ class Surroundings:
     >>> for module in net:
     ...     look = surroundings.look(module, x)
     ...     _ = module(x)
-    ...     print(look.is_unchanged())
-    False
-    False
-    True
+    ...     print(look.changed())
+    None
+    None
+    []
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -214,19 +214,18 @@ class Look:
         self._parts = [list(parts_of(value)) for value in given.objects.values()]
         self._random = _random()
 
-    def is_unchanged(self, *, random: bool = True) -> bool:
-        """Whether nothing has changed; without ``random``, global generators may have."""
-        return self._is_same(random) and _is_same(self.given, self._given_state)
+    def is_unchanged(self) -> bool:
+        """Whether nothing has changed, except perhaps global generators."""
+        return _is_same(self.own, self._own_state) and _is_same(self.given, self._given_state)
 
     def changed(self) -> list[tuple[Any, list[tuple[Any, Any]]]] | None:
         """Return the objects among the inputs with changed contents, and their earlier contents.
 
         None if something else has changed.
         """
-        _, versions, generators = _state(self.given)
-        is_same = versions == self._given_state[1] and self.given.is_clear
-        is_same = is_same and all(map(torch.equal, generators, self._given_state[2]))
-        if not (is_same and self._is_same(random=True)):
+        is_same = _is_same(self.given, self._given_state, with_contents=False)
+        is_same = is_same and _is_same(self.own, self._own_state)
+        if not (is_same and all(map(torch.equal, self._random, _random()))):
             return None
         if _is_same(self.given, self._given_state):
             return []
@@ -247,10 +246,6 @@ class Look:
         for generator, state in zip(self.own.generators.values(), self._own_state[2], strict=True):
             generator.set_state(state)
 
-    def _is_same(self, random: bool) -> bool:
-        is_same = self.own.is_clear and _is_same(self.own, self._own_state)
-        return is_same and (not random or all(map(torch.equal, self._random, _random())))
-
 
 _State: TypeAlias = tuple[list[Any], list[int], list[Tensor]]
 
@@ -264,12 +259,13 @@ def _state(reach: Reach) -> _State:
     )
 
 
-def _is_same(reach: Reach, before: _State) -> bool:
+def _is_same(reach: Reach, before: _State, *, with_contents: bool = True) -> bool:
+    if not reach.is_clear:
+        return False
     contents, versions, generators = _state(reach)
     return (
-        reach.is_clear
-        and versions == before[1]
-        and _hold_same(contents, before[0])
+        versions == before[1]
+        and (not with_contents or _hold_same(contents, before[0]))
         and all(map(torch.equal, generators, before[2]))
     )
 
