@@ -41,9 +41,12 @@ class Bracket(Uncopied):
         after, before = self._hooks
         return len(after) == len(before) == 1 and not any(self._others)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take the inputs of a call that begins."""
-        if not torch.compiler.is_dynamo_compiling():
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Take the inputs of a call that begins.
+
+        There are no keyword arguments if another thread is just removing this hook.
+        """
+        if kwargs is not None and not torch.compiler.is_dynamo_compiling():
             self.begin(args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:

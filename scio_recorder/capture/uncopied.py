@@ -75,7 +75,8 @@ def _uncopied(module: nn.Module) -> set[int]:
     return {
         key
         for hooks in _dictionaries(module)
-        for key, hook in hooks.items()
+        # Other threads may add and remove hooks meanwhile.
+        for key, hook in list(hooks.items())
         if isinstance(getattr(hook, "__self__", hook), Uncopied)
     }
 

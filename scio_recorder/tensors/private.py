@@ -219,10 +219,11 @@ def put_hooks_around(
     Both get the number of one handle, which no other hook has. That takes a quarter of the time of
     registering them, which matters if all modules of a network get hooks for a single pass.
     """
-    module._forward_pre_hooks[number] = before
+    # The options first: another thread may call the module in between.
     module._forward_pre_hooks_with_kwargs[number] = True
-    module._forward_hooks[number] = after
+    module._forward_pre_hooks[number] = before
     module._forward_hooks_always_called[number] = True
+    module._forward_hooks[number] = after
 
 
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -649,6 +650,33 @@ def test_threads_have_passes_of_their_own() -> None:
         for thread in threads:
             thread.join()
     assert guard.num_passes == 90
+
+
+def test_blocks_of_threads_begin_and_end_beside_passes_of_others() -> None:
+    net = nn.Sequential(*(linear() for _ in range(4)))
+    rnet, errors = recorder(net), []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                with rnet.guard():
+                    net(X)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert not any("_compiled_call_impl" in vars(module) for module in net.modules())
+    assert not any(hooks for module in net for hooks in private.forward_hooks(module))
 
 
 def test_a_pass_that_is_broken_off_leaves_no_calls_open() -> None:
