@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from scio_recorder.display.outline import asset, call_text, searched, text
-from scio_recorder.errors import RecordingError
+from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
 # The page may fetch nothing, whatever names in it contain.
@@ -218,6 +218,14 @@ def number_text(value: float | None) -> str:
     ['0', '1.235e+06', '-1.234e-05', 'inf', '']
     """
     return "" if value is None else f"{value:.4g}"
+
+
+def check_page(path: object, title: object, error: type[RecorderError]) -> None:
+    """Refuse arguments that name no file for a page, or no heading."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise error(f'report({path!r}): name the file to write, such as "page.html"')
+    if not isinstance(title, str | None):
+        raise error(f"report(title={title!r}): give the heading as a string")
 
 
 def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw
 from scio_recorder.display.outline import Outline, Outlined, outline
-from scio_recorder.display.page import write_page
+from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx
@@ -133,10 +133,7 @@ class Showing(Outlined, Readable):
         ...     page.read_text(encoding="utf-8")[:15]
         '<!DOCTYPE html>'
         """
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise ArgumentError(f'report({path!r}): name the file to write, such as "page.html"')
-        if not isinstance(title, str | None):
-            raise ArgumentError(f"report(title={title!r}): give the heading as a string")
+        check_page(path, title, ArgumentError)
         # Nothing is read before the file is known to be writable.
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 

@@ -19,7 +19,7 @@ from scio_recorder.analysis.comparing.showing import (
 from scio_recorder.display.charts import draw_profile
 from scio_recorder.display.listing import Listed, Listing
 from scio_recorder.display.outline import Outline, Outlined
-from scio_recorder.display.page import write_page
+from scio_recorder.display.page import check_page, write_page
 from scio_recorder.errors import ComparisonError, needing
 
 if TYPE_CHECKING:
@@ -158,10 +158,7 @@ class Difference(Listed, Outlined, Findings):
         ...     page.read_text(encoding="utf-8")[:15]
         '<!DOCTYPE html>'
         """
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise ComparisonError(f'report({path!r}): name the file to write, such as "page.html"')
-        if not isinstance(title, str | None):
-            raise ComparisonError(f"report(title={title!r}): give the heading as a string")
+        check_page(path, title, ComparisonError)
         return write_page(path, difference_page(self, title))
 
     def __repr__(self) -> str:
