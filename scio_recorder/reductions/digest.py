@@ -42,15 +42,13 @@ class Digest(SampleReduction):
 
     _state_names = ("_digests",)
     _takes_complex = True
+    _takes_any_shape = True
     _digests: list[Tensor]
 
     @property
     def keeps_rows(self) -> bool:
         """Whether each row has its digest in order: not if they are kept by label."""
         return self._by is None
-
-    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # samples are not combined, so any shape may follow any other
 
     def _device(self) -> None:
         # Digests stay in host memory, wherever the samples are.

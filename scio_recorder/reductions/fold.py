@@ -41,10 +41,8 @@ class Last(SampleReduction):
 
     _state_names = ("_value",)
     _takes_complex = True
+    _takes_any_shape = True
     _value: Tensor
-
-    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # samples are not combined, so any shape may follow any other
 
     def _add(self, samples: Tensor) -> None:
         self._value = samples.clone()
@@ -88,6 +86,7 @@ class Fold(SampleReduction):
 
     _state_names = ("_accumulator",)
     _takes_complex = True
+    _takes_any_shape = True
     _accumulator: Any
 
     def __init__(
@@ -101,9 +100,6 @@ class Fold(SampleReduction):
         self._merge = merge
         self._options = {"fn": fn, "merge": merge}
         super().__init__(by=by)
-
-    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # the function decides which shapes fit together
 
     def _add(self, samples: Tensor) -> None:
         self._accumulator = self._fn(self._accumulator, samples.clone())

@@ -70,6 +70,7 @@ class Histogram(SampleReduction):
 
     # Below, bin by bin, above: in one tensor, so that nothing waits for an accelerator.
     _state_names = ("_tally", "_low", "_high")
+    _takes_any_shape = True
     _tally: Tensor
     _low: float
     _high: float
@@ -89,9 +90,6 @@ class Histogram(SampleReduction):
         self._range = None if range is None else [float(edge) for edge in range]
         self._options = {"bins": self._bins, "range": self._range}
         super().__init__(by=by)
-
-    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
-        return ()  # values of any shape are counted alike
 
     def _accept(self, samples: Tensor) -> None:
         super()._accept(samples)

@@ -41,6 +41,8 @@ class SampleReduction(Reduction):
 
     _state_names: ClassVar[tuple[str, ...]]
     _takes_complex: ClassVar[bool] = False
+    # Whether samples of any shape may follow each other, since they are not combined.
+    _takes_any_shape: ClassVar[bool] = False
     _count: int
     _shape: tuple[int, ...] | None
     _dtype: torch.dtype | None
@@ -74,7 +76,7 @@ class SampleReduction(Reduction):
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         """Return the part of the shape that must be the same in every batch."""
-        return tuple(samples.shape[1:])
+        return () if self._takes_any_shape else tuple(samples.shape[1:])
 
     # Methods that a user calls.
 
