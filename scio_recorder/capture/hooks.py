@@ -150,11 +150,17 @@ class Around:
 
     def put_around(self, module: nn.Module) -> None:
         """Take the place of a module's call."""
-        # A first use has a frame more, which calls must not see.
-        private.called_module()
         with _CHANGING_CALLS:
             self.inner = private.compiled_call(module)
             private.set_compiled_call(module, self)
+
+    def take_from(self, module: nn.Module) -> None:
+        """Leave the place of a module's call, or of those around which others stand."""
+        with _CHANGING_CALLS:
+            if private.compiled_call(module) is self:
+                private.set_compiled_call(module, self.inner)
+            else:
+                take_out(module, lambda call: call is self)
 
 
 class AroundPlain(Around):
@@ -172,6 +178,8 @@ class AroundPlain(Around):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._plain = private.plain_call(module)
+        # A first use has a frame more, which calls must not see.
+        private.called_module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""

@@ -40,26 +40,34 @@ class _Nothing:
     after = after_traced = before = __call__
 
 
-def keep_out_of_copies(module: nn.Module) -> None:
-    """Leave the hooks that are `Uncopied` out of copies of a module."""
-    owner = weakref.ref(module)
-    for hooks in _dictionaries(module):
-        reduce: Any = partial(_without_uncopied, owner, weakref.ref(hooks))
-        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
+def keep_out_of_copies(module: nn.Module, *, before_only: bool = False) -> None:
+    """Leave the hooks that are `Uncopied`, or only those before calls, out of a module's copies."""
+    owner, own = weakref.ref(module), vars(module)
+    for name in _names(before_only):
+        hooks = own.get(name)
+        if isinstance(hooks, OrderedDict):
+            reduce: Any = partial(_without_uncopied, owner, name)
+            hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
 
 
-def let_copy(module: nn.Module) -> None:
+def let_copy(module: nn.Module, *, before_only: bool = False) -> None:
     """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
-    if not _uncopied(module):
-        for hooks in _dictionaries(module):
-            vars(hooks).pop("__reduce_ex__", None)
+    own = vars(module)
+    found = [own.get(name) for name in _names(before_only)]
+    if not any(found) or not _uncopied(module):
+        for hooks in found:
+            if isinstance(hooks, OrderedDict):
+                vars(hooks).pop("__reduce_ex__", None)
 
 
-def _without_uncopied(
-    module: weakref.ref[nn.Module], hooks: weakref.ref[OrderedDict[int, Any]], protocol: int
-) -> tuple[Any, ...]:
-    owner, own = module(), hooks() or OrderedDict()
+def _names(before_only: bool) -> tuple[str, ...]:
+    return private.FORWARD_HOOKS[1:] if before_only else private.AROUND_FORWARD
+
+
+def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) -> tuple[Any, ...]:
+    owner = module()
     left_out = set() if owner is None else _uncopied(owner)
+    own: OrderedDict[int, Any] = OrderedDict() if owner is None else vars(owner)[name]
     rest = [(key, value) for key, value in own.items() if key not in left_out]
     return OrderedDict, (), None, None, iter(rest)
 

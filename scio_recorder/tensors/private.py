@@ -229,8 +229,9 @@ def put_hooks_around(
 @checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
+    own = vars(module)
     for name in AROUND_FORWARD:
-        getattr(module, name).pop(number, None)
+        own[name].pop(number, None)
 
 
 @checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
@@ -296,6 +297,12 @@ def called_module() -> nn.Module | None:
         module: nn.Module = frame.f_locals["self"]
         return module
     return None
+
+
+@checked("Module._wrapped_call_impl", "guarding", examples.tells_usual_call)
+def has_usual_call(module: nn.Module) -> bool:
+    """Whether a call of a module does what torch does, and nobody has replaced that."""
+    return type(module).__call__ is nn.Module._wrapped_call_impl
 
 
 @checked("Module._call_impl", "watching", examples.runs_hooks_too)

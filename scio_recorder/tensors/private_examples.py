@@ -250,6 +250,15 @@ def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
     return module() is module and call() is None
 
 
+def tells_usual_call(has_usual_call: Callable[[nn.Module], bool]) -> bool:
+    class Own(nn.Identity):
+        def __call__(self, *args: Any) -> Any:
+            return args
+
+    usual = has_usual_call(nn.Identity()) == (nn.Module.__call__ is nn.Module._wrapped_call_impl)
+    return usual and not has_usual_call(Own())
+
+
 def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
     module = nn.Identity()
     module.register_forward_hook(lambda module, args, number: number + 1)

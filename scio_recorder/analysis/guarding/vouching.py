@@ -10,57 +10,87 @@ end, and link by link only if something is found there.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from itertools import pairwise
-from typing import Any, NamedTuple
+import functools
+import operator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors import private
-from scio_recorder.tensors.finite import Found, Known
+from scio_recorder.analysis.guarding.passing import Operations
+from scio_recorder.tensors.finite import Found
 
 _HARMLESS = {nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Tanh, nn.Identity, nn.Flatten}
+_CONVOLUTIONS = {nn.Conv1d, nn.Conv2d, nn.Conv3d}
 _TELLING = {
     *(nn.Linear, nn.GELU, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *_CONVOLUTIONS,
 }
 # A chain keeps its links in memory, so its length is limited.
 _MOST_LINKS = 4
 
-
-class Link(NamedTuple):
-    """An output that nobody has examined yet."""
-
-    tensor: Tensor
-    version: int
-    name: str
-    number: int
-    given: list[Found]
-
-    def look(self, known: Known) -> list[Found]:
-        """Return findings about it; nothing is known about a tensor that was written to since."""
-        found = known.look(self.tensor) if self.tensor._version == self.version else None
-        return [] if found is None else [found]
+# An output that nobody has examined yet: its version, the call that returned it, and findings about
+# what this received. A bare tuple, since many calls make one.
+Link: TypeAlias = tuple[Tensor, int, str, int, list[Found]]
 
 
-def is_harmless(module: nn.Module) -> bool:
-    """Whether a module returns finite values for all finite inputs."""
-    return type(module) in _HARMLESS and runs_own(module)
+class Traits(NamedTuple):
+    """What is known about a module of torch as long as it runs its own forward."""
+
+    # Whether no hooks of others act on it.
+    is_alone: bool = True
+    # That forward; None if nothing is known.
+    forward: Any = None
+    # Whether it returns finite values for all finite inputs.
+    is_harmless: bool = False
+    # Whether its output shows that its input is not finite.
+    tells: bool = False
+    # Whether it calls no other modules, or nothing else.
+    is_leaf: bool = False
+    is_plain: bool = False
+    # What is known about its operations in the graph.
+    operations: Operations | None = None
 
 
-def tells(module: nn.Module) -> bool:
-    """Whether a module's output shows that its input is not finite.
+NO_TRAITS = Traits()
+BESIDE_OTHERS = Traits(is_alone=False)
 
-    A convolution with strides or gaps may skip some of its input, and a module with an empty output
-    all.
-    """
-    if type(module) not in _TELLING or not runs_own(module):
-        return False
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return {*module.stride, *module.dilation} == {1} and module.out_channels > 0
-    return not isinstance(module, nn.Linear) or module.out_features > 0
+
+def traits_of(module: nn.Module) -> Traits:
+    """Return what is known about a module."""
+    kind: Any = type(module)
+    if not kind.__module__.startswith("torch.nn.modules.") or not runs_own(module):
+        return NO_TRAITS
+    own: Any = module
+    shows_inputs = shows_gradients = kind in _TELLING
+    if kind in _CONVOLUTIONS:
+        # With strides or gaps it may skip some of its input. Gradients reach all windows, unless
+        # some lie wholly in the padding.
+        shows_inputs = {*own.stride, *own.dilation} == {1} and own.out_channels > 0
+        shows_gradients = {*own.dilation} == {1} and _is_narrow(own.padding, own.kernel_size)
+    elif kind is nn.Linear:
+        shows_inputs, shows_gradients = own.out_features > 0, own.in_features > 0
+    is_leaf = not vars(module)["_modules"]
+    return _traits(kind, kind.forward, is_leaf, shows_inputs, shows_gradients)
+
+
+@functools.cache
+def _traits(
+    kind: type[nn.Module], forward: Any, is_leaf: bool, shows_inputs: bool, shows_gradients: bool
+) -> Traits:
+    if kind is nn.Sequential:
+        return Traits(forward=forward, is_plain=True, operations=Operations(True, False, False))
+    return Traits(
+        forward=forward,
+        is_harmless=kind in _HARMLESS,
+        tells=shows_inputs,
+        is_leaf=is_leaf,
+        operations=Operations(False, kind is nn.Linear, shows_gradients) if is_leaf else None,
+    )
+
+
+def _is_narrow(padding: Any, size: Any) -> bool:
+    return isinstance(padding, str) or all(map(operator.lt, padding, size))
 
 
 def runs_own(module: nn.Module) -> bool:
@@ -70,31 +100,13 @@ def runs_own(module: nn.Module) -> bool:
     return "forward" not in vars(module) and its_globals.get("__name__") == kind.__module__
 
 
-def followed(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return the Sequential of each module that is followed there by a module that `tells`.
-
-    Modules with several places, and those that others have hooked, are left out.
-    """
-    found: dict[nn.Module, nn.Module] = {}
-    parents = list(modules)
-    places = Counter(id(child) for parent in parents for child in vars(parent)["_modules"].values())
-    for parent in parents:
-        if type(parent) is not nn.Sequential or not runs_own(parent):
-            continue
-        for module, following in pairwise(parent):
-            is_alone = places[id(module)] == 1 and not any(private.forward_hooks(module))
-            if is_alone and tells(following):
-                found[module] = parent
-    return found
-
-
 def can_wait(output: object, links: list[Link]) -> bool:
     """Whether a module's output may be examined later."""
     return (
         type(output) is Tensor
-        and output.is_cpu
-        and output.is_floating_point()
-        and not output.is_inference()
-        and output.layout is torch.strided
         and len(links) < _MOST_LINKS
+        and output.is_cpu
+        and output.dtype.is_floating_point
+        and output.layout is torch.strided
+        and not output.is_inference()
     )

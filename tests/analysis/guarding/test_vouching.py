@@ -47,7 +47,7 @@ def test_what_tells_hands_on_whatever_is_not_finite(
     modules += [nn.GELU()] if kind is nn.GELU else []
     with torch.no_grad():
         for module in modules:
-            assert vouching.tells(module)
+            assert vouching.traits_of(module).tells
             for weight in module.parameters():
                 weight.flatten()[::2] = 0  # what is multiplied by zero must not vanish
             x = input_of(kind).to(dtype)
@@ -73,7 +73,7 @@ def test_some_do_not_tell() -> None:
     linear.forward = lambda x: x  # type: ignore[method-assign]  # as some libraries do
     convolutions = nn.Conv2d(1, 1, 1, stride=2), nn.Conv1d(1, 1, 2, dilation=2)
     for module in (Own(2, 2), linear, nn.ReLU(), *convolutions):
-        assert not vouching.tells(module)
+        assert not vouching.traits_of(module).tells
 
 
 def test_what_a_dilated_convolution_passes_over_is_found() -> None:
