@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -82,28 +81,24 @@ def look(tensor: Tensor) -> Found:
     >>> look(torch.tensor([1.0, torch.inf, torch.nan]))
     NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
-    if type(tensor) in _PLAIN and tensor.dtype in _SUMMED and tensor.is_cpu and is_dense(tensor):
-        # The usual case, ahead of all others.
-        values = tensor.detach() if tensor.requires_grad else tensor
-        return None if math.isfinite(values.sum().item()) else _examined(values)
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         inner = _values_of(tensor.detach())
         return None if inner is None else look(inner)
     dtype = tensor.dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not (dtype in _SUMMED or dtype.is_floating_point or dtype.is_complex):
         return None
     values = tensor.detach() if tensor.requires_grad else tensor
     if not values.is_cpu:
         return None if values.is_meta else Unread(_counts(values), tuple(values.shape))
     # A sum is finite only if everything is. One that is not may have overflowed, as sums in half
     # precision soon do. Float8 has no sum.
-    if dtype.itemsize == 1:
-        values = values.float()
-    total = values.sum(dtype=torch.float32) if dtype is torch.half else values.sum()
-    return None if cmath.isfinite(total.item()) else _examined(values)
-
-
-def _examined(values: Tensor) -> NonFinite | None:
+    if dtype in _SUMMED:
+        total = values.sum()
+    else:
+        values = values.float() if dtype.itemsize == 1 else values
+        total = values.sum(dtype=torch.float32) if dtype is torch.half else values.sum()
+    if cmath.isfinite(total.item()):
+        return None
     return read([Unread(_counts(values), tuple(values.shape))])[0]
 
 
