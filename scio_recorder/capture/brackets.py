@@ -52,18 +52,20 @@ class Bracket(AroundPlain):
         self._num_hooks = 0
         self._is_over = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._plain(*args, **kwargs)
-        called = private.called_module()
-        if called is not None and called is not self._module:
-            # It shares the hooks, too.
-            self.add_hooks()
-            return private.plain_call(called)(*args, **kwargs)
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Stand for a call of the module."""
         if self.is_alone():
-            return self.run(args, kwargs)
+            return self.run_alone(args, kwargs)
         return self.run_beside_others(args, kwargs)
+
+    def run_traced(self, args: Any, kwargs: Any) -> Any:
+        """Call what dynamo follows, hooks included, as torch does."""
+        return self._plain(*args, **kwargs)
+
+    def run_copy(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a shallow copy of the module, which shares the hooks too."""
+        self.add_hooks()
+        return super().run_copy(copy, args, kwargs)
 
     def is_alone(self) -> bool:
         """Whether no other hooks change what the module receives or returns."""
@@ -73,7 +75,7 @@ class Bracket(AroundPlain):
         num_own = self._num_hooks
         return len(after) == num_own and len(before) == num_own + 1 and not has_others
 
-    def run(self, args: Any, kwargs: Any) -> Any:
+    def run_alone(self, args: Any, kwargs: Any) -> Any:
         """Call the forward of a module on which no other hooks act."""
         raise NotImplementedError
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
-from scio_recorder.capture.hooks import AroundPlain, take_out
+from scio_recorder.capture.hooks import AroundPlain
 from scio_recorder.capture.kept import Kept
 from scio_recorder.capture.uncopied import is_hooked_by_others
 from scio_recorder.errors import FlowError
@@ -126,13 +126,14 @@ class Replay:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Intercept calls of the network's modules inside the block."""
+        noted = {module: _Noted(module, self) for module in self._modules}
         try:
-            for module in self._modules:
-                _Noted(module, self).put_around(module)
+            for module, around in noted.items():
+                around.put_around(module)
             yield
         finally:
-            for module in self._modules:
-                take_out(module, lambda call: isinstance(call, _Noted) and call.replay is self)
+            for module, around in noted.items():
+                around.take_from(module)
 
     def noted(self, run: Callable[[], T]) -> T:
         """Run the network, and note its calls; once more if it `is_incomplete` afterwards."""

@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import AroundPlain, take_out
+from scio_recorder.capture.hooks import AroundPlain
 from scio_recorder.errors import (
     ArgumentError,
     MutationError,
@@ -236,4 +236,4 @@ def around_calls(
         around.put_around(net)
         yield around
     finally:
-        take_out(net, lambda call: call is around)
+        around.take_from(net)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scio_recorder.analysis.guarding.gradients import GuardedGradients
 from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
 from scio_recorder.analysis.guarding.kept_call import CallBefore
-from scio_recorder.analysis.guarding.passing import Ends, Operations, Passing
+from scio_recorder.analysis.guarding.passing import NOTHING, Ends, Operations, Passing
 from scio_recorder.analysis.guarding.vouching import Link, Traits
 from scio_recorder.capture.brackets import Bracket
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
@@ -36,7 +36,6 @@ Unheard: TypeAlias = tuple[
 _WITHOUT_TENSORS = (str, int, float)
 
 is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]  # not in its stubs
-NOTHING: list[Found] = []
 NO_LINKS: list[Link] = []
 
 
@@ -70,18 +69,18 @@ class State:
                 found = [*found, *(one for one in seen if one is not None)]
         return found
 
-    def pop(self, name: str, args: Any) -> Received | None:
+    def pop(self, name: str, args: Any) -> Frame | None:
         """Take the frame of a call that returns, and those of calls that failed in it."""
         frames = self.frames
         if frames and frames[-1][1] is args and frames[-1][0] == name:
-            return frames.pop()[2]
+            return frames.pop()
         own = [at for at, frame in enumerate(frames) if frame[0] == name]
         if not own:
             return None
         at = next((at for at in reversed(own) if frames[at][1] is args), own[-1])
-        received = frames[at][2]
+        found = frames[at]
         del frames[at:]
-        return received
+        return found
 
     def forget_waiting(self) -> None:
         """Forget what waits, since the calls around it are broken off."""

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from scio_recorder.analysis.guarding.block import (
-    NO_LINKS,
-    NOTHING,
-    Block,
-    Received,
-    State,
-    is_tracing,
-)
+from scio_recorder.analysis.guarding.block import NO_LINKS, Block, Received, State, is_tracing
 from scio_recorder.analysis.guarding.gradients import GuardedGradients
 from scio_recorder.analysis.guarding.guard import Call, Case, Guard
 from scio_recorder.analysis.guarding.kept_call import CallBefore
-from scio_recorder.analysis.guarding.passing import Passing, ends_of
+from scio_recorder.analysis.guarding.passing import NOTHING, Passing, ends_of
 from scio_recorder.analysis.guarding.vouching import (
     BESIDE_OTHERS,
     NO_TRAITS,
@@ -116,7 +109,7 @@ class GuardedCall(Bracket):
             if module in brackets and following in brackets and brackets[following]._traits.tells:
                 brackets[module].chained_in = self.name
 
-    def run(self, args: Any, kwargs: Any) -> Any:
+    def run_alone(self, args: Any, kwargs: Any) -> Any:
         """Call the forward between both examinations."""
         forward, traits, state = self._module.forward, self._traits, self._local.state
         # Its traits are those of its own forward, which may have been replaced in the block.
@@ -133,12 +126,12 @@ class GuardedCall(Bracket):
             else:
                 output = forward(*args, **kwargs)
         except Exception:
-            self.end(args, None, traits)
+            self.end(args, None)
             raise
         except BaseException:
             self.abandon(args)
             raise
-        self.end(args, output, traits)
+        self.end(args, output)
         return output
 
     def _run_sequential(self, value: Any) -> Any:
@@ -152,7 +145,7 @@ class GuardedCall(Bracket):
                 and private.has_usual_call(module)
                 and bracket.is_alone()
             ):
-                value = bracket.run((value,), {})
+                value = bracket.run_alone((value,), {})
             else:
                 value = module(value)
         return value
@@ -178,12 +171,12 @@ class GuardedCall(Bracket):
         received = self._received(state, args, kwargs, traits)
         state.frames.append((self.name, args, received, traits))
 
-    def end(self, args: Any, output: Any, traits: Traits = BESIDE_OTHERS) -> None:
+    def end(self, args: Any, output: Any) -> None:
         """Judge the module's output."""
         state = self._block.local.state
-        received = state.pop(self.name, args)
-        if received is not None:
-            self._returned(state, output, received, traits)
+        frame = state.pop(self.name, args)
+        if frame is not None:
+            self._returned(state, output, *frame[2:])
             if not state.frames:
                 state.known.forget()
 

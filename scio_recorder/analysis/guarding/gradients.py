@@ -64,7 +64,6 @@ class GuardedGradients:
                     return
                 self._judge.at(node).entries.append((number, passing))
                 waiting.append(node)
-        passing.targets = []
         self._walk(waiting, passing)
         for node in waiting:
             at = node.metadata.get(self._judge.key)
@@ -101,33 +100,37 @@ class GuardedGradients:
         return True
 
     def _walk(self, waiting: list[Any], passing: Passing) -> None:
-        """Add all nodes of a call to which some of them lead."""
+        """Add all nodes of a call to which some of them lead, and note where they lead out."""
+        outside: list[Any] = []
+        passing.targets = outside
         seen = set(waiting)
         for node in waiting:
-            for target in self._inside(node, passing):
+            for target in self._inside(node, passing, outside):
                 if target not in seen:
                     seen.add(target)
                     waiting.append(target)
 
-    def _inside(self, node: Any, passing: Passing) -> list[Any]:
-        """Return the nodes of a call to which one of them leads, or the inner call that it ends."""
+    def _inside(self, node: Any, passing: Passing, outside: list[Any]) -> list[Any]:
+        """Return the nodes of a call to which one of them leads, or the inner call that it ends.
+
+        Nodes outside of the call, without leaves, are added to those that are given.
+        """
         at: AtNode | None = node.metadata.get(self._judge.key)
         inner = None if at is None else at.call_inside(passing)
         edges = node.next_functions
         targets = [target for target, _ in edges]
         if inner is not None:
             if inner.targets is None:
-                inner.targets = []
                 self._walk([node], inner)
-            targets = inner.targets
+            targets = inner.targets or []
         found: list[Any] = []
         for index, target in enumerate(targets):
             place = -1 if target is None else private.place_of(target)
             if 0 <= place < LEAF and passing.has(target, place):
                 found.append(target)
             elif place >= 0:
-                if place < LEAF and passing.targets is not None:
-                    passing.targets.append(target)
+                if place < LEAF:
+                    outside.append(target)
                 if inner is None:
                     at = self._judge.at(node)
                     at.edges = edges

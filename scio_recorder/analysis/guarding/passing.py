@@ -17,7 +17,7 @@ from scio_recorder.tensors.structures import tensors
 # Leaves are numbered as if they came after everything else.
 LEAF = 1 << 63
 
-_NOTHING: list[Found] = []
+NOTHING: list[Found] = []
 
 # An edge of a node that leads out of a call, by number: the call, and whether it leads to a leaf.
 Exit: TypeAlias = tuple[int, "Passing", bool]
@@ -47,7 +47,7 @@ class Passing:
         # The nodes to which gradients go from here, without leaves; None as long as nobody asks.
         self.targets: list[Any] | None = None
         self._task = -1
-        self._given = _NOTHING
+        self._given = NOTHING
 
     def has(self, node: Any, place: int) -> bool:
         """Whether a node that its outputs lead to is one of its operations."""
