@@ -98,19 +98,19 @@ def test_what_a_dilated_convolution_passes_over_is_found() -> None:
 @pytest.mark.parametrize(
     ("second", "maker", "change"),
     [
-        (nn.ReLU(), "1", lambda x: x * NAN),  # no longer harmless
-        (nn.GELU(), "0", Tensor.nan_to_num),  # no longer tells of its input
+        (nn.ReLU, "1", lambda x: x * NAN),  # no longer harmless
+        (nn.GELU, "0", Tensor.nan_to_num),  # no longer tells of its input
     ],
 )
 def test_modules_whose_forward_is_replaced_vouch_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
-    second: nn.Module,
+    second: type[nn.Module],
     maker: str,
     change: Any,
     when: str,
     where: str,
 ) -> None:
-    net = nn.Sequential(nn.Linear(4, 4), second, nn.Linear(4, 4))
+    net = nn.Sequential(nn.Linear(4, 4), second(), nn.Linear(4, 4))
     rnet = Recorder(net, input_size=(1, 4), verbose=0)
     with torch.no_grad():
         net[0].weight.fill_(NAN if maker == "0" else 1)
@@ -119,7 +119,7 @@ def test_modules_whose_forward_is_replaced_vouch_for_nothing(
         if where == "module":
             monkeypatch.setattr(net[1], "forward", change)
         else:
-            monkeypatch.setattr(type(second), "forward", lambda module, x: change(x))
+            monkeypatch.setattr(second, "forward", lambda module, x: change(x))
 
     if when == "before":
         replace()
