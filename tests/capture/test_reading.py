@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaModel, StaticCache
 
 from scio_recorder import MutationError, Recorder
 from tests import zoo
+from tests.capture.test_watch_libraries import past
 from tests.harness import MODES, Mode, executed, make_recorder, run_pass
 from tests.oracle import same_bits
 from tests.oracle import tensors as tensors_in
@@ -127,7 +128,7 @@ def test_static_cache(inference: bool) -> None:
     ids = torch.tensor([[1, 2]])
     rnet = Recorder(
         net,
-        input_data={"input_ids": ids, "past_key_values": cache},
+        input_data={"input_ids": ids, **past(cache)},
         force_static_flow=False,
         verbose=0,
     )
@@ -135,7 +136,7 @@ def test_static_cache(inference: bool) -> None:
     reader, mode = Reader(), torch.inference_mode if inference else torch.no_grad
     for step in range(4):
         with mode():
-            rnet(input_ids=ids[:, :1], past_key_values=cache, cache_position=torch.tensor([step]))
+            rnet(input_ids=ids[:, :1], **past(cache), cache_position=torch.tensor([step]))
         reader.read_all(rnet)
     reader.check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**sizes, **heads, **tokens)
     ).eval()
+
+
+def past(cache: Any) -> dict[str, Any]:
+    """Return a cache under the name that the installed version of transformers gives it."""
+    names = inspect.signature(transformers.LlamaModel.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 NETS = {"gpt2": (gpt2, "transformer.h.*"), "llama": (llama, "model.layers.*")}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, Tokens, open_recording, reductions
 from scio_recorder.errors import CollectError
-from tests.capture.test_watch_libraries import PROMPT, gpt2, llama, passes_by_hooks
+from tests.capture.test_watch_libraries import PROMPT, gpt2, llama, passes_by_hooks, past
 
 transformers = pytest.importorskip("transformers")
 
@@ -168,7 +168,7 @@ def test_a_loop_by_hand_goes_on_with_what_the_pass_before_left() -> None:
         out = rnet.net(input_ids=ids, use_cache=True)
         for _ in range(3):
             ids = out.logits[:, -1:].argmax(-1)
-            out = rnet.net(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+            out = rnet.net(input_ids=ids, **past(out.past_key_values), use_cache=True)
     rows = collection.recording.rows
     assert torch.bincount(rows["sample"]).tolist() == [8, 8]
     assert rows["position"][rows["sample"] == 1].tolist() == list(range(8))
@@ -265,10 +265,10 @@ def test_a_copy_of_one_of_several_caches_is_refused() -> None:
     step = {"input_ids": torch.tensor([[1], [2]])}
     with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
         for cache in caches:
-            net(**PROMPT, past_key_values=cache)
+            net(**PROMPT, **past(cache))
         with pytest.raises(CollectError, match=r"several earlier passes(.|\n)*watch"):
-            net(**step, past_key_values=copy.deepcopy(caches[0]))
-        net(**step, past_key_values=caches[0])
+            net(**step, **past(copy.deepcopy(caches[0])))
+        net(**step, **past(caches[0]))
     assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
 
 
@@ -277,10 +277,10 @@ def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
     cache = transformers.DynamicCache(config=rnet.net.config)
     prompt = {"input_ids": PROMPT["input_ids"], "attention_mask": torch.ones(2, 5).long()}
     with rnet.collecting(rows=Tokens()) as collection:
-        text = generate(rnet.net, **prompt, past_key_values=cache)
+        text = generate(rnet.net, **prompt, **past(cache))
         more = torch.cat([text, torch.tensor([[5, 6], [7, 8]])], 1)
         mask = torch.ones_like(more)
-        text = generate(rnet.net, input_ids=more, attention_mask=mask, past_key_values=cache)
+        text = generate(rnet.net, input_ids=more, attention_mask=mask, **past(cache))
     rows = collection.recording.rows
     assert torch.bincount(rows["sample"]).tolist() == [text.shape[1] - 1] * 2
     assert torch.equal(rows["input_ids"][rows["sample"] == 1], text[1, :-1])
@@ -359,23 +359,23 @@ def test_a_cache_that_does_not_go_on_is_refused() -> None:
     rnet = recorder("llama")
     net = rnet.net
     cache = transformers.DynamicCache(config=net.config)
-    rnet.net(**PROMPT, past_key_values=cache)
+    rnet.net(**PROMPT, **past(cache))
     step = {"input_ids": torch.tensor([[1], [2]])}
     with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
         with pytest.raises(CollectError, match=r"no pass of the block(.|\n)*watch"):
-            net(**step, past_key_values=cache)
+            net(**step, **past(cache))
         cache = transformers.DynamicCache(config=net.config)
-        net(**PROMPT, past_key_values=cache)
+        net(**PROMPT, **past(cache))
         fork = copy.deepcopy(cache)
-        net(**step, past_key_values=cache)
+        net(**step, **past(cache))
         with pytest.raises(CollectError, match=r"5 positions(.|\n)*2 with 6"):
-            net(**step, past_key_values=fork)
+            net(**step, **past(fork))
         cache.crop(-1)
         with pytest.raises(CollectError, match="5 positions"):
-            net(**step, past_key_values=cache)
+            net(**step, **past(cache))
         cache.batch_select_indices(torch.tensor([0]))
         with pytest.raises(CollectError, match="1 sample, but"):
-            net(input_ids=torch.tensor([[1]]), past_key_values=cache)
+            net(input_ids=torch.tensor([[1]]), **past(cache))
         net(**PROMPT)
     assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
 
