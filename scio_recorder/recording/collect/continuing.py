@@ -156,8 +156,8 @@ class Continuing:
         sequences.num_positions += found.shape[-1]
         sequences.step += 1
         self._latest.sequences = sequences
-        made = (getattr(output, name, None) for name in _CACHES)
-        own = next((cache for cache in made if cache is not None), past.cache)
+        made = _made_by(output)
+        own = past.cache if made is None else made
         for part in _parts(own, output):
             self._by_part[part] = sequences
         if not past.length and own is not None:
@@ -249,6 +249,17 @@ def _of_keys(mask: Any, number: int) -> Any:
     blind = seen.all(-1, keepdim=True)
     blind[:, -1] = False
     return (seen & ~blind).any(1)
+
+
+def _made_by(output: Any) -> Any:
+    """Return the cache that an output holds; None if it holds none."""
+    for name in _CACHES:
+        # A property is an old name of a field, and warns when it is read.
+        if not isinstance(getattr(type(output), name, None), property):
+            found = getattr(output, name, None)
+            if found is not None:
+                return found
+    return None
 
 
 def _past_of(arguments: Mapping[str, Any]) -> Past:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,34 @@ class Remembering(nn.Module):
         if past_key_values is not None:
             keys = torch.cat([past_key_values[0][0], keys], 2)
         return hidden, ((keys, keys),)
+
+
+class Renamed:
+    """An output without a cache, whose class still knows the old name of its field."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden, self.cache = hidden, None
+
+    @property
+    def past_key_values(self) -> None:
+        warnings.warn("use cache instead", DeprecationWarning, stacklevel=2)
+        return self.cache
+
+
+def test_the_old_name_of_a_cache_is_not_read() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 4)
+
+        def forward(self, input_ids: Tensor) -> Renamed:
+            return Renamed(self.embedding(input_ids))
+
+    rnet = Recorder(Net(), input_data=torch.ones(2, 3).long())
+    rnet.record("embedding")
+    with rnet.collecting(rows=Tokens()) as collection:
+        rnet.net(torch.ones(2, 3).long())
+    assert collection.recording.num_rows == 6
 
 
 def test_caches_that_are_others_from_pass_to_pass_go_on_by_thread() -> None:
