@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.capture.program import Program
-from scio_recorder.errors import FlowError, PostprocessorError
+from scio_recorder.errors import FlowError, PostprocessorError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
-from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import flatten_traceable, tensors
 
 
 class CompiledPass:
@@ -72,6 +72,8 @@ class CompiledPass:
         FlowError
             Layers ran more or less often than at labelling. Only here: in a compiled pass there is
             no place to raise it without a graph break.
+        UnsupportedNetError
+            A layer returned an object whose tensors a compiled pass can't copy.
         """
         program, values = self.program, self.values
         if not program.counts_calls:
@@ -88,11 +90,26 @@ class CompiledPass:
                 f"at labelling: {wrong}. Compile the recorder after record(), and call it as for "
                 "labelling"
             )
+        for label, value in values.items():
+            self._check_is_copy(label, value)
         return values
+
+    def _check_is_copy(self, label: DepthIdx, value: Any) -> None:
+        if isinstance(value, Tensor):
+            return
+        for leaf in flatten_traceable(value)[0]:
+            # Anything else is the network's own object, which later layers may have changed.
+            if not isinstance(leaf, Tensor) and tensors(leaf):
+                raise UnsupportedNetError(
+                    f"layer {self.program.architecture[label]} returned a {type(leaf).__name__}, "
+                    "whose tensors a compiled pass can't copy: let the layer return them in a "
+                    "tuple, list, dict or dataclass, record a layer inside it, or call the "
+                    "recorder uncompiled"
+                )
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    leaves, rebuild = private.flatten_traceable(value)
+    leaves, rebuild = flatten_traceable(value)
     return rebuild([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])

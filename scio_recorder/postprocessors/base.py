@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import Rebuild, flatten
+from scio_recorder.tensors.structures import Rebuild, flatten, flatten_traceable, is_opened
 
 
 class FloatingMap(ABC):
@@ -39,8 +38,15 @@ def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a structure, and a function that builds it again."""
     if not torch.compiler.is_compiling():
         return flatten(value)
-    # Dynamo can follow torch's own walk over structures, but not one that inspects objects.
-    return private.flatten_traceable(value)
+    leaves, rebuild = flatten_traceable(value)
+    for leaf in leaves:
+        if is_opened(leaf):
+            raise PostprocessorError(
+                f"a compiled pass can't look into a {type(leaf).__name__}, which may hold tensors: "
+                "let the layer return tensors in a tuple, list, dict or dataclass, or call the "
+                "recorder uncompiled"
+            )
+    return leaves, rebuild
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -325,7 +325,7 @@ def is_exporting() -> bool:
 _pytree: Any = getattr(torch.utils, "_pytree", None)
 
 
-def flatten_traceable(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+def flatten_registered(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
     """Take apart and rebuild the containers that torch knows; dynamo can follow this."""
     if _pytree is None:
         raise unsupported("recording compiled passes", "torch.utils._pytree")
