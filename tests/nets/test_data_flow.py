@@ -153,6 +153,21 @@ def branch_after_a_static_condition(net, x):
     return net.b(x)
 
 
+def choice_of_a_module_by_and_or(net, x):
+    return ((x.sum() > 0 and net.a) or net.b)(x)
+
+
+def choice_of_a_module_in_two_lines(net, x):
+    chosen = x.sum() > 0 and net.a
+    return (chosen or net.b)(x)
+
+
+def branch_on_a_condition_that_is_asked_twice(net, x):
+    is_large = x.sum() > 0
+    y = net.a(x) if is_large else -1
+    return net.b(y) if is_large else x
+
+
 def choice_of_an_input(net, x):
     return net.a(x if x.any() else -x)
 
@@ -278,6 +293,9 @@ DYNAMIC = (
     loop_in_comprehension,
     branch_on_match,
     branch_after_a_static_condition,
+    choice_of_a_module_by_and_or,
+    choice_of_a_module_in_two_lines,
+    branch_on_a_condition_that_is_asked_twice,
     choice_of_an_input,
     choice_of_an_output,
     choice_of_a_module,

@@ -27,7 +27,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -35,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.labelling.answers import HITS, counts_hits, other_values, with_hits
 from scio_recorder.nets.state.restoring import (
     OriginalCalledError,
     copy_inputs,
@@ -54,9 +54,6 @@ _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 
 # These methods reveal values without any operation.
 _HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-_INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
-_REALS = (0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 1e6, -1e6)
-_HITS = (0, 1, 2, 3, 4096)
 # Calls of torch in a longer pass take too much time to be compared.
 _MAX_STEPS = 100_000
 
@@ -125,6 +122,8 @@ class Flow(TorchFunctionMode):
         # For each tensor, the step that made it, and whether it depends on the data.
         self._origins = WeakTensorKeyDictionary()
         self._data = WeakTensorKeyDictionary()
+        # For each tensor whose value was asked for, its version then, and the answer.
+        self._answered = WeakTensorKeyDictionary()
         self._foreign = 0
         self._is_on_data = self._is_replay = self._is_followed = False
 
@@ -188,7 +187,7 @@ class Flow(TorchFunctionMode):
         step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
         result = func(*args, **kwargs)
         if self._is_on_data and func in _HANDING_OUT:
-            result = self._answer([result, *_other_values(result)])
+            result = self._answer([result, *other_values(result)])
         made = [part for part in _parts(result) if isinstance(part, Tensor)]
         for position, tensor in enumerate(made):
             if tensor not in self._origins:
@@ -237,28 +236,24 @@ class Flow(TorchFunctionMode):
             args = self._with_hits(operation, args)
         result = operation(*args, **kwargs)
         if self._is_on_data and torch.Tag.data_dependent_output in operation.tags:
-            return self._answer([result, *_other_values(result)])
+            return self._answer_for(args, [result, *other_values(result)])
         return result
+
+    def _answer_for(self, args: tuple[Any, ...], choices: Sequence[Any]) -> Any:
+        """Return the value of a tensor that the net gets, the same one each time it asks."""
+        if len(args) != 1 or args[0].is_inference():
+            return self._answer(choices)
+        (asked,) = args
+        if asked not in self._answered or self._answered[asked][0] != asked._version:
+            self._answered[asked] = asked._version, self._answer(choices)
+        return self._answered[asked][1]
 
     def _with_hits(self, operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return arguments with which an operation finds the true number of hits or another."""
-        place = 0
-        if operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
-            # The number of a mask's hits is unknown; the size that integers give is known.
-            place = 1
-            if not any(map(_is_mask, _parts(args[1]))):
-                return args
-        hits = self._answer([None, *_HITS], is_size=True)
-        if hits is None:
+        if not counts_hits(operation, args):
             return args
-
-        def altered(tensor: Any) -> Any:
-            if place == 1 and not _is_mask(tensor):
-                return tensor
-            falling = hits - torch.arange(tensor.numel(), device=tensor.device)
-            return falling.clamp(min=0).reshape(tensor.shape).to(tensor.dtype)
-
-        return (*args[:place], map_tensors(altered, args[place]), *args[place + 1 :])
+        hits = self._answer([None, *HITS], is_size=True)
+        return args if hits is None else with_hits(operation, args, hits)
 
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
         """Return the answer that the net gets."""
@@ -369,26 +364,6 @@ def _shown(part: Any) -> str:
     if isinstance(part, bool | int | float) and part in (0, 1):
         return "flag"
     return repr(part) if isinstance(part, int | float | complex | str) else type(part).__name__
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _other_values(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value]
-    numbers = _INTEGERS if isinstance(value, int) else _REALS
-    return [_filled(value, number) for number in numbers]
-
-
-def _filled(value: Any, number: float) -> Any:
-    """Return an array, or a nested list, in which every number is replaced."""
-    if isinstance(value, list):
-        return [_filled(item, number) for item in value]
-    if isinstance(value, np.ndarray):
-        return np.full_like(value, number)
-    return type(value)(number)
 
 
 def _places() -> Iterator[_Place]:
