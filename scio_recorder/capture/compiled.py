@@ -23,6 +23,8 @@ class CompiledPass:
         self.program = program
         self.posts = posts
         self.keeps = keeps
+        # Whether a post-processor runs, whose own calls of modules are no part of the pass.
+        self.is_aside = False
         self.counts: dict[int, int] = {}
         self.values: dict[DepthIdx, Any] = {}
         # Whether copies were taken off a graph.
@@ -30,6 +32,8 @@ class CompiledPass:
 
     def receive(self, index: int, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
+        if self.is_aside:
+            return None
         count = self.counts.get(index, 0)
         self.counts[index] = count + 1
         positions = self.program.positions[index]
@@ -41,7 +45,9 @@ class CompiledPass:
         self.is_on_graph |= isinstance(output, Tensor) and output.requires_grad
         before = _copy(output) if self.keeps else None
         if self.posts is not None and label in self.posts:
+            self.is_aside = True
             handed = self.posts[label](output)
+            self.is_aside = False
             if handed is not None and isinstance(output, Tensor) != isinstance(handed, Tensor):
                 raise PostprocessorError(
                     f"the post-processor of layer {label} returned another type"

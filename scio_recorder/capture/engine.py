@@ -178,7 +178,8 @@ class Capture:
         stop = stop and self._shards.can_stop
         posts = _NO_POSTS
         if given is not None:
-            posts = Assigned(assign(program.architecture, program.order, given))
+            assigned = assign(program.architecture, program.order, given)
+            posts = Assigned(assigned, self.site.local.run_aside)
         with self._lock:
             self._hooks.make_ready(program.modules_of(posts.on_inputs))
         key = self._settings.key(args, kwargs, posts, stop)

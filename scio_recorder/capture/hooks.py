@@ -28,10 +28,20 @@ class _Local(threading.local):
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
-    # Whether the recorder runs the network without a pass, since nothing is recorded.
+    # Whether calls of modules are nobody's business: the recorder runs the network without a pass,
+    # since nothing is recorded, or a post-processor or transform runs.
     is_idle = False
     # The indices of modules that were called outside of any pass, once a block asks for them.
     outside: set[int] | None = None
+
+    def run_aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function whose own calls of the network's modules are no part of the pass."""
+        outer = self.active, self.log, self.is_idle
+        try:
+            self.active, self.log, self.is_idle = None, None, True
+            return function(*args)
+        finally:
+            self.active, self.log, self.is_idle = outer
 
 
 # The passes that are being compiled, by the names of their sites. Dynamo can't see into
@@ -99,11 +109,12 @@ class ModuleHook(Uncopied):
         if active is not None:
             return active.receive(self.index, args, output)
         # A call outside of any pass, unless a backward pass runs the module again.
-        site = self.site
+        site, local = self.site, self.local
+        if local.is_idle:
+            return None
         if site.reruns and private.backward_pass() != -1:
             return site.reruns.again(self.index, output)
-        local = self.local
-        if local.outside is not None and not local.is_idle and private.backward_pass() == -1:
+        if local.outside is not None and private.backward_pass() == -1:
             local.outside.add(self.index)
         return None
 
@@ -114,7 +125,7 @@ class ModuleHook(Uncopied):
             return None
         if site.local.active is not None:
             return site.local.active.receive_inputs(self.index, args, kwargs)
-        if site.reruns and private.backward_pass() != -1:
+        if site.reruns and not site.local.is_idle and private.backward_pass() != -1:
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None
 

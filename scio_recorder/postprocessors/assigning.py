@@ -134,6 +134,8 @@ class Assigned:
     ----------
     functions : mapping
         Label -> post-processor.
+    run : callable, optional
+        Calls a post-processor, given it and the value.
 
     Attributes
     ----------
@@ -150,8 +152,13 @@ class Assigned:
     ((tensor([-1.]),), {})
     """
 
-    def __init__(self, functions: Mapping[DepthIdx, Postprocessor]) -> None:
+    def __init__(
+        self,
+        functions: Mapping[DepthIdx, Postprocessor],
+        run: Callable[[Postprocessor, Any], Any] = lambda function, value: function(value),
+    ) -> None:
         self.functions = functions
+        self._run = run
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
         # What changed a shape in which layer, and how.
         self._changes: dict[str, str] = {}
@@ -217,7 +224,7 @@ class Assigned:
         """Post-process one output; None as the result means that it was changed in place."""
         before = _kinds(output)
         try:
-            result = function(output)
+            result = self._run(function, output)
         except Exception as error:
             raise _failure(error, layer) from error
         if result is None:

@@ -164,11 +164,14 @@ class Collection:
         self._storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: list[ReducingIntake] = []
         self.receivers: dict[DepthIdx, Callable[[Any], None]] = {}
+        run_aside = self.capture.site.local.run_aside
         for label in options.recording:
-            shared = options.architecture[label], options.transforms.get(label), self._current
+            given = options.transforms.get(label)
+            transform = None if given is None else partial(run_aside, given)
+            shared = options.architecture[label], transform, self._current
             if label in options.reductions:
-                given = several(options.reductions[label])
-                reducing = ReducingIntake(*shared, given, waits=self.is_of_others)
+                reductions = several(options.reductions[label])
+                reducing = ReducingIntake(*shared, reductions, waits=self.is_of_others)
                 self._reducing.append(reducing)
                 receive = reducing.receive
             else:
