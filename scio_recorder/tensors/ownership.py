@@ -148,8 +148,9 @@ def own_copy(tensor: Tensor) -> Tensor:
             raise
         except RuntimeError:
             # Autograd can't save some kinds, such as nested tensors with strides, and saves nothing
-            # if hooks on saved tensors are disabled: then the copy is right but detached.
-            pass
+            # if hooks on saved tensors are disabled. A clone has a place behind the tensor's own.
+            with torch.enable_grad():
+                return tensor.clone()
     return tensor.detach().clone()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scio_recorder import Recorder
 from scio_recorder.tensors.ownership import Held, exchange, holder, own_copy
 
 
@@ -71,12 +72,40 @@ def test_a_subclass_stays_one() -> None:
     assert copy.grad_fn is tensor.grad_fn
 
 
-def test_what_autograd_cannot_save_is_copied_off_the_graph() -> None:
-    tensor = on_graph(torch.ones(3))
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+@pytest.mark.parametrize("is_grad_enabled", [False, True])
+def test_a_copy_of_what_autograd_cannot_save_lies_behind_it_on_the_graph(
+    is_grad_enabled: bool,
+) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    tensor = leaf * 2
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        torch.set_grad_enabled(is_grad_enabled),
+    ):
         copy = own_copy(tensor)
     assert torch.equal(copy, tensor)
-    assert not copy.requires_grad
+    assert copy.data_ptr() != tensor.data_ptr()
+    assert torch.autograd.grad(copy.square().sum(), leaf)[0].tolist() == [8, 8, 8]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_loss_on_a_nested_record_reaches_the_network(layout: torch.layout) -> None:
+    class Nest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nested.as_nested_tensor([x, x[:1]], layout=layout)
+
+    net = nn.Sequential(nn.Linear(4, 3), Nest())
+    rnet = Recorder(net, input_size=(2, 4), verbose=0)
+    rnet.record("1")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        rnet(x)
+        loss = torch.stack([part.square().sum() for part in rnet.activations["1"].unbind()]).sum()
+        (found,) = torch.autograd.grad(loss, net[0].weight)
+        hidden = net[0].forward(x)
+        expected = hidden.square().sum() + hidden[:1].square().sum()
+        torch.testing.assert_close(found, torch.autograd.grad(expected, net[0].weight)[0])
 
 
 def fresh() -> Tensor:
