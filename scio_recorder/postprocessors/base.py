@@ -81,7 +81,9 @@ def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, Tensor):
         value = value.tolist()
     many = list(value) if isinstance(value, Iterable) else [value]
-    if not many or any(isinstance(one, bool) for one in many):
+    if not many:
+        raise PostprocessorError(f"{owner} was given no {name}, so it would do nothing: name some.")
+    if any(isinstance(one, bool) for one in many):
         # A mask would count as the positions 0 and 1.
         raise PostprocessorError(
             f"{owner} takes positions as {name}, not {describe(value)}; "

@@ -39,6 +39,8 @@ from scio_recorder.tensors.threads import one_thread
 
 # Threads that look at parts, while another one reads.
 _THREADS = 2
+# The statistics that a reduction may give of all values together.
+_OVERALL = ("mean", "std", "low", "high")
 
 
 def summarise(
@@ -177,7 +179,11 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         except RecorderError as error:
             notes.append(f"{kind}: {error}")
             continue
-        shown: dict[str, Any] = dict(reduction.overall(result))
+        overall = reduction.overall(result)
+        shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
+        if len(shown) < len(overall):
+            others = ", ".join(map(str, overall.keys() - shown.keys()))
+            notes.append(f"{kind}.overall() also returned {others}, which nothing shows")
         if isinstance(result, HistogramResult):
             shown["bars"] = _bars(result)
         if isinstance(result, AliveResult):

@@ -230,7 +230,7 @@ def test_they_compile_and_act_in_a_recorder(index: str) -> None:
         (lambda: Heads(3, 3, abs), ["[3]", "num_heads=3"]),
         (lambda: Heads(3, [0, -3], abs), ["[0, -3]", "once"]),
         (lambda: Heads(0, [0], abs), ["num_heads=0"]),
-        (lambda: Heads(3, [], abs), ["heads", "list"]),
+        (lambda: Heads(3, [], abs), ["no heads"]),
         (lambda: Heads(3, [True, False, False], abs), ["mask", "nonzero"]),
         (lambda: Heads("12", 0, abs), ["num_heads", "'12'"]),
     ],

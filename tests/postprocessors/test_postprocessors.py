@@ -195,7 +195,7 @@ def test_channels_in_any_form(channels: Any) -> None:
         (lambda: Clip(torch.ones(3)), ["one number", "(3,)"]),
         (lambda: Scale(float("inf")), ["factor", "finite"]),
         (lambda: Scale(1j), ["factor", "1j"]),
-        (lambda: Ablate([]), ["positions"]),
+        (lambda: Ablate([]), ["no channels"]),
         (lambda: Ablate([0.5]), ["channels", "0.5"]),
         (lambda: Ablate(torch.tensor([True, False])), ["mask", "nonzero"]),
         (lambda: Ablate(0, dim="features"), ["dim", "'features'"]),

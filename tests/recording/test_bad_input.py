@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -391,11 +392,20 @@ def test_hooks_are_in_order_after_an_error():
     assert not any(module._forward_hooks for module in rnet.net.modules())
 
 
-@pytest.mark.parametrize(("kind", "taken"), [("dict", "activation['one']"), ("tuple", "[0]")])
-def test_the_advice_for_what_is_no_tensor_works(kind, taken):
+STRUCTURES = {
+    "dict": (lambda x: {"one": x}, "activation['one']"),
+    "tuple": (lambda x: (x,), "activation[0]"),
+    "object": (lambda x: SimpleNamespace(size=3, one=x), "activation.one"),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_the_advice_for_what_is_no_tensor_works(kind):
+    make, taken = STRUCTURES[kind]
+
     class Structured(nn.Module):
         def forward(self, x):
-            return {"one": x} if kind == "dict" else (x,)
+            return make(x)
 
     rnet = Recorder(nn.Sequential(Structured()), input_size=(1, 2))
     rnet.record("0")

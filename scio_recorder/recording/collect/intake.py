@@ -112,12 +112,21 @@ class LayerIntake:
                 f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
                 "tensor [batch, ...]"
             )
-        first = next(iter(activation.keys()), 0) if isinstance(activation, Mapping) else 0
         return (
             f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
             "with transform, such as transform={"
-            f'"{self.layer.label}": lambda activation, batch: activation[{first!r}]}}'
+            f'"{self.layer.label}": lambda activation, batch: activation{_first_of(activation)}}}'
         )
+
+
+def _first_of(activation: Any) -> str:
+    """Return the code that takes the first tensor out of a structure."""
+    if isinstance(activation, tuple | list):
+        return "[0]"
+    if isinstance(activation, Mapping):
+        return f"[{next(iter(activation.keys()), 0)!r}]"
+    attributes = getattr(activation, "__dict__", {}).items()
+    return "." + next((name for name, value in attributes if isinstance(value, Tensor)), "name")
 
 
 @dataclass
