@@ -148,7 +148,7 @@ def time_to_open(folder: Path, number: int) -> dict[str, float]:
         "s to open them, once they are put together": lambda: open_recording(path),
         "s to say how many are complete": lambda: progress_of(many),
     }.items():
-        # Of the processor: other work does not count.
+        # The processor's time: other work does not count.
         start = time.process_time()
         work()
         found[name] = time.process_time() - start

@@ -68,11 +68,11 @@ def is_rerun() -> bool:
     )
 
 
-def regions(until: Collection[CodeType] = ()) -> list[Region]:
+def regions(outermost: Collection[CodeType] = ()) -> list[Region]:
     """Return the regions around the caller, innermost first, up to any of some functions."""
     found: list[Region] = []
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in until:
+    while frame is not None and frame.f_code not in outermost:
         region = _region_of(frame)
         if region is not None:
             found.append(region)
@@ -94,9 +94,9 @@ def _region_of(frame: FrameType) -> Region | None:
     return None
 
 
-def _first_runs(until: Collection[CodeType]) -> list[Any]:
+def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
     """Return the objects that the graph will keep of the regions around an event of a pass."""
-    around = [region.kept for region in regions(until)]
+    around = [region.kept for region in regions(outermost)]
     # Nothing on the stack holds a region that hooks of a module begin and end.
     saving = private.region_that_saves()
     if saving is not None and all(region.kept is not saving for region in regions()):
@@ -179,10 +179,10 @@ class Rerun:
         posts: Assigned,
         gradients: Gradients | None,
         owner: Reruns,
-        until: CodeType,
+        outermost: CodeType,
     ) -> None:
         self._owner = weakref.ref(owner)
-        self._until = (until,)
+        self._outermost = (outermost,)
         self.posts = posts
         # The graph must hold neither the network, which the program leads to, nor gradients.
         self._program = weakref.ref(program)
@@ -192,7 +192,7 @@ class Rerun:
         """Mark the regions around the return, or the start, of a module's call in the first run."""
         owner = self._owner()
         assert owner is not None, "the hooks that bring events hold it"
-        for region in _first_runs(self._until):
+        for region in _first_runs(self._outermost):
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))
@@ -232,7 +232,7 @@ class Reruns(Marks):
     def _next_event(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
         """Return the mark of the nearest re-run region, and the place of the call that comes next.
 
-        Added is the backward pass that the call belongs to.
+        The last item is the backward pass that the call belongs to.
         """
         inner: list[Any] = []
         for region in regions() if self else ():

@@ -117,7 +117,8 @@ class Keeper:
         known = self.copied.get(id(leaf))
         if known is not None and (
             not known.used_version == version_of(leaf) >= 0
-            # What an inner module returned inside an autograd Function comes onto the graph later.
+            # A tensor that an inner module returned inside an autograd Function comes onto the
+            # graph later.
             or known.tensor.requires_grad != leaf.requires_grad
         ):
             known = None

@@ -122,7 +122,7 @@ class SavedTensors:
     def shrink(self, tensor: Tensor) -> StridedCopy | None:
         """Return a copy to keep, the same for one tensor; None if the tensor stays as it is."""
         is_wide = self._dtype is not None and tensor.is_floating_point()
-        dtype = self._dtype if is_wide and tensor.itemsize > self._dtype.itemsize else None  # type: ignore[union-attr]
+        dtype = self._dtype if is_wide and tensor.itemsize > self._dtype.itemsize else None  # type: ignore[union-attr]  # is_wide says so
         if dtype is None and self._device in (None, tensor.device):
             return None
         version, known = self._copies.get(tensor, (None, None))

@@ -30,7 +30,7 @@ SATURATION_SHARE = 0.95
 EXPLOSION_FACTOR = 20.0
 EXPLOSION_LEAST = 1.0
 EXPLOSION_UNITS = 8
-# Where a larger share of the units is as large, none of them is an exception.
+# None of the units is an exception if a larger share of them is as large.
 EXPLOSION_SHARE = 0.25
 # At least so many values of a layer are counted for its histogram. Of twice as many, every second
 # value is counted, and so on: no more can be seen in a picture.

@@ -94,7 +94,7 @@ def closest(wanted: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]
     ['layer5.0', 'layer1', 'layer2']
     """
     known = list(names)
-    # Of equals, difflib would choose the last ones.
+    # Among equals, difflib would choose the last ones.
     found = difflib.get_close_matches(wanted, known, n=max(1, len(known)), cutoff=cutoff)
     likeness = {name: difflib.SequenceMatcher(None, name, wanted).ratio() for name in found}
     return sorted(filter(likeness.__contains__, known), key=lambda name: -likeness[name])[:_OFFERED]

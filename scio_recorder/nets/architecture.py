@@ -378,7 +378,7 @@ def _not_a_key(key: object) -> str:
     if isinstance(key, Layer):
         return not_its_label(key)
     try:
-        hint = f"; a label has two numbers, such as (1, {operator.index(key)})"  # type: ignore[arg-type]
+        hint = f"; a label has two numbers, such as (1, {operator.index(key)})"  # type: ignore[arg-type]  # tried
     except TypeError:
         hint = ""
     return f'{key!r} names no layer: write (1, 3), "1-3" or a qualified name{hint}'

@@ -115,7 +115,7 @@ class Following:
         if is_collective or name.startswith("new_") or name.endswith("_like"):
             found = []
         if name in _PRODUCTS and self._find(args[-2]) is not None:
-            # What is summed is sharded, or there are shards of rows.
+            # The summed dimension is sharded, or there are shards of rows.
             found = [_UNKNOWN]
         for tensor in tensors(result):
             self._note(tensor, _shard_of_result(operation, args, found, tensor) if found else None)

@@ -160,7 +160,7 @@ class Assigned:
         self.functions = functions
         self._run = run
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
-        # What changed a shape in which layer, and how.
+        # The post-processors that changed a shape or dtype, each with its layer, and how.
         self._changes: dict[str, str] = {}
 
     def __bool__(self) -> bool:

@@ -135,9 +135,9 @@ class _Position:
     later iteration begins with the first batch.
     """
 
-    # Where the numbers are: the epoch, the number of batches before the first, by how many readers
-    # these were given (0 if unknown), how many have begun there, how many read last, and a mark for
-    # each.
+    # The places of the numbers: the epoch, the number of batches before the first, the number of
+    # readers by which these were given (0 if unknown), of those that have begun there, of those
+    # that read last, and a mark for each.
     _EPOCH, _BATCHES, _GIVEN_BY, _BEGUN_BY, _LATEST, _MARKS = range(6)
     _NOBODY, _MAIN = -1, 0
     _MOST_WORKERS = 1024

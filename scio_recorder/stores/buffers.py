@@ -80,7 +80,7 @@ class Buffer:
 
 
 def _driver() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it without types
 
 
 class _Memory(mmap.mmap):

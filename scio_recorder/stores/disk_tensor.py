@@ -111,7 +111,7 @@ class DiskTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> DiskTensor:
         return DiskTensor(self.reader, self.layer)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves its own untyped
         return f"<samples on disk, {list(self.shape)}, {self.dtype}, in {self.reader.path}>"
 
     def _item(self, index: Any) -> Any:

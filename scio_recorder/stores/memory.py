@@ -247,7 +247,7 @@ class AutoWriter(MemoryWriter):
     def _check(self, guess: Plan) -> None:
         """Raise if even the layers seen so far don't fit."""
         if "host" not in replace(guess, num_bytes=self._known).stores:
-            # Of the other layers, only their shapes at labelling are known.
+            # Other layers are known only by their shapes at labelling.
             plan = replace(guess, num_bytes={**guess.num_bytes, **self._known})
             raise CollectError(
                 'there is no room in memory: write store="disk:PATH", record fewer layers, or '

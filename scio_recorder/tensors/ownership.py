@@ -278,7 +278,7 @@ def _saved(tensor: Tensor) -> Tensor:
     if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
         # Among operations that save their arguments, this one does nothing else.
         return private.saved_for(torch.take(tensor, _NO_PLACES).grad_fn)
-    saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]
+    saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
     # Up to torch 2.11, the node drops its saved tensor with the last tensor that leads to it.
     copy: Tensor = saving.grad_fn.saved_tensors[0]
     return copy

@@ -41,7 +41,7 @@ def numbers_differ(number: Callable[[], int]) -> bool:
 def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
     leaf, output = leaf_and_output()
     order: list[str] = []
-    leaf.register_hook(lambda gradient: order.append("leaf"))  # type: ignore[no-untyped-call]
+    leaf.register_hook(lambda gradient: order.append("leaf"))  # type: ignore[no-untyped-call]  # torch's own
     when_differentiated(output, lambda: call(lambda: order.append("end")))
     return order == ["leaf", "end"]
 

@@ -59,8 +59,8 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for name in ("keys", "values", "items")
 }
 _HEAP_TYPE = 1 << 9
-# What may be a dataclass besides, with contents that are no fields. A tuple, since dynamo of older
-# versions can't follow a union.
+# Kinds that may be dataclasses besides, with contents that are no fields. It is a tuple, since
+# dynamo of older versions can't follow a union.
 _NOT_REFILLED = (dict, list, tuple)
 
 

@@ -183,7 +183,7 @@ def _leaves(
         try:
             yield path, torch.as_tensor(value, device="cpu")
         except TypeError:
-            # Of words, dates or objects.
+            # An array of words, dates or objects.
             yield path, str(value.tolist())
     else:
         for place, item in _items(value):
@@ -196,7 +196,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
         return ((name, getattr(value, name, None)) for name in names)
-    # Of objects such as a key-value cache, only the tensors can be compared.
+    # Only the tensors of an object such as a key-value cache can be compared.
     return enumerate(value if isinstance(value, tuple | list) else tensors(value))
 
 

@@ -80,8 +80,7 @@ class NetworkSide:
         if self._compiled is not None:
             yield
             return
-        # What a pass overwrites is not known before it runs, and a comparison must not fail for
-        # that.
+        # Nobody knows before a pass what it overwrites, and a comparison must not fail for that.
         options = Options(inputs=inputs, copy="always", calls=calls, notes_moments=False)
         chosen = tuple(sorted(set(labels)))
         self._capture = Capture(self.net, self.architecture, chosen, options)

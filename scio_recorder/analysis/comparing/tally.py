@@ -18,7 +18,7 @@ class Tally:
     figures: Figures = field(default_factory=Figures)
     noise: Figures | None = None
     differs: bool = False
-    # Where it first differs, and where it first does so although its inputs don't.
+    # The first place of a difference, and the first one although the inputs are equal.
     first: FirstDifference | None = None
     maker: FirstDifference | None = None
     worst: Worst | None = None

@@ -36,7 +36,8 @@ class Waiting(NamedTuple):
     at: weakref.ref[AtNode]
     edge: int
     gradient: Tensor
-    # What came in at the node. In a chain it is mostly the gradient before, and takes no memory.
+    # The gradients that came in at the node. In a chain they are mostly the gradient before, and
+    # take no memory.
     given: Sequence[Tensor | None]
 
     def examine(self, judge: Judge, backward: BackwardPass) -> None:
@@ -69,7 +70,7 @@ class AtNode:
         # have come in and wait for that.
         self.vouches = False
         self.waiting: tuple[Waiting, ...] = ()
-        # What vouches for the gradient of one edge, if anything, and the number of the edge.
+        # The node that vouches for the gradient of one edge, if any, and the number of the edge.
         self.voucher: AtNode | None = None
         self.at_input = -1
 
@@ -177,7 +178,7 @@ class BackwardPass(threading.local):
         self.task = -1
         self.known = Known()
         self.cases = Cases()
-        # What gradients wait for, and whether any have waited.
+        # The node for which gradients wait, and whether any have waited.
         self.voucher: weakref.ref[AtNode] | None = None
         self.has_waited = False
 

@@ -21,7 +21,7 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.finite import Found, Known
 from scio_recorder.tensors.structures import tensors
 
-# What a call received, as far as it matters when it returns: findings about its inputs, its
+# A call's arguments, as far as it matters when it returns: findings about its inputs, its
 # counterpart in the backward pass unless it is made later, the number of operations ahead of it (-1
 # if nobody listens), its copy, and the outputs that it vouches for.
 Received: TypeAlias = tuple[list[Found], Passing | None, int, CallBefore | None, list[Link]]

@@ -71,7 +71,7 @@ class Statistics(ModelStatistics):
         given.summary_list = [info for info in given.summary_list if id(info.module) in own]
         rows = [info for info in given.summary_list if not info.is_recursive]
         leaves = [info for info in rows if info.is_leaf_layer]
-        # Of several rows around a parameter, the innermost counts it.
+        # A parameter counts in the innermost of the rows around it.
         around = [info for info in reversed(rows) if not info.is_leaf_layer]
         counted: dict[int, tuple[Tensor, int]] = {}
         for info in (*leaves, *around):

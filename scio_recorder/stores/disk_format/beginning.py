@@ -139,5 +139,5 @@ def _settings(description: Description) -> dict[str, Any]:
     return {
         **description.header,
         "world_size": description.world_size,
-        "values": dict(table_to_json(description.table)),  # type: ignore[arg-type]
+        "values": dict(table_to_json(description.table)),  # type: ignore[arg-type]  # a table is pairs
     }

@@ -191,7 +191,7 @@ class Bucket(Medium):
                 if not is_there or _put_by(library, store, path, name) != ours:
                     raise
             else:
-                # Where stores keep no texts, there is nothing to compare.
+                # A store that keeps no texts has nothing to compare.
                 is_known = was_met(answer["e_tag"])
                 if is_known and _put_by(library, store, path, name) not in (None, ours):
                     raise PassingError(_TO_ANOTHER)

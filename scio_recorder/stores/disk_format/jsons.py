@@ -150,7 +150,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
         return {"tensor": tensor(value)}
     kind = type(value)
     if value is None or kind in (bool, int, str):
-        return value  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]  # its kind was just compared
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if kind is dict:

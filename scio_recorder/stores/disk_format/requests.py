@@ -238,6 +238,6 @@ def _note_fork() -> None:
     _loading = threading.Lock()
 
 
-# Where there are no forks, there is no such function.
+# Systems without forks have no such function.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
