@@ -215,7 +215,10 @@ def _is_plain_dataclass(value: Any) -> bool:
 
 def is_opened(value: Any) -> bool:
     """Whether :func:`flatten` would look into an object, in a way that dynamo can follow."""
-    return value is not None and not isinstance(value, (Tensor, Enum, torch.Size, *_OPAQUE))
+    # Dynamo may not ask tensors whether they are of classes that decide that themselves.
+    if value is None or isinstance(value, Tensor):
+        return False
+    return not isinstance(value, (Enum, torch.Size, *_OPAQUE))
 
 
 def _first(leaves: Sequence[Any]) -> Any:
