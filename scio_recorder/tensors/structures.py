@@ -180,7 +180,9 @@ def flatten_traceable(value: Any) -> tuple[list[Any], Rebuild]:
 def _leaves_traceable(value: Any) -> list[Any]:
     leaves: list[Any] = []
     for part in private.flatten_registered(value)[0]:
-        leaves += _leaves_traceable(_fields(part)) if _is_plain_dataclass(part) else [part]
+        # A list has an order of its own; torch decides that of a dictionary.
+        own = _leaves_traceable([*_fields(part).values()]) if _is_plain_dataclass(part) else [part]
+        leaves += own
     return leaves
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scio_recorder.tensors.structures import map_tensors
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 HITS = (0, 1, 2, 3, 4096)
 _INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
@@ -52,8 +52,8 @@ def counts_hits(operation: Any, args: tuple[Any, ...]) -> bool:
 
     Parameters
     ----------
-    operation : torch._ops.OpOverload
-        An operation whose result has a size that depends on values.
+    operation : callable
+        An operation of ``torch.ops`` whose result has a size that depends on values.
     args : tuple
         Its arguments.
 
@@ -68,7 +68,7 @@ def counts_hits(operation: Any, args: tuple[Any, ...]) -> bool:
     >>> counts_hits(torch.ops.aten.index.Tensor, (x, [torch.tensor([0])]))
     False
     """
-    return _place(operation) == 0 or any(map(_is_mask, args[1] if _is_many(args[1]) else args[1:2]))
+    return _place(operation) == 0 or any(map(_is_mask, tensors(args[1])))
 
 
 def with_hits(operation: Any, args: tuple[Any, ...], hits: int) -> tuple[Any, ...]:
@@ -76,8 +76,8 @@ def with_hits(operation: Any, args: tuple[Any, ...], hits: int) -> tuple[Any, ..
 
     Parameters
     ----------
-    operation : torch._ops.OpOverload
-        An operation whose result has a size that depends on values.
+    operation : callable
+        An operation of ``torch.ops`` whose result has a size that depends on values.
     args : tuple
         Its arguments.
     hits : int
@@ -109,9 +109,5 @@ def _place(operation: Any) -> int:
     return int(operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default))
 
 
-def _is_many(indices: Any) -> bool:
-    return isinstance(indices, tuple | list)
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
