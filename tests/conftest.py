@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -27,3 +28,11 @@ def _known_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # the global generator is the one that nets draw from
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled, before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +14,13 @@ from scio_recorder.errors import PostprocessorError, RecorderError
 from scio_recorder.postprocessors import OnInput
 from tests.zoo.base import linear
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 # Tracing is what can break; the code generator behind it would only cost time here.
 BACKENDS = ("eager", "aot_eager")
 
 # Dynamo hides this warning of its own, which it can't where warnings are errors.
 DYNAMO_READS_GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def small_net() -> nn.Sequential:
