@@ -11,7 +11,6 @@ Compiled code runs hooks and nothing else. So each module has a hook that notes 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.hooks import AroundPlain, ModuleHook
+from scio_recorder.capture.around import AroundPlain
+from scio_recorder.capture.hook_changes import change_hooks
+from scio_recorder.capture.hooks import move_behind_others
 from scio_recorder.capture.uncopied import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.tensors import private
-
-# One thread may end a block while another one's call adds hooks.
-_CHANGING_HOOKS = threading.RLock()
 
 
 class Bracket(AroundPlain):
@@ -116,27 +114,28 @@ class Bracket(AroundPlain):
 
     def add_hooks(self) -> None:
         """Let the module have hooks at both ends, ahead of those that record its outputs."""
-        with _CHANGING_HOOKS:
-            if self._num_hooks or self._is_over:
-                return
-            self._handle = RemovableHandle(OrderedDict()).id
-            hooks, after = _Hooks(self), self._hooks[0]
-            private.put_hooks_around(self._module, self._handle, hooks.before, hooks.after)
-            keep_out_of_copies(self._module)
-            self._num_hooks = 1
-            for key, hook in list(after.items()):
-                if isinstance(getattr(hook, "__self__", None), ModuleHook):
-                    after[key] = after.pop(key)
+        # One thread may end a block while another one's call adds hooks.
+        if not (self._num_hooks or self._is_over):
+            change_hooks(self._add_hooks)
+
+    def _add_hooks(self) -> None:
+        if self._num_hooks or self._is_over:
+            return
+        self._handle = RemovableHandle(OrderedDict()).id
+        hooks = _Hooks(self)
+        private.put_hooks_around(self._module, self._handle, hooks.before, hooks.after)
+        keep_out_of_copies(self._module)
+        self._num_hooks = 1
+        move_behind_others(self._hooks[0])
 
     def take_away(self) -> None:
         """Stand around the module's calls no longer."""
         module = self._module
-        with _CHANGING_HOOKS:
-            self._is_over = True
-            self._hooks[1].pop(self._note, None)
-            if self._num_hooks:
-                private.remove_hook(module, self._handle)
-            let_copy(module, before_only=not self._num_hooks)
+        self._is_over = True
+        self._hooks[1].pop(self._note, None)
+        if self._num_hooks:
+            private.remove_hook(module, self._handle)
+        let_copy(module, before_only=not self._num_hooks)
         self.take_from(module)
 
     def note_compiled(self) -> None:
@@ -181,12 +180,18 @@ class _Hooks(Uncopied):
 @contextlib.contextmanager
 def bracketed(brackets: Collection[Bracket]) -> Iterator[None]:
     """Let brackets stand around the calls of their modules inside a block."""
-    with _CHANGING_HOOKS:
+
+    def put() -> None:
         number = RemovableHandle(OrderedDict()).id
-    try:
         for bracket in brackets:
             bracket.put(number)
-        yield
-    finally:
+
+    def take_away() -> None:
         for bracket in brackets:
             bracket.take_away()
+
+    try:
+        change_hooks(put)
+        yield
+    finally:
+        change_hooks(take_away)

@@ -88,14 +88,15 @@ class Capture:
         self._has_warned_of_detached = False
         self._hooks.attach()
 
-    def remove(self) -> None:
-        """Take all hooks away and drop the records.
+    def remove(self, *, waits: bool = True) -> None:
+        """Take all hooks away and drop the records; a finalizer must not wait.
 
         If a post-processed checkpointed region may still run again, its hooks stay until its graph
         is gone: otherwise gradients would be silently wrong.
         """
         self._is_removed = True
-        self._reruns.when_over(self._hooks.detach)
+        waits = waits and not self._reruns
+        self._reruns.when_over(partial(self._hooks.detach, waits=waits))
         self._latest = _Latest()
         self._compiled = None
         self._known.clear()
@@ -392,6 +393,6 @@ def refuse_transforms(what: str = "recorded") -> None:
 
 def detach_when_dead(owner: object, capture: Capture) -> weakref.finalize[Any, Any]:
     """Remove a capture's hooks when its recorder is gone."""
-    finalizer = weakref.finalize(owner, capture.remove)
+    finalizer = weakref.finalize(owner, capture.remove, waits=False)
     finalizer.atexit = False
     return finalizer

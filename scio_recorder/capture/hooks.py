@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.around import Around, take_out
+from scio_recorder.capture.hook_changes import change_hooks, entries
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.capture.uncopied import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.tensors import private
@@ -135,100 +138,6 @@ class ModuleHook(Uncopied):
         return None if compiled is None else compiled.receive(self.index, output)
 
 
-# Threads may begin and end blocks around one network at once. A recorder that is collected as
-# garbage meanwhile takes out its own.
-_CHANGING_CALLS = threading.RLock()
-
-
-class Around:
-    """Stands in place of a module's call, which may be several around each other.
-
-    Attributes
-    ----------
-    inner : callable or None
-        The function that was there before.
-    """
-
-    inner: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a call."""
-        raise NotImplementedError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module has nothing in place of its call.
-        return type(None), ()
-
-    def put_around(self, module: nn.Module) -> None:
-        """Take the place of a module's call."""
-        with _CHANGING_CALLS:
-            self.inner = private.compiled_call(module)
-            private.set_compiled_call(module, self)
-
-    def take_from(self, module: nn.Module) -> None:
-        """Leave the place of a module's call, or of those around which others stand."""
-        with _CHANGING_CALLS:
-            if private.compiled_call(module) is self:
-                private.set_compiled_call(module, self.inner)
-            else:
-                take_out(module, lambda call: call is self)
-
-
-class AroundPlain(Around):
-    """Stands in place of the call of a module that is not compiled; a subclass says what it does.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    """
-
-    # No compiled code: see private.is_compiled.
-    is_plain = True
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._plain = private.plain_call(module)
-        # A first use has a frame more, which calls must not see.
-        private.called_module()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
-        if torch.compiler.is_dynamo_compiling():
-            return self.run_traced(args, kwargs)
-        called = private.called_module()
-        if called is not None and called is not self._module:
-            return self.run_copy(called, args, kwargs)
-        return self.run(args, kwargs)
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Stand for a call of the module."""
-        raise NotImplementedError
-
-    def run_traced(self, args: Any, kwargs: Any) -> Any:
-        """Stand for a call of the module that dynamo follows."""
-        return self.run(args, kwargs)
-
-    def run_copy(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a shallow copy of the module."""
-        return private.plain_call(copy)(*args, **kwargs)
-
-
-def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
-    """Take some wrappers out of those around a module's call, whichever came first."""
-
-    def remaining(call: Any) -> Any:
-        if not isinstance(call, Around):
-            return call
-        call.inner = remaining(call.inner)
-        return call.inner if is_gone(call) else call
-
-    with _CHANGING_CALLS:
-        call = private.compiled_call(module)
-        if isinstance(call, Around):
-            private.set_compiled_call(module, remaining(call))
-
-
 class AroundCompiled(Around):
     """Stands for a module's compiled call, so that our hook acts outside of it.
 
@@ -259,18 +168,27 @@ class AroundCompiled(Around):
 
 def _remove(module: nn.Module, site: Site) -> None:
     take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
-    for _, key in _hooks_of(module, site):
-        private.remove_hook(module, key)
+    # They are looked for, since interruptions can lose handles.
+    for hooks in private.forward_hooks(module):
+        for number, owner in _recording(hooks):
+            if owner.site is site:
+                private.remove_hook(module, number)
     let_copy(module)
 
 
-def _hooks_of(module: nn.Module, site: Site) -> Iterator[tuple[dict[int, Any], int]]:
-    """Yield the hooks of a site, as found on modules: interruptions can lose handles."""
-    for hooks in private.forward_hooks(module):
-        for key, hook in list(hooks.items()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, ModuleHook) and owner.site is site:
-                yield hooks, key
+def _recording(hooks: Mapping[int, Any]) -> list[tuple[int, ModuleHook]]:
+    """Return the numbers and owners of all recorders' hooks in a dictionary."""
+    owners = ((number, getattr(hook, "__self__", None)) for number, hook in entries(hooks))
+    return [(number, owner) for number, owner in owners if isinstance(owner, ModuleHook)]
+
+
+def move_behind_others(hooks: OrderedDict[int, Any], site: Site | None = None) -> None:
+    """Move the hooks of recorders, or those of one site, behind all others."""
+    last = [number for number, owner in _recording(hooks) if site in (None, owner.site)]
+    if last and list(hooks)[-len(last) :] != last:
+        for number in last:
+            # Other threads, which call the module meanwhile, must not miss it.
+            hooks.move_to_end(number)
 
 
 class Hooks:
@@ -287,7 +205,10 @@ class Hooks:
 
     def attach(self) -> None:
         """Attach the hooks, behind all others."""
-        self.detach()
+        change_hooks(self._attach)
+
+    def _attach(self) -> None:
+        self._detach()
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             sees_inputs = index in self._with_inputs
@@ -299,11 +220,14 @@ class Hooks:
                 if sees_inputs:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             keep_out_of_copies(module)
-        self._checked_at = RemovableHandle.next_id
+        self._move_behind_others()
         self._is_attached = True
 
-    def detach(self) -> None:
-        """Remove the hooks."""
+    def detach(self, *, waits: bool = True) -> None:
+        """Remove the hooks; a finalizer must not wait."""
+        change_hooks(self._detach, waits=waits)
+
+    def _detach(self) -> None:
         self._is_attached = False
         for module in self._modules:
             _remove(module, self._site)
@@ -324,10 +248,14 @@ class Hooks:
             self._with_inputs = self._with_inputs | indices
             self.attach()
         elif self._checked_at != RemovableHandle.next_id:
-            for module in self._modules:
-                for hooks, key in list(_hooks_of(module, self._site)):
-                    hooks[key] = hooks.pop(key)
-            self._checked_at = RemovableHandle.next_id
+            change_hooks(self._move_behind_others)
+
+    def _move_behind_others(self) -> None:
+        next_id = RemovableHandle.next_id
+        for module in self._modules:
+            for hooks in private.forward_hooks(module):
+                move_behind_others(hooks, self._site)
+        self._checked_at = next_id
 
 
 class _Observer(Uncopied):
@@ -359,12 +287,12 @@ class _Observer(Uncopied):
 
 def precede(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
     """Call ``function(module, args, kwargs)`` before each call; its result is received instead."""
-    return module.register_forward_pre_hook(function, with_kwargs=True)
+    return change_hooks(lambda: module.register_forward_pre_hook(function, with_kwargs=True))
 
 
 def follow(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
     """Call ``function(module, args, output)`` behind all other hooks; its result goes on."""
-    return module.register_forward_hook(function)
+    return change_hooks(lambda: module.register_forward_hook(function))
 
 
 def observe(
@@ -383,9 +311,24 @@ def observe(
     In compiled code it writes the name to ``unseen`` instead.
     """
     observer = _Observer(weakref.WeakMethod(method), name, unseen)
-    if before:
-        handle = module.register_forward_pre_hook(observer, with_kwargs=True)
-    else:
-        handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
-    keep_out_of_copies(module)
-    return handle
+
+    def register() -> RemovableHandle:
+        if before:
+            handle = module.register_forward_pre_hook(observer, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
+        keep_out_of_copies(module)
+        return handle
+
+    return change_hooks(register)
+
+
+def remove_all(handles: list[RemovableHandle], *, waits: bool = True) -> None:
+    """Remove the hooks of all handles in a list, and empty it; a finalizer must not wait."""
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    change_hooks(remove, waits=waits)
+    handles.clear()

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
-from scio_recorder.capture.hooks import AroundPlain
+from scio_recorder.capture.around import AroundPlain
 from scio_recorder.capture.kept import Kept
 from scio_recorder.capture.uncopied import is_hooked_by_others
 from scio_recorder.errors import FlowError

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.hooks import observe
+from scio_recorder.capture.hooks import observe, remove_all
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
@@ -88,9 +88,7 @@ class SavedTensors:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
         # Hooks are not called after an interruption by the user.
         while self._local.open:
             self._local.close()

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from scio_recorder.capture.hook_changes import entries
 from scio_recorder.tensors import private
 
 
@@ -68,14 +69,15 @@ def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) 
     owner = module()
     left_out = set() if owner is None else _uncopied(owner)
     own: OrderedDict[int, Any] = OrderedDict() if owner is None else vars(owner)[name]
-    rest = [(key, value) for key, value in own.items() if key not in left_out]
+    rest = [(key, value) for key, value in entries(own) if key not in left_out]
     return OrderedDict, (), None, None, iter(rest)
 
 
 def is_hooked_by_others(module: nn.Module) -> bool:
     """Whether hooks that are not ours act on a module's calls, its own or those on all modules."""
     own = _uncopied(module)
-    has_others = any(key not in own for hooks in private.forward_hooks(module) for key in hooks)
+    hooks_of_all = map(list, private.forward_hooks(module))
+    has_others = any(key not in own for keys in hooks_of_all for key in keys)
     return has_others or any(private.hooks_besides(module))
 
 
@@ -83,8 +85,7 @@ def _uncopied(module: nn.Module) -> set[int]:
     return {
         key
         for hooks in _dictionaries(module)
-        # Other threads may add and remove hooks meanwhile.
-        for key, hook in list(hooks.items())
+        for key, hook in entries(hooks)
         if isinstance(getattr(hook, "__self__", hook), Uncopied)
     }
 

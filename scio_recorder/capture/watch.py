@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import AroundPlain
+from scio_recorder.capture.around import AroundPlain
 from scio_recorder.errors import (
     ArgumentError,
     MutationError,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
-from scio_recorder.capture.hooks import observe
+from scio_recorder.capture.hooks import observe, remove_all
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
 from scio_recorder.events.gradients import GradientListeners
@@ -95,11 +95,11 @@ class Tracker:
         # Modules that ran inside regions, and the hooks that stay on them after the block.
         self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
         self._for_reruns: list[RemovableHandle] = []
-        self._regions.when_over(partial(_remove_all, self._for_reruns))
+        self._regions.when_over(partial(remove_all, self._for_reruns, waits=False))
         self._listeners = GradientListeners(self._journal)
         self._compiled: dict[str, bool] = {}
         for handles in (self._handles, self._for_reruns):
-            weakref.finalize(self, _remove_all, handles).atexit = False
+            weakref.finalize(self, remove_all, handles, waits=False).atexit = False
 
     @property
     def stashes(self) -> list[Any]:
@@ -160,8 +160,8 @@ class Tracker:
 
     def unregister(self) -> None:
         """Log no more calls; gradients of calls that were logged are still logged."""
-        _remove_all(self._handles)
-        _remove_all(self._for_reruns)
+        remove_all(self._handles)
+        remove_all(self._for_reruns)
         if self._regions:
             observed = [(module, name) for module, names in self._inside.items() for name in names]
             self._for_reruns += [observe(m, self._take_rerun, name) for m, name in observed]
@@ -228,7 +228,7 @@ class Tracker:
         return f"Tracker(stashes={len(self)}, tracking={len(self._handles)})"
 
     def _register(self, module: nn.Module, name: str, grad: bool) -> None:
-        _remove_all(self._for_reruns)
+        remove_all(self._for_reruns)
         take = self._take_call_and_gradients if grad else self._take_call
         self._handles.append(observe(module, take, name, unseen=self._compiled))
 
@@ -359,9 +359,3 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
             f"include={text!r}, a regular expression, matches no module's name{hint}"
         )
     return [name for name in included if exclude is None or not re.search(exclude, name)]
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

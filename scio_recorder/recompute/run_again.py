@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import follow, precede
+from scio_recorder.capture.hooks import follow, precede, remove_all
 from scio_recorder.errors import RecomputeError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
@@ -197,8 +197,7 @@ class _Rerun:
             yield
         finally:
             hooks.update(before)
-            for handle in handles:
-                handle.remove()
+            remove_all(handles)
 
     def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = self._starts[module].popleft() if self._starts[module] else None

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -190,13 +191,14 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @checked("Module._forward_hooks", "recording", examples.finds_both_hooks)
-def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+def forward_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
     """Return the live dictionaries of a module's forward hooks and forward pre-hooks.
 
     Their keys are the numbers of handles. Our hooks must stay behind others, and are removed by
     identity, since handles get lost.
     """
-    return module._forward_hooks, module._forward_pre_hooks
+    hooks: Any = module._forward_hooks, module._forward_pre_hooks
+    return hooks  # type: ignore[no-any-return]  # ordered, which torch's own type does not say
 
 
 @checked("torch.nn.modules.module._global_forward_hooks", "guarding", examples.finds_others)

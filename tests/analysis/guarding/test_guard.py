@@ -8,7 +8,6 @@ import gc
 import pickle
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import (
@@ -663,11 +661,6 @@ def test_blocks_of_threads_begin_and_end_beside_passes_of_others() -> None:
             for _ in range(30):
                 with rnet.guard():
                     net(X)
-        except RuntimeError as error:
-            # PyTorch loops over a module's hooks, which another block may change: docs/limits.md.
-            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-            if "mutated" not in str(error) or innermost != torch_module.__file__:
-                errors.append(error)
         except Exception as error:
             errors.append(error)
 

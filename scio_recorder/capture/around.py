@@ -1,0 +1,105 @@
+"""Functions in place of a module's call, several of them around each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from scio_recorder.tensors import private
+
+# Threads may begin and end blocks around one network at once. A recorder that is collected as
+# garbage meanwhile takes out its own.
+_CHANGING_CALLS = threading.RLock()
+
+
+class Around:
+    """Stands in place of a module's call, which may be several around each other.
+
+    Attributes
+    ----------
+    inner : callable or None
+        The function that was there before.
+    """
+
+    inner: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a call."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module has nothing in place of its call.
+        return type(None), ()
+
+    def put_around(self, module: nn.Module) -> None:
+        """Take the place of a module's call."""
+        with _CHANGING_CALLS:
+            self.inner = private.compiled_call(module)
+            private.set_compiled_call(module, self)
+
+    def take_from(self, module: nn.Module) -> None:
+        """Leave the place of a module's call, or of those around which others stand."""
+        with _CHANGING_CALLS:
+            if private.compiled_call(module) is self:
+                private.set_compiled_call(module, self.inner)
+            else:
+                take_out(module, lambda call: call is self)
+
+
+class AroundPlain(Around):
+    """Stands in place of the call of a module that is not compiled; a subclass says what it does.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    """
+
+    # No compiled code: see private.is_compiled.
+    is_plain = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plain = private.plain_call(module)
+        # A first use has a frame more, which calls must not see.
+        private.called_module()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.run_traced(args, kwargs)
+        called = private.called_module()
+        if called is not None and called is not self._module:
+            return self.run_copy(called, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Stand for a call of the module."""
+        raise NotImplementedError
+
+    def run_traced(self, args: Any, kwargs: Any) -> Any:
+        """Stand for a call of the module that dynamo follows."""
+        return self.run(args, kwargs)
+
+    def run_copy(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a shallow copy of the module."""
+        return private.plain_call(copy)(*args, **kwargs)
+
+
+def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
+    """Take some wrappers out of those around a module's call, whichever came first."""
+
+    def remaining(call: Any) -> Any:
+        if not isinstance(call, Around):
+            return call
+        call.inner = remaining(call.inner)
+        return call.inner if is_gone(call) else call
+
+    with _CHANGING_CALLS:
+        call = private.compiled_call(module)
+        if isinstance(call, Around):
+            private.set_compiled_call(module, remaining(call))
