@@ -181,8 +181,6 @@ class Capture:
         if given is not None:
             assigned = assign(program.architecture, program.order, given)
             posts = Assigned(assigned, self.site.local.run_aside)
-        with self._lock:
-            self._hooks.make_ready(program.modules_of(posts.on_inputs))
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)
         current = Pass(
@@ -209,7 +207,10 @@ class Capture:
         local = self.site.local
         outer, outer_log = local.active, local.log
         try:
-            self._active.add(id(current))
+            with self._lock:
+                # From here on a pass of another thread that fails leaves the hooks where they are.
+                self._active.add(id(current))
+                self._hooks.make_ready(self.program.modules_of(current.posts.on_inputs))
             self._expect_rerun(current)
             local.active = current
             local.log = current.log if current.is_fast else None

@@ -121,10 +121,14 @@ class ModuleHook(Uncopied):
             local.outside.add(self.index)
         return None
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Take the inputs of the module's forward; return those that it receives instead."""
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        """Take the inputs of the module's forward; return those that it receives instead.
+
+        There are no keyword arguments if another thread is just adding or removing this hook, which
+        no running pass needs then.
+        """
         site = self.site
-        if self.name in TRACED or torch.compiler.is_dynamo_compiling():
+        if kwargs is None or self.name in TRACED or torch.compiler.is_dynamo_compiling():
             return None
         if site.local.active is not None:
             return site.local.active.receive_inputs(self.index, args, kwargs)
@@ -238,17 +242,34 @@ class Hooks:
         Every new handle takes a number, so one comparison shows whether there are new ones. A
         module that has been compiled since then needs its hook outside of the compiled call.
         """
-        is_complete = self._is_attached and indices <= self._with_inputs
-        is_newly_compiled = private.dynamo_is_loaded() and any(
-            private.calls_compiled(module)
-            and not isinstance(private.compiled_call(module), AroundCompiled)
-            for module in self._modules
+        added = indices - self._with_inputs
+        is_newly_compiled = private.dynamo_is_loaded() and (
+            any(private.calls_compiled(self._modules[index]) for index in added)
+            or any(
+                private.calls_compiled(module)
+                and not isinstance(private.compiled_call(module), AroundCompiled)
+                for module in self._modules
+            )
         )
-        if not is_complete or is_newly_compiled:
-            self._with_inputs = self._with_inputs | indices
+        if not self._is_attached or is_newly_compiled:
+            self._with_inputs = self._with_inputs | added
             self.attach()
+        elif added:
+            change_hooks(lambda: self._see_inputs(added))
         elif self._checked_at != RemovableHandle.next_id:
             change_hooks(self._move_behind_others)
+
+    def _see_inputs(self, indices: set[int]) -> None:
+        """Add hooks on the inputs of modules, which other threads may be calling meanwhile."""
+        for index in indices:
+            module = self._modules[index]
+            _, hooks = private.forward_hooks(module)
+            if not any(owner.site is self._site for _, owner in _recording(hooks)):
+                before = ModuleHook(index, self._site).before
+                module.register_forward_pre_hook(before, with_kwargs=True)
+                keep_out_of_copies(module)
+        self._with_inputs = self._with_inputs | indices
+        self._move_behind_others()
 
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id
@@ -261,17 +282,19 @@ class Hooks:
 class _Observer(Uncopied):
     """A hook that calls a method while the method's object lives."""
 
-    __slots__ = ("_method", "_name", "_unseen")
+    __slots__ = ("_method", "_name", "_num_values", "_unseen")
 
     def __init__(
         self,
         method: weakref.WeakMethod[Any],
         name: str,
+        before: bool,
         unseen: dict[str, bool] | None = None,
     ) -> None:
         self._method = method
         self._name = name
         self._unseen = unseen
+        self._num_values = 3 if before else 4
 
     def __call__(self, *call: Any) -> None:
         # A value that is traced once must not count for every call; dynamo follows a write to a
@@ -281,7 +304,8 @@ class _Observer(Uncopied):
                 self._unseen[self._name] = True
             return
         method = self._method()
-        if method is not None:
+        # The keyword arguments are missing if another thread is just adding or removing the hook.
+        if method is not None and len(call) == self._num_values:
             method(self._name, *call)
 
 
@@ -310,7 +334,7 @@ def observe(
     is called without an output ahead of the forward; with ``always``, after one that raised too.
     In compiled code it writes the name to ``unseen`` instead.
     """
-    observer = _Observer(weakref.WeakMethod(method), name, unseen)
+    observer = _Observer(weakref.WeakMethod(method), name, before, unseen)
 
     def register() -> RemovableHandle:
         if before:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,11 @@ class SavedTensors:
             self._calls.setdefault(module, set()).add(architecture[label].call)
         # Modules with all calls chosen need no counting, and work outside of full passes.
         self._whole = {m for m in self._calls if labels.issuperset(architecture.calls(m))}
-        self._local = _Local()
+        # The calls that are running, on each thread.
+        self._open: list[_Open] = []
+        self._local = _Local(self._open)
         self._handles: list[RemovableHandle] = []
+        self._is_over = False
         self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
@@ -88,10 +91,16 @@ class SavedTensors:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        remove_all(self._handles)
+        self._is_over = True
         # Hooks are not called after an interruption by the user.
         while self._local.open:
             self._local.close()
+        self._remove_hooks_when_idle()
+
+    def _remove_hooks_when_idle(self) -> None:
+        # A call on another thread, which began in the block, needs the hook at its end.
+        if self._is_over and not any(self._open):
+            remove_all(self._handles)
 
     def _restart(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._local.counts.clear()
@@ -104,11 +113,16 @@ class SavedTensors:
         if hooks is not None:
             hooks.__enter__()
         self._local.open.append((module, hooks))
+        # In this order: either the end of the block sees the call, or the call sees the end.
+        if self._is_over:
+            self._local.close()
+            self._remove_hooks_when_idle()
 
     def _stop(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # Another pre-hook may have raised before ours was called.
         if self._local.open and self._local.open[-1][0] is module:
             self._local.close()
+            self._remove_hooks_when_idle()
 
     def _hooks(self, module: nn.Module) -> saved_tensors_hooks | None:
         active = private.active_saved_tensors_hooks()
@@ -132,11 +146,15 @@ class SavedTensors:
         return copy
 
 
+_Open: TypeAlias = list[tuple[nn.Module, saved_tensors_hooks | None]]
+
+
 class _Local(threading.local):
     """The calls that are running on one thread, and how many there were in this pass."""
 
-    def __init__(self) -> None:
-        self.open: list[tuple[nn.Module, saved_tensors_hooks | None]] = []
+    def __init__(self, open_on_threads: list[_Open]) -> None:
+        self.open: _Open = []
+        open_on_threads.append(self.open)
         self.counts: Counter[nn.Module] = Counter()
 
     def close(self) -> None:

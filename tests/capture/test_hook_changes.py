@@ -8,17 +8,18 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.capture import hook_changes
 from scio_recorder.capture.hook_changes import change_hooks, entries
 from scio_recorder.events import track
+from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
 from tests.oracle import same_bits
 from tests.zoo.base import linear
@@ -178,18 +179,26 @@ def test_all_changes_of_hooks_keep_other_threads_out(work: Any) -> None:
     assert not any(hooks.num_unguarded for hooks in changed)
 
 
+class Noted(OrderedDict[int, Any]):
+    """A dictionary of hooks that notes which are taken away."""
+
+    missing: list[int]
+
+    def pop(self, number: int, *default: Any) -> Any:
+        self.missing.append(number)
+        return super().pop(number, *default)
+
+
+def noted(module: nn.Module) -> Noted:
+    hooks = module._forward_hooks = Noted(module._forward_hooks)
+    hooks.missing = []
+    return hooks
+
+
 def test_a_hook_that_moves_behind_others_is_never_missing() -> None:
-    class Noted(OrderedDict[int, Any]):
-        missing: list[int]
-
-        def pop(self, number: int, *default: Any) -> Any:
-            self.missing.append(number)
-            return super().pop(number, *default)
-
     net = nn.Sequential(linear(), nn.ReLU())
     rnet = recorder(net, "0")
-    hooks = net[0]._forward_hooks = Noted(net[0]._forward_hooks)
-    hooks.missing = []
+    hooks = noted(net[0])
     net[0].register_forward_hook(lambda module, args, output: output + 1)
     rnet(X)
     assert same_bits(rnet.activations["0"], net[0].forward(X) + 1)
@@ -197,6 +206,144 @@ def test_a_hook_that_moves_behind_others_is_never_missing() -> None:
     rnet.remove()
     # The check does see hooks that are taken away.
     assert hooks.missing
+
+
+def test_hooks_on_inputs_come_without_taking_others_away() -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    rnet = recorder(net, "*")
+    hooks = noted(net[1])
+    for factor in (2.0, 3.0):
+        by: Any = lambda tensor, factor=factor: tensor * factor  # noqa: E731  # one for each pass
+        output = rnet(X, activation_postproc={"1": OnInput(by)})
+        assert same_bits(output, torch.relu(net[0].forward(X) * factor))
+        assert same_bits(rnet.activations["1"], output)
+    assert same_bits(rnet(X), torch.relu(net[0].forward(X)))
+    assert not hooks.missing
+
+
+def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None:
+    class Options(Mapping[str, float]):
+        """Options of a network, which are looked at when a pass begins."""
+
+        def __getitem__(self, key: str) -> float:
+            return 2.0
+
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Iterator[str]:
+            if is_beginning.is_set():
+                is_beginning.clear()
+                thread = threading.Thread(target=fail)
+                thread.start()
+                thread.join()
+            return iter(["factor"])
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x: Tensor, options: Mapping[str, float]) -> Tensor:
+            output: Tensor = self.linear(x)
+            return output * options["factor"]
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError):
+            rnet(X[:, :3], {"factor": 1.0})
+        failed.set()
+
+    is_beginning, failed = threading.Event(), threading.Event()
+    net = Scales()
+    rnet = Recorder(net, input_data=(X, {"factor": 1.0}), verbose=0)
+    rnet.record("*")
+    rnet(X, {"factor": 1.0})
+    is_beginning.set()
+    output = rnet(X, Options())
+    assert failed.is_set()
+    assert same_bits(rnet.activations["linear"], net.linear.forward(X))
+    assert same_bits(rnet.activations[""], output)
+
+
+def in_a_thread(function: Any) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def end_log(rnet: Recorder) -> Any:
+    log = track(rnet.net)
+    log.__enter__()
+    return lambda: log.__exit__(None, None, None)
+
+
+def end_saved_tensors(rnet: Recorder) -> Any:
+    block = rnet.saved_tensors("*", dtype=torch.float16)
+    block.__enter__()
+    return lambda: block.__exit__(None, None, None)
+
+
+def select_again(rnet: Recorder) -> Any:
+    rnet.record("*", inputs=True)
+    return lambda: rnet.record("0")
+
+
+@pytest.mark.parametrize("begin", [end_log, end_saved_tensors, select_again])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_call_goes_on_when_another_thread_ends_what_looked_at_it(
+    begin: Any, before: bool
+) -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    expected = net(X)
+    rnet = recorder(net)
+    ends: list[Any] = []
+
+    # Torch has read the module's hooks when it calls this one, which is the first.
+    def end(*call: Any) -> None:
+        while ends:
+            in_a_thread(ends.pop())
+
+    if before:
+        net[0].register_forward_pre_hook(end)
+    else:
+        net[0].register_forward_hook(end)
+    ends.append(begin(rnet))
+    assert same_bits(net(X), expected)
+    assert not ends
+    # And nothing acts on what comes later.
+    net(X).sum().backward()
+    parameters = [parameter.grad for parameter in net.parameters()]
+    plain = torch.autograd.grad(torch.relu(net[0].forward(X)).sum(), list(net.parameters()))
+    assert all(map(same_bits, parameters, plain))
+
+
+def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block() -> None:
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if threading.current_thread() is not threading.main_thread():
+                is_running.set()
+                assert is_over.wait(60)
+            return x.sin()
+
+    def work() -> None:
+        net(X)
+        # The block is over: what follows is saved as it is.
+        found.append(private.active_saved_tensors_hooks())
+        found.extend(torch.autograd.grad(net(X).sum(), list(net.parameters())))
+
+    is_running, is_over = threading.Event(), threading.Event()
+    found: list[Any] = []
+    net = nn.Sequential(linear(), Waits())
+    thread = threading.Thread(target=work)
+    with recorder(net).saved_tensors("*", dtype=torch.float16):
+        thread.start()
+        assert is_running.wait(60)
+    is_over.set()
+    thread.join()
+    expected = torch.autograd.grad(net[0].forward(X).sin().sum(), list(net.parameters()))
+    assert found[0] is None
+    assert all(same_bits(*pair) for pair in zip(found[1:], expected, strict=True))
+    assert not any(hooks for module in net for hooks in private.forward_hooks(module))
 
 
 def no_waits(seconds: float) -> None:
