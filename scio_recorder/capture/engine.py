@@ -95,6 +95,7 @@ class Capture:
         is gone: otherwise gradients would be silently wrong.
         """
         self._is_removed = True
+        # With regions left, it is the finalizer of their graph that detaches.
         waits = waits and not self._reruns
         self._reruns.when_over(partial(self._hooks.detach, waits=waits))
         self._latest = _Latest()

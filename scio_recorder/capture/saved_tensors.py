@@ -83,6 +83,7 @@ class SavedTensors:
         if self._handles:
             raise RuntimeError("this saved_tensors block was entered already: make another one")
         assert self._root is not None
+        self._is_over = False
         if self._whole != self._calls.keys():
             self._handles.append(observe(self._root, self._restart, "", before=True))
         for module in self._calls:

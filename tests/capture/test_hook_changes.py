@@ -346,6 +346,17 @@ def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block
     assert not any(hooks for module in net for hooks in private.forward_hooks(module))
 
 
+def test_a_block_of_saved_tensors_that_is_entered_again_acts_again() -> None:
+    net = nn.Sequential(linear(), nn.Sigmoid())
+    block = recorder(net).saved_tensors("*", dtype=torch.float16)
+    for _ in range(2):
+        with block:
+            output = net(X)
+        assert output.grad_fn is not None
+        # Sigmoid saves its output, which comes back rounded.
+        assert same_bits(output.grad_fn._saved_result, output.half().float())  # type: ignore[attr-defined]  # of this node
+
+
 def no_waits(seconds: float) -> None:
     raise AssertionError("there is nothing to wait for")
 
