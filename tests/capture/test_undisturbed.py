@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks
 
 from scio_recorder import Recorder
 from tests.zoo.base import Net, linear
@@ -146,3 +147,16 @@ def test_global_hooks_of_the_user_see_no_foreign_modules(grad: bool) -> None:
     finally:
         handle.remove()
     assert seen == [*net, net, rnet]
+
+
+def test_collecting_outputs_leaves_optimizers_without_a_hook() -> None:
+    rnet, found = recorder(nn.Linear(4, 2)), []
+
+    def to_inputs(batch: Tensor) -> Tensor:
+        found.append(len(optimizer_hooks))
+        return batch
+
+    before = len(optimizer_hooks)
+    recording = rnet.collect([torch.ones(3, 4)] * 2, to_inputs=to_inputs, store="host")
+    assert found == [before] * 2
+    assert recording["0-1"].shape == (6, 2)
