@@ -221,10 +221,7 @@ class Weights:
 
     def __init__(self) -> None:
         self._known: dict[nn.Module, tuple[list[tuple[int, int]], str]] = {}
-        # Fused optimizers write parameters without counting it as a change.
-        known = self._known
-        handle = register_optimizer_step_post_hook(lambda *of_step: known.clear())
-        weakref.finalize(self, handle.remove)
+        self._is_watching = False
 
     def digest(self, module: nn.Module) -> str:
         """Return the digest of a module's parameters."""
@@ -232,11 +229,24 @@ class Weights:
         if not all(map(is_plain, parameters)):
             # A tensor inside a wrapper may change without a trace on the wrapper.
             return digest_of(parameters)
+        if not self._is_watching:
+            self._watch_optimizers()
         versions = [(p.data_ptr(), version_of(p)) for p in parameters]
         known = self._known.get(module)
         if known is None or known[0] != versions:
             known = self._known[module] = versions, digest_of(parameters)
         return known[1]
+
+    def _watch_optimizers(self) -> None:
+        """Forget all digests at each step: fused optimizers don't count it as a change.
+
+        Until there is a digest to forget, the optimizers of others are left alone.
+        """
+        known = self._known
+        handle = register_optimizer_step_post_hook(lambda *of_step: known.clear())
+        weakref.finalize(self, handle.remove)
+        # Not before: another thread's digest must not miss a step.
+        self._is_watching = True
 
 
 def _add(digest: xxhash.xxh3_128, tensor: Tensor) -> None:

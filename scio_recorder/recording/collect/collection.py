@@ -183,7 +183,7 @@ class Collection:
         # Whether a failed batch may have changed reductions.
         self._is_tainted = False
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
-        self._weights = Weights() if options.with_inputs else None
+        self._weights = Weights()
         if self._writer.state is not None:
             made = options.reductions, self._storing, self._row_columns
             restore_state(self._writer.state, *made)
@@ -352,9 +352,9 @@ class Collection:
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
         """Copy the inputs that a module is about to receive, and the state in which it will run."""
         architecture = self.options.architecture
-        assert self._weights is not None, "inputs are kept"
+        layer = architecture[architecture.calls(module)[0]]
         call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
-        return self._writer.calls.keep(architecture[architecture.calls(module)[0]], call)
+        return self._writer.calls.keep(layer, call)
 
     def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
         """Take the result of `keep_inputs` for a layer."""
