@@ -18,6 +18,7 @@ given that memory to others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import sys
 from collections.abc import Hashable
@@ -28,12 +29,15 @@ from torch import Tensor
 
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.prefaulting import POPULATE, Prefaulter
+from scio_recorder.tensors.copies import address_of
 
 # The most bytes of a layer at once, since other threads wait meanwhile.
 _MOST_READY = 1 << 24
-# The number of batches for which views are made, and memory is prepared, at once; few at first if a
-# thread does so, which starts without a lead.
-_FIRST_PLACES, _MOST_PLACES = 8, 64
+# The number of batches for which memory is prepared at once; few at first if a thread does that,
+# which starts without a lead.
+_FIRST_BATCHES, _MOST_BATCHES = 8, 64
+# Up to this size, torch copies on one thread, and its call takes longer than the copy.
+_SMALL_BYTES = 1 << 17
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -220,13 +224,15 @@ class Column:
     """
 
     __slots__ = (
+        "_address",
         "_buffer",
         "_is_exact",
-        "_most",
+        "_num_batches",
+        "_num_ready",
         "_prefaulter",
+        "_row_bytes",
         "array",
         "capacity",
-        "places",
         "spec",
     )
 
@@ -239,15 +245,12 @@ class Column:
         prefaulter: Prefaulter | None = None,
     ) -> None:
         self.spec = spec
+        self._row_bytes = spec.nbytes
         self._prefaulter = prefaulter
-        # The number of places that are made at once.
-        self._most = _MOST_PLACES if prefaulter is None else _FIRST_PLACES
-        self.capacity = 0
+        # The number of batches for which memory is prepared at once.
+        self._num_batches = _MOST_BATCHES if prefaulter is None else _FIRST_BATCHES
         self._buffer = buffer
         self._is_exact = is_exact
-        # Views for the next batches, the last one first: made together they cost a third.
-        self.places: list[Tensor] = []
-        self.array = torch.empty(0)
         self._reserve(max(rows, 1))
 
     def place(self, start: int, rows: int, follows: bool = False) -> Tensor:
@@ -260,17 +263,17 @@ class Column:
         rows : int
             The number of rows.
         follows : bool, default False
-            Whether the batch follows the one before and has as many rows. Then `places` are right
-            for it and for the next ones.
+            Whether the batch follows the one before and has as many rows. Then the next ones most
+            likely do, too.
 
         Returns
         -------
         torch.Tensor
             The place, [rows, ...].
         """
-        if not (follows and self.places):
-            self._make_places(start, rows, follows)
-        return self.places.pop()
+        if start + rows > self._num_ready:
+            self._prepare(start, rows, follows)
+        return self.array[start : start + rows]
 
     def put(self, activation: Tensor, start: int, rows: int, follows: bool = False) -> Tensor:
         """Copy the rows of a batch to their `place`, and return that.
@@ -287,6 +290,33 @@ class Column:
             As for `place`.
         """
         return self.place(start, rows, follows).copy_(activation, True)  # does not wait for a GPU
+
+    def put_if_ready(self, activation: Tensor, start: int, rows: int) -> bool:
+        """Copy the rows of a batch to their place if it is prepared already; return whether it is.
+
+        This is for batches like the one before: every layer of every batch pays for it. A small
+        copy in host memory needs no tensor and no operation of torch, which take longer than it.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The rows, [rows, ...].
+        start : int
+            The first of them.
+        rows : int
+            The number of rows.
+        """
+        if start + rows > self._num_ready:
+            return False
+        num_bytes = rows * self._row_bytes
+        if num_bytes <= _SMALL_BYTES and num_bytes == activation.nbytes and self._address:
+            source = address_of(activation)
+            if source and activation.dtype is self.spec.dtype:
+                ctypes.memmove(self._address + start * self._row_bytes, source, num_bytes)
+                return True
+        kept = activation.detach() if activation.requires_grad else activation
+        self.array[start : start + rows].copy_(kept, True)
+        return True
 
     def turn_to(self, buffer: Buffer) -> Buffer:
         """Continue in other memory, from its beginning.
@@ -320,41 +350,44 @@ class Column:
         """
         self.let_go()
         with torch.inference_mode(False):
-            return self._view(self._buffer.first(rows * self.spec.nbytes), rows)
+            return self._view(self._buffer.first(rows * self._row_bytes), rows)
 
     def let_go(self) -> None:
         """Drop all memory until more is requested."""
-        self.places = []
         self.array = torch.empty(0)
+        self.capacity = self._num_ready = 0
 
-    def _make_places(self, start: int, rows: int, follows: bool) -> None:
+    def _prepare(self, start: int, rows: int, follows: bool) -> None:
+        """Prepare the memory of a batch, and of the next ones if they most likely are like it."""
         if start + rows > self.capacity:
             self._reserve(max(start + rows, 2 * self.capacity))
-        number = min(self._most if follows else 1, (self.capacity - start) // max(1, rows))
-        stop = start + number * rows
+        self._num_ready = self.capacity
         if self._is_exact:
+            fitting = (self.capacity - start) // max(1, rows)
+            number = min(self._num_batches if follows else 1, fitting)
+            self._num_ready = start + number * rows
             # If batches differ in size, the next places are unknown.
-            self._make_ready(start, stop, rows if follows or start == 0 else 0)
-        self.places = list(torch.split(self.array[start:stop], rows))
-        self.places.reverse()
+            self._make_ready(start, self._num_ready, rows if follows or start == 0 else 0)
 
     def _make_ready(self, start: int, stop: int, rows: int) -> None:
         """Prepare the next memory for writing, and have a thread prepare that of later batches."""
-        num_bytes = self.spec.nbytes
-        self._buffer.touch(start * num_bytes, stop * num_bytes)
+        row_bytes = self._row_bytes
+        self._buffer.touch(start * row_bytes, stop * row_bytes)
         if self._prefaulter is not None and rows:
-            fitting = _MOST_READY // max(1, rows * num_bytes)
-            self._most = max(1, min(2 * self._most, _MOST_PLACES, fitting))
-            end = (stop + self._most * rows) * num_bytes
-            self._buffer.touch(stop * num_bytes, end, self._prefaulter)
+            fitting = _MOST_READY // max(1, rows * row_bytes)
+            self._num_batches = max(1, min(2 * self._num_batches, _MOST_BATCHES, fitting))
+            end = (stop + self._num_batches * rows) * row_bytes
+            self._buffer.touch(stop * row_bytes, end, self._prefaulter)
 
     def _reserve(self, rows: int) -> None:
-        num_bytes = rows * self.spec.nbytes
+        num_bytes = rows * self._row_bytes
         # No view may be alive while the memory moves.
         self.let_go()
         # Tensors made in inference mode could not be used outside of it.
         with torch.inference_mode(False):
             self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)
+        # Only host memory is written by address.
+        self._address = address_of(self.array)
         self.capacity = rows
 
     def _view(self, raw: Tensor, rows: int) -> Tensor:

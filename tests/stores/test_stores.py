@@ -130,6 +130,46 @@ def test_dtypes_layouts_and_empty_shapes_are_kept(dtype, tmp_path):
     assert recording["0-1"][:].shape == (6, 0, 3)
 
 
+def inferred(x):
+    with torch.inference_mode():
+        return x + 1
+
+
+# Ways in which the numbers of a tensor can lie in memory, or not lie there.
+FORMS = {
+    "plain": lambda x: x + 1,
+    "differentiable": lambda x: (x + 1).requires_grad_(),
+    "inference": inferred,
+    "column by column": lambda x: (x + 1).t().contiguous().t(),
+    "one row for all": lambda x: x[:1].expand(x.shape),
+    "every other": lambda x: torch.cat([x, x], 1)[:, ::2],
+    "lazily negated": lambda x: torch.complex(x, x).conj().imag,
+    "lazily negated without gaps": torch._neg_view,
+    "lazily zero": lambda x: torch._efficientzerotensor(x.shape),
+    "lazily copied": torch._lazy_clone,
+    "inside": lambda x: torch.cat([x, x])[2 : 2 + len(x)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [3, 1 << 14])
+@pytest.mark.parametrize("store", ["host", "device", "small chunks"])
+def test_every_form_of_a_tensor_is_kept_after_plain_ones(store, width, form, tmp_path):
+    class Net(nn.Module):
+        def forward(self, x, form):
+            return self.inner(FORMS[form](x))
+
+    net = Net()
+    net.inner = nn.Identity()
+    data = [torch.randn(4, width) for _ in range(12)]
+    forms = ["plain"] * 3 + [form, "plain", form, form] + ["plain"] * 5
+    given = [{"x": x, "form": form} for x, form in zip(data, forms, strict=True)]
+    rnet = Recorder(net, input_data=given[0])
+    rnet.record("1-1")
+    wanted = torch.cat([FORMS[one["form"]](one["x"]).detach().clone() for one in given])
+    assert_same(rnet.collect(given, store=make_store(store, tmp_path)), {(1, 1): wanted})
+
+
 def test_nans_are_kept_and_counted(tmp_path):
     data = batches(3, 2)
     data[0][1, 2] = data[1][0, 0] = torch.nan
@@ -312,6 +352,25 @@ def test_memory_grows_with_all_that_is_in_it(is_exact):
         part = rows[start : start + 37]
         column.put(part, start, len(part), follows=0 < start < len(rows) - 37)
     assert torch.equal(column.close(len(rows)), rows)
+
+
+def test_memory_that_is_ready_takes_what_fits_and_converts_it():
+    column = Column(TensorSpec((3,), torch.float32), HostBuffer(), 8, is_exact=False)
+    rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert not column.put_if_ready(rows, 0, 2)
+    column.put(rows, 0, 2)
+    assert column.put_if_ready(rows.to(torch.int32), 2, 2)
+    assert column.put_if_ready(rows + 10, 4, 2)
+    with pytest.raises(RuntimeError, match="must match"):
+        column.put_if_ready(rows[:, :2].contiguous(), 6, 2)
+    assert not column.put_if_ready(rows, 7, 2)
+    assert torch.equal(column.array[:6], torch.cat([rows, rows, rows + 10]))
+    # Not contiguous, and with a gradient.
+    assert column.put_if_ready(rows.flip(1).T.contiguous().requires_grad_().T, 6, 2)
+    assert torch.equal(column.array[6:], rows.flip(1))
+    assert not column.array.requires_grad
+    column.let_go()
+    assert not column.put_if_ready(rows, 0, 2)
 
 
 def test_memory_that_is_made_ready_keeps_what_is_in_it():

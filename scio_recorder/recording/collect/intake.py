@@ -156,17 +156,16 @@ class StoringIntake(LayerIntake):
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
         if type(activation) is Tensor and activation.dtype is self._dtype:
-            shape, column = activation.shape, self._column
-            kept = activation.detach() if activation.requires_grad else activation
-            if column is not None and shape == self._usual_shape and self.current.follows:
-                if column.places:
-                    # Does not wait for a GPU. Passed by position, which is faster.
-                    column.places.pop().copy_(kept, True)
-                else:
-                    self._put(kept)
+            shape, column, current = activation.shape, self._column, self.current
+            if (
+                column is not None
+                and shape == self._usual_shape
+                and current.follows
+                and column.put_if_ready(activation, current.start, current.num_rows)
+            ):
                 return
-            if self._row_shape is not None and shape == self.current.rows.shape + self._row_shape:
-                self._put(kept)
+            if self._row_shape is not None and shape == current.rows.shape + self._row_shape:
+                self._put(activation.detach() if activation.requires_grad else activation)
                 return
         self._receive_checked(activation)
 
