@@ -83,7 +83,7 @@ def run(work: Callable[[Path], None], folder: Path, attempt: int = 0) -> set[int
         # Other libraries ask for what torchrun says.
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
         os.environ |= dict(zip(names, map(str, (rank, rank, WORLD, WORLD, 0)), strict=True))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
         work(folder)
         dist.destroy_process_group()
