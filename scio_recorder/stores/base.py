@@ -13,8 +13,8 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.calls import Calls, KeptCalls
+from scio_recorder.stores.column import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium

@@ -27,8 +27,9 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.stores.base import EmptyPartError, Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Buffer, Column, ReusedMemory, wait_for
+from scio_recorder.stores.buffers import Buffer, ReusedMemory, wait_for
 from scio_recorder.stores.calls import KeptCalls
+from scio_recorder.stores.column import Column
 from scio_recorder.stores.disk_format import places
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.bucket import is_url
