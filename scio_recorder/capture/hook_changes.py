@@ -101,8 +101,13 @@ def _in_own_collection(change: Callable[[], _T], waits: bool) -> _T:
         # The time is up, or the user interrupts the wait: hooks must not stay behind.
         if not changer.is_over:
             changer.run()
-    if changer.error is not None:
-        raise changer.error
+    error, changer.error = changer.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            # Frames that hold an error which holds them live until garbage is collected.
+            del error
     result: _T = changer.result
     return result
 

@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -368,6 +369,25 @@ def test_a_change_gives_its_result_and_its_error_and_may_hold_another(monkeypatc
         change_hooks(lambda: {}["here"])
     assert change_hooks(lambda: 2) == 2
     assert not any("hook_changes" in type(one).__module__ for one in gc.callbacks)
+
+
+def test_an_error_of_a_change_is_gone_once_it_is_handled() -> None:
+    class OwnError(Exception):
+        pass
+
+    def fail() -> None:
+        raise OwnError
+
+    errors = []
+    gc.collect()
+    gc.disable()
+    try:
+        change_hooks(fail)
+    except OwnError as error:
+        errors.append(weakref.ref(error))
+    finally:
+        gc.enable()
+    assert [error() for error in errors] == [None]
 
 
 def test_a_finalizer_does_not_wait_for_the_collection_that_calls_it(monkeypatch: Any) -> None:

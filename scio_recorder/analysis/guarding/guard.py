@@ -361,11 +361,17 @@ class Guard:
 
     def _act(self, origin: Origin) -> None:
         if self._action == "raise":
-            error = NonFiniteError(str(origin))
-            error.origin = origin
-            raise error
+            raise _error(origin)
         if self._action == "warn":
             warn(str(origin))
+
+
+def _error(origin: Origin) -> NonFiniteError:
+    # A frame that raises must not hold the error. In a cycle, the frames of its traceback live on
+    # until garbage is collected, and before torch 2.13 checkpoint's hooks on saved tensors, too.
+    error = NonFiniteError(str(origin))
+    error.origin = origin
+    return error
 
 
 def _made(had: Sequence[NonFinite], gives: Sequence[NonFinite]) -> frozenset[str]:

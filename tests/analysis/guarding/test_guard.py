@@ -56,6 +56,29 @@ def _seeded() -> Iterator[None]:
 # -- the forward pass ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+def test_an_error_is_gone_once_it_is_handled(is_checkpointed: bool) -> None:
+    bad = Do(lambda x: x * NAN)
+
+    def forward(x: Tensor) -> Any:
+        return checkpoint(bad, x, use_reentrant=False) if is_checkpointed else bad(x)
+
+    net = Do(forward)
+    net.bad = bad
+    errors = []
+    gc.collect()
+    gc.disable()
+    try:
+        with recorder(net).guard():
+            net(X)
+    except NonFiniteError as error:
+        errors.append(weakref.ref(error))
+    finally:
+        gc.enable()
+    # It would hold the frames that it has left, and with them what these had open.
+    assert [error() for error in errors] == [None]
+
+
 @pytest.mark.parametrize("by", ["rnet", "net"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", list(forward_faults()))
