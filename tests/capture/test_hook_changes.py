@@ -385,9 +385,9 @@ def test_an_error_of_a_change_is_gone_once_it_is_handled() -> None:
         change_hooks(fail)
     except OwnError as error:
         errors.append(weakref.ref(error))
-    finally:
-        gc.enable()
-    assert [error() for error in errors] == [None]
+    left = [error() for error in errors]
+    gc.enable()
+    assert left == [None]
 
 
 def test_a_finalizer_does_not_wait_for_the_collection_that_calls_it(monkeypatch: Any) -> None:

@@ -823,3 +823,24 @@ def test_a_shared_module_goes_by_its_first_name():
     assert select(architecture, ["0"]) == select(architecture, ["2"]) == both
     # The table shows torchinfo's name, which is the last.
     assert len(both) == 2
+
+
+def test_an_error_of_the_net_is_gone_once_it_is_handled():
+    class OwnError(Exception):
+        pass
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            raise OwnError
+
+    net = nn.Sequential(linear(), Inner())
+    gc.collect()
+    gc.disable()
+    try:
+        label_net(net, input_size=(2, 4))
+    except LabellingError as error:
+        errors = [weakref.ref(one) for one in (error, error.__cause__)]
+    left = [error() for error in errors]
+    gc.enable()
+    # They would hold the frames that they have left, and with them what these had open.
+    assert left == [None, None]

@@ -237,7 +237,11 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
     assert failure is not None
-    raise LabellingError(failed_run(net, keywords, failure.cause)) from failure.cause
+    try:
+        raise LabellingError(failed_run(net, keywords, failure.cause)) from failure.cause
+    finally:
+        # Frames that hold an error which holds them live until garbage is collected.
+        del failure
 
 
 def _label_once(
@@ -285,6 +289,12 @@ class _DryRunError(Exception):
     cause: BaseException
 
 
+def _cause_of(error: Exception) -> BaseException:
+    """Return the net's exception, which torchinfo wraps."""
+    wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
+    return wrapped or error
+
+
 def _dry_run(
     twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool, followed: bool = True
 ) -> _Labelled:
@@ -299,9 +309,7 @@ def _dry_run(
     except UnsupportedTorchError:
         raise
     except Exception as error:
-        # torchinfo wraps the net's exception.
-        wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
-        raise _DryRunError(wrapped or error) from error
+        raise _DryRunError(_cause_of(error)) from error
     calls = [call for call in trace.calls if id(call.module) in originals]
     rows = list(_rows(statistics.summary_list, calls))
     point_to(statistics.summary_list, originals)

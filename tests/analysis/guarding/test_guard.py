@@ -73,10 +73,10 @@ def test_an_error_is_gone_once_it_is_handled(is_checkpointed: bool) -> None:
             net(X)
     except NonFiniteError as error:
         errors.append(weakref.ref(error))
-    finally:
-        gc.enable()
+    left = [error() for error in errors]
+    gc.enable()
     # It would hold the frames that it has left, and with them what these had open.
-    assert [error() for error in errors] == [None]
+    assert left == [None]
 
 
 @pytest.mark.parametrize("by", ["rnet", "net"])
