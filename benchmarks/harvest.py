@@ -184,7 +184,7 @@ def compare_used(rounds: int) -> None:
     median, quartiles = ratio(own, by_hand)
     sums, minima = sum(own) / sum(by_hand), min(own) / min(by_hand)
     print(
-        f"collect into a used Host / hooks, copy into used arrays, {rounds} rounds: {median} "
+        f"{' / '.join(names[::-1])}, {rounds} rounds: {median} "
         f"({quartiles}), of the sums {sums:.2f}, of the minima {minima:.2f}"
     )
 

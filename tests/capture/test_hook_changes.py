@@ -22,6 +22,7 @@ from scio_recorder.capture.hook_changes import change_hooks, entries
 from scio_recorder.events import track
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
+from tests.garbage import garbage_left
 from tests.oracle import same_bits
 from tests.zoo.base import linear
 
@@ -379,15 +380,12 @@ def test_an_error_of_a_change_is_gone_once_it_is_handled() -> None:
         raise OwnError
 
     errors = []
-    gc.collect()
-    gc.disable()
-    try:
-        change_hooks(fail)
-    except OwnError as error:
-        errors.append(weakref.ref(error))
-    left = [error() for error in errors]
-    gc.enable()
-    assert left == [None]
+    with garbage_left():
+        try:
+            change_hooks(fail)
+        except OwnError as error:
+            errors.append(weakref.ref(error))
+        assert [error() for error in errors] == [None]
 
 
 def test_a_finalizer_does_not_wait_for_the_collection_that_calls_it(monkeypatch: Any) -> None:

@@ -28,6 +28,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
 from scio_recorder.nets.state import restoring
+from tests.garbage import garbage_left
 from tests.zoo import BY_NAME, CASES
 from tests.zoo.base import Net, linear
 
@@ -834,13 +835,10 @@ def test_an_error_of_the_net_is_gone_once_it_is_handled():
             raise OwnError
 
     net = nn.Sequential(linear(), Inner())
-    gc.collect()
-    gc.disable()
-    try:
-        label_net(net, input_size=(2, 4))
-    except LabellingError as error:
-        errors = [weakref.ref(one) for one in (error, error.__cause__)]
-    left = [error() for error in errors]
-    gc.enable()
-    # They would hold the frames that they have left, and with them what these had open.
-    assert left == [None, None]
+    with garbage_left():
+        try:
+            label_net(net, input_size=(2, 4))
+        except LabellingError as error:
+            errors = [weakref.ref(one) for one in (error, error.__cause__)]
+        # They would hold the frames that they have left, and with them what these had open.
+        assert [error() for error in errors] == [None, None]

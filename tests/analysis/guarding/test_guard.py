@@ -37,6 +37,7 @@ from tests.analysis.guarding.nonfinite import (
     forward_faults,
     linear,
 )
+from tests.garbage import garbage_left
 
 X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [-1.0, 0.0, 2.0, -0.5], [0.0, 1.0, -1.0, 4.0]])
 
@@ -66,17 +67,14 @@ def test_an_error_is_gone_once_it_is_handled(is_checkpointed: bool) -> None:
     net = Do(forward)
     net.bad = bad
     errors = []
-    gc.collect()
-    gc.disable()
-    try:
-        with recorder(net).guard():
-            net(X)
-    except NonFiniteError as error:
-        errors.append(weakref.ref(error))
-    left = [error() for error in errors]
-    gc.enable()
-    # It would hold the frames that it has left, and with them what these had open.
-    assert left == [None]
+    with garbage_left():
+        try:
+            with recorder(net).guard():
+                net(X)
+        except NonFiniteError as error:
+            errors.append(weakref.ref(error))
+        # It would hold the frames that it has left, and with them what these had open.
+        assert [error() for error in errors] == [None]
 
 
 @pytest.mark.parametrize("by", ["rnet", "net"])
@@ -615,18 +613,13 @@ def test_after_an_error_nothing_is_kept() -> None:
 def test_the_graph_goes_without_the_collector() -> None:
     net = nn.Sequential(linear(), Residual(sqrt_at_zero()))
     rnet = recorder(net)
-    gc.collect()
-    gc.disable()
-    try:
-        with rnet.guard():
-            x = X.clone().requires_grad_()
-            hidden = x * 1
-            reference = weakref.ref(hidden)
-            output = net(hidden)
-            del hidden, output
-            assert reference() is None
-    finally:
-        gc.enable()
+    with garbage_left(), rnet.guard():
+        x = X.clone().requires_grad_()
+        hidden = x * 1
+        reference = weakref.ref(hidden)
+        output = net(hidden)
+        del hidden, output
+        assert reference() is None
 
 
 def test_guards_recorders_and_blocks_go_together() -> None:
