@@ -21,6 +21,7 @@ from scio_recorder.errors import (
     UnsupportedNetError,
     UnsupportedTorchError,
 )
+from scio_recorder.former_names import find_former_names
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.alikeness.similarity import similarity
@@ -100,3 +101,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
+
+
+find_former_names()

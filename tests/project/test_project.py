@@ -24,23 +24,29 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "scio_recorder"
 
 # The house, from the roof down: a room imports from its own row and from those below.
-HOUSE = (
+UPPER_STOREY = (
     "__main__",
     "command_line",
     "__init__",
+    "integrations",
+    "analysis events recompute workers",
+)
+CORE = (
     "recorder",
-    "analysis integrations",
     "recording",
     "stores",
-    "events recompute",
     "capture reductions",
     "postprocessors",
     "nets",
     "display",
     "layer",
     "tensors",
-    "errors",
+    "errors former_names",
 )
+HOUSE = UPPER_STOREY + CORE
+# The only files of the core that import from above, inside their functions.
+FRONT_DOORS = {"recorder.analysis_methods", "recording.recompute_methods"}
+# What the upper storey may import from the core: what another package could use too.
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 
 # Installed by extras only, so imported inside the functions that use them.
