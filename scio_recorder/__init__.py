@@ -25,11 +25,11 @@ from scio_recorder.former_names import find_former_names
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.alikeness.similarity import similarity
+    from scio_recorder.analysis.comparing.compare import compare
     from scio_recorder.events import Tracker, track
     from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
-    from scio_recorder.recorder.comparing import compare
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
     from scio_recorder.recording.collect.nodes import Nodes
@@ -81,7 +81,7 @@ _HOMES = {
     "Recording": "recording",
     "Tokens": "recording.collect.tokens",
     "Tracker": "events",
-    "compare": "recorder.comparing",
+    "compare": "analysis.comparing.compare",
     "open_recording": "recording",
     "similarity": "analysis.alikeness.similarity",
     "track": "events",

@@ -10,7 +10,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
-MOVED: dict[str, str] = {}
+MOVED = {
+    "recorder.comparing": "analysis.comparing.compare",
+}
 
 
 class FormerNames(MetaPathFinder, Loader):

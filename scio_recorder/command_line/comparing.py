@@ -95,7 +95,7 @@ def compare(parsed: argparse.Namespace, console: Console) -> int:
     if something does, and 2 for any error.
     """
     # Imported here so that --help and wrong use answer at once.
-    from scio_recorder.recorder.comparing import compare as compare_runs
+    from scio_recorder.analysis.comparing.compare import compare as compare_runs
 
     given = [parsed.reference, parsed.candidate, *filter(None, [parsed.floor])]
     match = dict(_pair(text) for text in parsed.match)
