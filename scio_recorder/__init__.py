@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
-    from scio_recorder.recording.collect.nodes import Nodes
-    from scio_recorder.recording.collect.tokens import Tokens
+    from scio_recorder.recording.nodes import Nodes
+    from scio_recorder.recording.tokens import Tokens
 
 __all__ = [
     "ActivationCheckpointer",
@@ -76,10 +76,10 @@ _HOMES = {
     "CheckpointConfig": "recompute.checkpointer",
     "DepthIdx": "layer",
     "Layer": "layer",
-    "Nodes": "recording.collect.nodes",
+    "Nodes": "recording.nodes",
     "Recorder": "recorder.recorder",
     "Recording": "recording",
-    "Tokens": "recording.collect.tokens",
+    "Tokens": "recording.tokens",
     "Tracker": "events",
     "compare": "analysis.comparing.compare",
     "open_recording": "recording",

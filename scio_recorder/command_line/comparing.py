@@ -157,7 +157,7 @@ def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
     """Return the nets' inputs for the first batch, and all batches including the first."""
     if batches is None:
         return None, None
-    from scio_recorder.recording.collect.feed import Feed
+    from scio_recorder.recording.feed import Feed
 
     feed = Feed(batches)
     iterator = iter(batches)
@@ -192,7 +192,7 @@ def _in_dtype_of(net: nn.Module, inputs: Inputs) -> Inputs:
 
 def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[Any], Any]] | None:
     """Return a function of the batch for each run's inputs, if the dtypes differ."""
-    from scio_recorder.recording.collect.feed import Feed
+    from scio_recorder.recording.feed import Feed
 
     nets = [getattr(run, "net", None) for run in runs]
     if inputs is None or all(net is None or _in_dtype_of(net, inputs) is inputs for net in nets):

@@ -21,9 +21,9 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
-from scio_recorder.recording.collect.options import Reduce, Transforms
 from scio_recorder.recording.collect.parts import check_make_batches
-from scio_recorder.recording.collect.rows import Rows
+from scio_recorder.recording.options import Reduce, Transforms
+from scio_recorder.recording.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.claims import complete_parts
 from scio_recorder.stores.disk_format.places import for_others, medium_at

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from scio_recorder.display.progress import Advance
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
-    from scio_recorder.recording.collect.collection import Collection
-    from scio_recorder.recording.collect.options import Reduce, Transforms
-    from scio_recorder.recording.collect.rows import Rows
+    from scio_recorder.recording.collection import Collection
+    from scio_recorder.recording.options import Reduce, Transforms
+    from scio_recorder.recording.rows import Rows
     from scio_recorder.stores import Plan, Store
 
 
@@ -126,10 +126,10 @@ class Collecting(Reading):
         torch.Size([4, 4])
         """
         from scio_recorder.display.progress import progress_bar
-        from scio_recorder.recording.collect.collection import Collection
-        from scio_recorder.recording.collect.feed import Feed
-        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
-        from scio_recorder.recording.collect.options import Options
+        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.feed import Feed
+        from scio_recorder.recording.interrupted import saying_what_is_durable
+        from scio_recorder.recording.options import Options
 
         feed = Feed(batches, every, max_batches, to_inputs, sample_ids)
         options = Options(self._capture, reduce, transform, dtype, rows)
@@ -221,11 +221,11 @@ class Collecting(Reading):
         (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
         >>> folder.cleanup()
         """
-        from scio_recorder.recording.collect.collection import Collection
-        from scio_recorder.recording.collect.feed import Feed
-        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
-        from scio_recorder.recording.collect.options import Options
         from scio_recorder.recording.collect.parts import Parts
+        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.feed import Feed
+        from scio_recorder.recording.interrupted import saying_what_is_durable
+        from scio_recorder.recording.options import Options
 
         def collection(
             batches: Iterable[Any], part: int, store: Store, weights: str | None
@@ -248,7 +248,7 @@ class Collecting(Reading):
         stop_early: bool,
     ) -> Recording:
         """Run the network over the batches of a collection."""
-        from scio_recorder.recording.collect.loop import go_through
+        from scio_recorder.recording.loop import go_through
 
         self._refuse_inside_fsdp()
         # torch.compile(rnet) is another module, and can't be distinguished here.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from scio_recorder.capture.engine import Capture
     from scio_recorder.layer import Layer
     from scio_recorder.postprocessors.assigning import Postprocessors
-    from scio_recorder.recording.collect.block import CollectedPasses
-    from scio_recorder.recording.collect.options import Reduce, Transforms
-    from scio_recorder.recording.collect.rows import Rows
+    from scio_recorder.recording.collected_passes import CollectedPasses
+    from scio_recorder.recording.options import Reduce, Transforms
+    from scio_recorder.recording.rows import Rows
     from scio_recorder.stores import Store
 
 
@@ -180,11 +180,11 @@ class Watching(Reading):
         >>> collection.recording["0-1"].shape
         torch.Size([12, 1])
         """
-        from scio_recorder.recording.collect.block import CollectedPasses
-        from scio_recorder.recording.collect.collection import Collection
-        from scio_recorder.recording.collect.feed import Feed
-        from scio_recorder.recording.collect.interrupted import saying_what_is_durable
-        from scio_recorder.recording.collect.options import Options
+        from scio_recorder.recording.collected_passes import CollectedPasses
+        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.feed import Feed
+        from scio_recorder.recording.interrupted import saying_what_is_durable
+        from scio_recorder.recording.options import Options
 
         if self._collected is not None:
             raise CollectError(

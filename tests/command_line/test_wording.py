@@ -99,7 +99,7 @@ def test_messages_name_options_and_say_what_needs_python(
     assert KEYWORDS.findall(said.replace("batches, sample_ids=", "")) == []
 
 
-ROOMS = ("capture", "nets", "postprocessors", "recording/collect", "stores")
+ROOMS = ("capture", "nets", "postprocessors", "recording", "stores")
 
 
 def messages() -> Iterator[str]:

@@ -15,8 +15,8 @@ from scio_recorder.tensors import private
 if TYPE_CHECKING:
     from scio_recorder.analysis.comparing.difference import Difference
     from scio_recorder.analysis.comparing.running import Side
-    from scio_recorder.recording.collect.feed import Feed
-    from scio_recorder.recording.collect.rows import Rows
+    from scio_recorder.recording.feed import Feed
+    from scio_recorder.recording.rows import Rows
 
 ToInputs = Callable[[Any], Any]
 
@@ -100,7 +100,7 @@ def compare(
     from scio_recorder.analysis.comparing.matching import Match
     from scio_recorder.analysis.comparing.measures import Tolerance
     from scio_recorder.analysis.comparing.running import Sides, compare_sides
-    from scio_recorder.recording.collect.rows import rows_or_none
+    from scio_recorder.recording.rows import rows_or_none
 
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
@@ -131,7 +131,7 @@ def _feeds(
     sample_ids: Callable[[Any], Any] | None,
 ) -> list[Feed]:
     """Return the feed of each side; the first one counts the samples."""
-    from scio_recorder.recording.collect.feed import Feed
+    from scio_recorder.recording.feed import Feed
 
     is_several = isinstance(to_inputs, Sequence)
     several: list[Any] = [*to_inputs] if is_several else [to_inputs] * 3  # type: ignore[misc]  # seen

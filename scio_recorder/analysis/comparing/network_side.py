@@ -14,9 +14,9 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.failing import naming_batch
-from scio_recorder.recording.collect.feed import Feed
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.naming_batch import naming_batch
 from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.structures import map_tensors
 

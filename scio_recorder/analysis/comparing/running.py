@@ -28,9 +28,9 @@ from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.state.restoring import random_state, restore_random
 from scio_recorder.nets.state.sharded import restored_after_passes
-from scio_recorder.recording.collect.advice import advise_second_element, refuse_sample
-from scio_recorder.recording.collect.feed import Feed
-from scio_recorder.recording.collect.rows import Rows, Source
+from scio_recorder.recording.advice import advise_second_element, refuse_sample
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.rows import Rows, Source
 from scio_recorder.stores.disk_tensor import bytes_of_row
 
 # The bytes of a layer that are read at once from each recording.

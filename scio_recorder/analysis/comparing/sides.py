@@ -15,7 +15,7 @@ from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.collect.batch_rows import BatchRows
+from scio_recorder.recording.batch_rows import BatchRows
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import sample_digests
 

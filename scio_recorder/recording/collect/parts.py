@@ -19,9 +19,9 @@ from typing import Any
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, caught_as, raised_by
 from scio_recorder.nets.state.sharded import InStep
-from scio_recorder.recording.collect.collection import Collection
-from scio_recorder.recording.collect.failing import naming_part
 from scio_recorder.recording.collect.terminating import terminable
+from scio_recorder.recording.collection import Collection
+from scio_recorder.recording.naming_batch import naming_part
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Store, as_store
 from scio_recorder.stores.base import EmptyPartError

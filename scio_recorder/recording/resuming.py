@@ -7,7 +7,7 @@ from typing import Any
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
-from scio_recorder.recording.collect.intake import RowColumns, StoringIntake
+from scio_recorder.recording.intake import RowColumns, StoringIntake
 from scio_recorder.recording.recipes import restore, states_of
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import State

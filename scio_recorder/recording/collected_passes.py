@@ -14,7 +14,7 @@ from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.recording.collect.collection import Collection
+from scio_recorder.recording.collection import Collection
 from scio_recorder.recording.recording import Recording
 
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.continuing import without_empty_cache
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.continuing import without_empty_cache
 
 _PLAIN = (type(None), bool, int, float, str, Tensor)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectError, CollectWarning, warn
 from scio_recorder.layer import few
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.collect.feed import counting_tensor
-from scio_recorder.recording.collect.rows import Source
+from scio_recorder.recording.feed import counting_tensor
+from scio_recorder.recording.rows import Source
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, including those of other libraries, by words in the names of their

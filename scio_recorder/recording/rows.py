@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, RecorderError, raised_by
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.feed import advice_on_lists
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.feed import advice_on_lists
 from scio_recorder.tensors.copies import is_dense
 
 # A key or attribute of the batch, an argument of forward, or a function of the batch.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from scio_recorder.recording.collect.shares import OWN_WORDS, Share, all_left, noting
+from scio_recorder.recording.shares import OWN_WORDS, Share, all_left, noting
 from scio_recorder.tensors.processes import Place, this_process
 
 # Attributes that, besides the dataset, decide the indices that a sampler gives.

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.collect.given_ids import SeenIds
-from scio_recorder.recording.collect.samplers import share_of
-from scio_recorder.recording.collect.shares import Share
+from scio_recorder.recording.given_ids import SeenIds
+from scio_recorder.recording.samplers import share_of
+from scio_recorder.recording.shares import Share
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.tensors.arguments import whole

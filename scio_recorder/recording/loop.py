@@ -13,10 +13,10 @@ from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import InStep
-from scio_recorder.recording.collect.advice import advise_evaluation, advise_second_element
-from scio_recorder.recording.collect.collection import Collection
-from scio_recorder.recording.collect.failing import naming_batch
-from scio_recorder.recording.collect.given_ids import check_all
+from scio_recorder.recording.advice import advise_evaluation, advise_second_element
+from scio_recorder.recording.collection import Collection
+from scio_recorder.recording.given_ids import check_all
+from scio_recorder.recording.naming_batch import naming_batch
 from scio_recorder.recording.recording import Recording
 
 

@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import counted
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.rows import Rows, Source
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.rows import Rows, Source
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 

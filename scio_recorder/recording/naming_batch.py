@@ -13,7 +13,7 @@ from scio_recorder.errors import CollectError, RecorderError, caught_as
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.wrong_dtype import cast_for
-from scio_recorder.recording.collect.feed import advice_on_lists
+from scio_recorder.recording.feed import advice_on_lists
 from scio_recorder.tensors.dtypes import dtype_name
 
 

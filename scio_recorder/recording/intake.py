@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import Layer, TensorSpec
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.options import Transform
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.options import Transform
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.samples import SampleReduction
 from scio_recorder.stores import Column, StoreWriter

@@ -12,8 +12,8 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import by_selector
-from scio_recorder.recording.collect.rows import Rows, rows_or_none
 from scio_recorder.recording.recipes import recipes_of
+from scio_recorder.recording.rows import Rows, rows_or_none
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, several
 from scio_recorder.tensors.dtypes import dtype_name

@@ -15,27 +15,27 @@ from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
-from scio_recorder.recording.collect.advice import refuse_sample
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.continuing import Continuing
-from scio_recorder.recording.collect.feed import Feed
-from scio_recorder.recording.collect.intake import (
+from scio_recorder.recording.advice import refuse_sample
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.continuing import Continuing
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.intake import (
     CurrentBatch,
     ReducingIntake,
     RowColumns,
     StoringIntake,
 )
-from scio_recorder.recording.collect.options import Options
-from scio_recorder.recording.collect.probing import Doubts
-from scio_recorder.recording.collect.resuming import (
+from scio_recorder.recording.options import Options
+from scio_recorder.recording.probing import Doubts
+from scio_recorder.recording.recording import Recording
+from scio_recorder.recording.resuming import (
     check_boundary,
     check_number,
     check_order,
     restore_state,
     state_of,
 )
-from scio_recorder.recording.collect.rows import Source
-from scio_recorder.recording.recording import Recording
+from scio_recorder.recording.rows import Source
 from scio_recorder.reductions.base import several
 from scio_recorder.stores import Job, State, Store, as_store
 from scio_recorder.stores.calls import KeptCall

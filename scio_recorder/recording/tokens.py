@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.collect.batch_rows import BatchRows
-from scio_recorder.recording.collect.feed import advice_on_lists
-from scio_recorder.recording.collect.rows import Fields, Name, Rows, Source
+from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.feed import advice_on_lists
+from scio_recorder.recording.rows import Fields, Name, Rows, Source
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
