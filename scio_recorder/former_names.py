@@ -11,6 +11,9 @@ from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
 MOVED = {
+    "recording.collect.nodes": "recording.nodes",
+    "recording.collect.rows": "recording.rows",
+    "recording.collect.tokens": "recording.tokens",
     "recorder.comparing": "analysis.comparing.compare",
 }
 
