@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from sphinx.util.inventory import InventoryFile
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,7 @@ FETCHED = {
 }
 
 
+@pytest.mark.campaign
 def test_the_site(tmp_path: Path) -> None:
     """Build it once, since that takes seconds, and look at it from all sides."""
     site = built(tmp_path)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 ABSENT = (
     "obstore", "ray", "lightning", "pandas", "matplotlib", "pyarrow", "datasets", "zarr", "sklearn",
     "tensorboard",

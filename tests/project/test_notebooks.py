@@ -34,6 +34,7 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_gives_what_it_shows(path: Path, folder: Path) -> None:
     stored = read(path)
@@ -131,17 +132,20 @@ def test_numbers_learned_from_another_manual_may_differ(
     assert (not list(differences(stored, fresh))) == same
 
 
+@pytest.mark.campaign
 def test_outputs_are_those_of_the_run(folder: Path) -> None:
     stored = notebook_of("print(1 + 1)", "3")
     assert list(differences(stored, execute(stored, folder)))
 
 
+@pytest.mark.campaign
 def test_warnings_stop_a_notebook(folder: Path) -> None:
     warns = notebook_of("import warnings\nwarnings.warn('old')", "")
     with pytest.raises(RuntimeError, match="UserWarning: old"):
         execute(warns, folder)
 
 
+@pytest.mark.campaign
 def test_errors_stop_a_notebook(folder: Path) -> None:
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         execute(notebook_of("1 / 0", ""), folder)
