@@ -20,7 +20,7 @@ from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
-from scio_recorder.recorder.analysing import Analysing
+from scio_recorder.recorder.analysis_methods import Analysing
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.recorder.recomputing import Recomputing
 from scio_recorder.recorder.watching import Watching

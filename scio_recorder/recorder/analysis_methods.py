@@ -1,4 +1,4 @@
-"""The methods of a recorder that analyse passes: sweeping and guarding."""
+"""The methods of a recorder that belong upstairs: each imports what it calls inside itself."""
 
 from __future__ import annotations
 
