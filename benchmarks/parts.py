@@ -38,10 +38,10 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.folder import Folder
 from scio_recorder.stores.disk_format.index import put_together
-from scio_recorder.stores.disk_format.lease import Lease, seconds
-from scio_recorder.stores.disk_format.progress import progress_of
 from scio_recorder.stores.disk_format.run import scan
 from scio_recorder.stores.disk_format.tensor_file import prepared
+from scio_recorder.workers.holders import progress_of
+from scio_recorder.workers.leases import Lease, seconds
 
 LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 200
 NUM_PROCESSES, PARTS_OF_EACH = 2, 2
@@ -143,7 +143,7 @@ def time_to_open(folder: Path, number: int) -> dict[str, float]:
     for name, work in {
         f"s to open {number:,} parts, before they are put together": lambda: open_recording(path),
         "s to put them together, once": lambda: put_together(
-            many, Lease(many, number, 0, dict, seconds)
+            many, Lease(many, number, 0, dict, seconds).check
         ),
         "s to open them, once they are put together": lambda: open_recording(path),
         "s to say how many are complete": lambda: progress_of(many),

@@ -11,6 +11,9 @@ from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
 MOVED = {
+    "stores.disk_format.claims": "workers.leases",
+    "stores.disk_format.lease": "workers.leases",
+    "stores.disk_format.progress": "workers.holders",
     "recording.collect.nodes": "recording.nodes",
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",

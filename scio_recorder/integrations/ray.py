@@ -21,13 +21,13 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
-from scio_recorder.recording.collect.parts import check_make_batches
 from scio_recorder.recording.options import Reduce, Transforms
 from scio_recorder.recording.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk_format.claims import complete_parts
+from scio_recorder.stores.disk_format.description import complete_ranks
 from scio_recorder.stores.disk_format.places import for_others, medium_at
 from scio_recorder.tensors.arguments import whole
+from scio_recorder.workers.parts import check_make_batches
 
 with needing("ray", "a collection by actors"):
     import ray
@@ -235,7 +235,7 @@ def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> Non
                     return
             # Before an actor has begun, there is no recording.
             with contextlib.suppress(OSError), contextlib.closing(medium_at(path)) as medium:
-                number = len(complete_parts(medium))
+                number = len(complete_ranks(medium))
                 advance(0, 0, number - shown)
                 shown = number
     raise RecordingError(

@@ -221,11 +221,11 @@ class Collecting(Reading):
         (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
         >>> folder.cleanup()
         """
-        from scio_recorder.recording.collect.parts import Parts
         from scio_recorder.recording.collection import Collection
         from scio_recorder.recording.feed import Feed
         from scio_recorder.recording.interrupted import saying_what_is_durable
         from scio_recorder.recording.options import Options
+        from scio_recorder.workers.parts import Parts
 
         def collection(
             batches: Iterable[Any], part: int, store: Store, weights: str | None

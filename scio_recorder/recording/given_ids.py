@@ -8,8 +8,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from scio_recorder.errors import CollectError
-from scio_recorder.stores.disk_format.claims import complete_parts
-from scio_recorder.stores.disk_format.description import read_description
+from scio_recorder.stores.disk_format.description import complete_ranks, read_description
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
@@ -69,7 +68,7 @@ def check_all(path: str) -> None:
         The recording that several processes fill, of which this one has ended.
     """
     with closing(medium_at(path)) as medium:
-        if len(complete_parts(medium)) < read_description(medium).world_size:
+        if len(complete_ranks(medium)) < read_description(medium).world_size:
             return
     with RunReader(path) as whole:
         twice = whole.sample_ids.repeated()

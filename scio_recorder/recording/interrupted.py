@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from scio_recorder.errors import RecorderError
 from scio_recorder.recording.recording import open_recording
 from scio_recorder.stores import Store, as_store
+from scio_recorder.stores.disk_format.description import complete_ranks
 from scio_recorder.stores.disk_format.places import medium_at
-from scio_recorder.stores.disk_format.progress import progress_of
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def what_is_durable(path: str, num_parts: int | None) -> str:
     try:
         if num_parts is not None:
             with closing(medium_at(path)) as medium:
-                done = progress_of(medium).num_done
+                done = len(complete_ranks(medium))
             others = "durable data of the others stays, and the same call goes on"
             return f"{done:,} of {num_parts:,} parts are complete, {others}"
         samples = open_recording(path).num_samples

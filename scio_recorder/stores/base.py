@@ -10,21 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.column import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
-from scio_recorder.stores.disk_format.lease import Lease
-from scio_recorder.stores.disk_format.medium import Medium
 from scio_recorder.tensors.processes import Place, this_process
 
 State: TypeAlias = dict[str, Any]
-
-
-class EmptyPartError(CollectError):
-    """A part has no samples, and there is no recording yet to which it could belong."""
 
 
 @dataclass(frozen=True)
@@ -242,45 +235,6 @@ class Store(abc.ABC):
             "the data between them, such as DistributedSampler, or call collect_parts, or write "
             "sample_ids= and Disk(PATH, rank=, world_size=)"
         )
-
-    def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
-        """Begin, or join, a recording that several processes fill part by part.
-
-        Parameters
-        ----------
-        num_parts : int
-            The number of parts.
-        header : dict
-            Settings, in which all processes must agree.
-
-        Returns
-        -------
-        Medium
-            The place of the recording.
-
-        Raises
-        ------
-        CollectError
-            Other processes don't see this store.
-        RecordingError
-            The recording was begun with other settings.
-        """
-        raise CollectError(
-            f"collect_parts needs a store that other processes see, which {type(self).__name__} "
-            'is not: write store="disk:PATH"'
-        )
-
-    def part(self, number: int, num_parts: int, lease: Lease | None) -> Store:
-        """Return the store of one part of such a recording: the first, or the next one.
-
-        Parameters
-        ----------
-        number, num_parts : int
-            The number of the part, and of all parts.
-        lease : Lease or None
-            The right to write it; None if it is complete.
-        """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def open(self, job: Job) -> StoreWriter:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
-from scio_recorder.stores.base import EmptyPartError, Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, ReusedMemory, wait_for
 from scio_recorder.stores.calls import KeptCalls
 from scio_recorder.stores.column import Column
@@ -35,11 +35,10 @@ from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
-from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import block_checksums
-from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.joined import check_shards
 from scio_recorder.tensors.arguments import whole
@@ -50,6 +49,10 @@ CHUNK_BYTES = 64 << 20
 _SECONDS_BETWEEN_COMMITS = 30.0
 # The seconds for which a process without samples waits for others to begin a recording.
 _SECONDS_OF_WAITING = 600.0
+
+
+class EmptyPartError(CollectError):
+    """A part has no samples, and there is no recording yet to which it could belong."""
 
 
 class Disk(Store):
@@ -107,8 +110,9 @@ class Disk(Store):
         given = (0 if rank is None else rank), (1 if world_size is None else world_size)
         self.rank, self.world_size = Place.checked(*given, CollectError)
         self.is_shared = self.world_size > 1
-        # The right to write, if processes take parts of a recording.
-        self.lease: Lease | None = None
+        # Whether processes take parts of a recording, and their right to write this one.
+        self.is_part = False
+        self.right: WriteRight | None = None
         # The memory that buffers part after part; None if a job has memory of its own.
         self.memory: ReusedMemory | None = None
 
@@ -136,7 +140,7 @@ class Disk(Store):
         (made.rank, made.world_size), made.is_shared = place, True
         return made
 
-    def join(self, num_parts: int, header: dict[str, Any]) -> Medium:
+    def join_parts(self, num_parts: int, header: dict[str, Any]) -> Medium:
         """Begin, or join, a recording that several processes fill part by part.
 
         Parameters
@@ -149,7 +153,12 @@ class Disk(Store):
         Returns
         -------
         Medium
-            The folder.
+            The place of the recording.
+
+        Raises
+        ------
+        RecordingError
+            The recording was begun with other settings.
         """
         if self.is_shared:
             raise CollectError(
@@ -161,15 +170,15 @@ class Disk(Store):
         agree(medium, num_parts, header)
         return medium
 
-    def part(self, number: int, num_parts: int, lease: Lease | None) -> Disk:
+    def part(self, number: int, num_parts: int, right: WriteRight | None = None) -> Disk:
         """Return the store of one part of such a recording: the first, or the next one.
 
         Parameters
         ----------
         number, num_parts : int
             The number of the part, and of all parts.
-        lease : Lease or None
-            The right to write it; None if it is complete.
+        right : WriteRight, optional
+            The right to write it, unless it is complete.
 
         Returns
         -------
@@ -177,7 +186,7 @@ class Disk(Store):
             The same folder.
         """
         made = Disk(self.path, self.chunk_bytes, rank=number, world_size=num_parts)
-        made.lease, made.is_shared = lease, True
+        made.is_part, made.right, made.is_shared = True, right, True
         made.memory = self.memory or ReusedMemory()
         return made
 
@@ -222,7 +231,7 @@ class DiskWriter(StoreWriter):
         check_shards(self._architecture, self._header, store)
         if places.holds_recording(store.path):
             self._go_on(job.resume)
-        elif store.lease is None:
+        elif not store.is_part:
             places.check_writable(store.path, store.rank)
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
@@ -345,7 +354,7 @@ class DiskWriter(StoreWriter):
                 rows=rows if self.counts_rows else None,
                 rank=store.rank,
                 world_size=store.world_size,
-                lease=store.lease,
+                right=store.right,
             )
         except RecordingError as error:
             error.args = (f"{error}{self._store.advice()}",)
@@ -354,7 +363,7 @@ class DiskWriter(StoreWriter):
     def _begun_without_samples(self) -> RunWriter:
         if self._found is None:
             # A worker can look for another part meanwhile.
-            until = time.monotonic() + (_SECONDS_OF_WAITING if self._store.lease is None else 0)
+            until = time.monotonic() + (0 if self._store.is_part else _SECONDS_OF_WAITING)
             while not places.holds_recording(self._path):
                 if time.monotonic() >= until:
                     raise EmptyPartError(
@@ -366,7 +375,7 @@ class DiskWriter(StoreWriter):
         return self._writer or self._resumed()
 
     def _resumed(self) -> RunWriter:
-        return RunWriter.resume(self._path, rank=self._store.rank, lease=self._store.lease)
+        return RunWriter.resume(self._path, rank=self._store.rank, right=self._store.right)
 
     def _reader(self) -> RunReader:
         return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)

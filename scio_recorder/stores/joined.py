@@ -51,7 +51,7 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
         return
     check_copies(architecture, settings["layers"], store)
     layers = [architecture[name] for name in settings["layers"]]
-    place = None if store.lease is not None else (store.rank, store.world_size)
+    place = None if store.is_part else (store.rank, store.world_size)
     for layer in layers:
         shard, name = layer.shard, str(layer.label)
         if shard is None:

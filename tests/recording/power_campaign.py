@@ -23,7 +23,7 @@ import torch
 
 from scio_recorder.stores.disk_format.places import holds_recording
 from tests.recording.campaign import Job, in_child
-from tests.recording.parts_campaign import Parts, forked, hasten_leases, succeeded
+from tests.workers.parts_campaign import Parts, forked, hasten_leases, succeeded
 
 # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN, without a flush of the journal.
 _SHUTDOWN, _NO_FLUSH = 0x8004587D, struct.pack("I", 2)

@@ -213,7 +213,7 @@ def test_rows_in_any_order_are_asked_for_at_once(traffic, place, rnet):
 
 
 def test_workers_killed_at_random_moments():
-    command = [sys.executable, "-m", "tests.recording.parts_campaign", "s3", "500" if FULL else "1"]
+    command = [sys.executable, "-m", "tests.workers.parts_campaign", "s3", "500" if FULL else "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

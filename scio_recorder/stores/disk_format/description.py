@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ FORMAT = "scio-recording"
 # The formats of recordings whose rows are samples, and of those with rows of their own.
 VERSION, VERSION_WITH_ROWS = 2, 3
 MAX_RANKS = 100_000
+# Names are searched all at once, one in each line: there may be 100,000, and workers look often.
+_MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.MULTILINE)
 # The name in a chunk of the values that are kept of its batches.
 VALUES = "#values"
 _SHOWN = 10
@@ -55,6 +58,11 @@ def state_name(rank: int, token: str) -> str:
 def manifest_name(rank: int) -> str:
     """Return the name of the file that marks a rank as complete."""
     return f"manifest-{rank:05d}.safetensors"
+
+
+def complete_ranks(medium: Medium) -> list[int]:
+    """Return the complete ranks, by the names of their manifests."""
+    return list(map(int, _MANIFEST_NAMES.findall("\n".join(medium.names("manifest-")))))
 
 
 @dataclass(frozen=True)

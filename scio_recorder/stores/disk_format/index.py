@@ -10,21 +10,20 @@ import torch
 from scio_recorder.errors import CollectError
 from scio_recorder.stores.disk_format.description import INDEX_NAME
 from scio_recorder.stores.disk_format.jsons import JSON, dump
-from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 from scio_recorder.stores.disk_format.run import MANIFESTS, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import prepared
 
 
-def put_together(medium: Medium, lease: Lease) -> None:
+def put_together(medium: Medium, before_commit: Callable[[], object]) -> None:
     """Put an index of all parts in place, with which opening reads a single file.
 
     Parameters
     ----------
     medium : Medium
         Where the recording is.
-    lease : Lease
-        The right to do so.
+    before_commit : callable
+        Called before the index is put; raises if another process may be about to put it.
 
     Raises
     ------
@@ -47,7 +46,7 @@ def put_together(medium: Medium, lease: Lease) -> None:
             "collect again into another folder, with other sample_ids or with parts that have no "
             "sample twice"
         )
-    lease.check()
+    before_commit()
     with accessing(medium.path), suppress(FileExistsError):
         medium.put(INDEX_NAME, "index", _written(run))
 

@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
-from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.medium import WriteAt, accessing
 from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.stores.disk_format.reader import KeptBatches
@@ -34,6 +33,23 @@ from scio_recorder.stores.disk_format.run import scan
 from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
 
 _STATE = re.compile(r"state-\d{5}-[0-9a-f]{16}\.safetensors", re.ASCII)
+
+
+class WriteRight(NamedTuple):
+    """The right to write a rank without locking it, which somebody else grants and may withdraw.
+
+    Parameters
+    ----------
+    before_commit, after_commit : callable
+        Called before and after each file is put in place. They raise `RecordingError` once the
+        right is lost: then nothing is written, and nothing that was is reported as durable.
+    is_inherited : bool, default False
+        Whether an earlier holder may have left files.
+    """
+
+    before_commit: Callable[[], object]
+    after_commit: Callable[[], object]
+    is_inherited: bool = False
 
 
 class RunWriter:
@@ -49,20 +65,20 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: str, rank: int, new: Description | None, lease: Lease | None = None
+        self, path: str, rank: int, new: Description | None, right: WriteRight | None = None
     ) -> None:
-        self._lease = lease
+        self._right = right
         if new is not None:
             new.check_rank(path, rank)
-        self._medium = medium_at(path, makes_it=new is not None and lease is None)
+        self._medium = medium_at(path, makes_it=new is not None and right is None)
         with accessing(path):
             try:
                 self._begin(rank, new)
             except BaseException as error:
                 self.abort()
-                if lease is not None and isinstance(error, Exception):
-                    # Samples of another worker are in the way of one that has lost the part.
-                    lease.check()
+                if right is not None and isinstance(error, Exception):
+                    # Samples of another writer are in the way of one that has lost its right.
+                    right.after_commit()
                 raise
 
     def _begin(self, rank: int, new: Description | None) -> None:
@@ -70,14 +86,14 @@ class RunWriter:
         if new is None:
             # Before the lock, so that no file appears in a folder that holds something else.
             read_description(medium).check_rank(medium.path, rank)
-        if self._lease is None:
+        if self._right is None:
             medium.lock(f"lock-{rank:05d}")
-        # Without a lock, another writer may be active that has lost its lease, or never had one.
-        self._is_alone = self._lease is None and medium.has_locks
+        # Without a lock, another writer may be active that has lost its right, or never had any.
+        self._is_alone = self._right is None and medium.has_locks
         if new is None:
             run = scan(medium, rank)
         else:
-            run = begun(medium, new, rank, is_in_parts=self._lease is not None)
+            run = begun(medium, new, rank, is_in_parts=self._right is not None)
         if new is None and run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self._description = run.description
@@ -89,7 +105,7 @@ class RunWriter:
         self._states = list(filter(None, [run.state_file(rank)]))
         # Obsolete files of other writers, unless one of them still commits.
         self._orphans: list[str] = []
-        if self._lease is None or self._lease.is_inherited or self._commits:
+        if self._right is None or self._right.is_inherited or self._commits:
             # Found files need not be durable: their writer may have been killed before that.
             medium.sync()
             self._clear()
@@ -104,7 +120,7 @@ class RunWriter:
         rows: Table | None = None,
         world_size: int = 1,
         rank: int = 0,
-        lease: Lease | None = None,
+        right: WriteRight | None = None,
     ) -> Self:
         """Start a recording in an empty or missing folder, or join one of several ranks.
 
@@ -124,8 +140,8 @@ class RunWriter:
             the recording, the others join it.
         rank
             The rank whose part to write.
-        lease
-            The right to write it, in place of a lock.
+        right
+            Grants writing it, in place of a lock.
 
         Raises
         ------
@@ -144,11 +160,11 @@ class RunWriter:
             prepared({}, description.to_json())
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
-        return cls(os.fspath(path), rank, description, lease)
+        return cls(os.fspath(path), rank, description, right)
 
     @classmethod
     def resume(
-        cls, path: str | os.PathLike[str], *, rank: int = 0, lease: Lease | None = None
+        cls, path: str | os.PathLike[str], *, rank: int = 0, right: WriteRight | None = None
     ) -> Self:
         """Continue a recording; its files are not changed.
 
@@ -158,8 +174,8 @@ class RunWriter:
             The folder.
         rank
             The rank whose part to write.
-        lease
-            The right to write it, in place of a lock.
+        right
+            Grants writing it, in place of a lock.
 
         Raises
         ------
@@ -167,7 +183,7 @@ class RunWriter:
             There is no recording, it is damaged, this rank of it is complete, or another writer is
             active.
         """
-        return cls(os.fspath(path), rank, None, lease)
+        return cls(os.fspath(path), rank, None, right)
 
     @property
     def durable(self) -> int:
@@ -252,7 +268,7 @@ class RunWriter:
         self.check_usable()
         self._is_finishing = True
         with accessing(self._medium.path):
-            if self._lease is None:
+            if self._right is None:
                 self._clear()
         checksums = [checksum for checksum, _ in self._commits]
         content = self._description.manifest(self._rank, self.durable, checksums)
@@ -267,19 +283,20 @@ class RunWriter:
         self.abort()
 
     def _put(self, name: str, write: Callable[[WriteAt], str]) -> str:
-        """Put a file in place, unless the lease is lost by then."""
+        """Put a file in place, unless the right to do so is lost by then."""
+        right = self._right
         with accessing(self._medium.path):
-            if self._lease is not None:
-                self._lease.check()
+            if right is not None:
+                right.before_commit()
             try:
                 written = self._medium.put(name, f"{self._rank:05d}", write)
             except OSError:
-                # The worker that took the part over has removed the unfinished file.
-                if self._lease is not None:
-                    self._lease.check()
+                # The writer that has the right now has removed the unfinished file.
+                if right is not None:
+                    right.after_commit()
                 raise
-            if self._lease is not None:
-                self._lease.check()
+            if right is not None:
+                right.after_commit()
             return written
 
     def abort(self) -> None:

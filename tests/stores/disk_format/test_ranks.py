@@ -15,10 +15,10 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.lease import Lease
 from scio_recorder.stores.disk_format.places import holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
+from scio_recorder.workers.leases import Lease
 from tests.stores.disk_format.runs import calls_of, intercepted
 from tests.stores.disk_format.test_faults import failing, problem_of
 from tests.stores.disk_format.test_kills import Reports, in_child
@@ -133,7 +133,12 @@ def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, 
 
     def begin_part(lease: Lease) -> RunWriter:
         return RunWriter.create(
-            tmp_path, layers=LAYERS, header={}, world_size=2, rank=1, lease=lease
+            tmp_path,
+            layers=LAYERS,
+            header={},
+            world_size=2,
+            rank=1,
+            right=WriteRight(lease.check, lease.check, lease.is_inherited),
         )
 
     first = taken(0)

@@ -1,6 +1,6 @@
 """Workers that are killed at random moments while they fill a recording in parts.
 
-A program of its own, ``python -m tests.recording.parts_campaign FOLDER COUNT [SEED]``, that forks:
+A program of its own, ``python -m tests.workers.parts_campaign FOLDER COUNT [SEED]``, that forks:
 see `tests.recording.campaign`. ``s3`` in place of the folder is a bucket, on a server at which
 every 50th request goes wrong; a lease lasts for a second there.
 """
@@ -22,10 +22,10 @@ import torch
 from scio_recorder import RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import claims, requests, system
-from scio_recorder.stores.disk_format import lease as leases
+from scio_recorder.stores.disk_format import requests, system
 from scio_recorder.stores.disk_format.bucket import is_url
-from scio_recorder.stores.disk_format.lease import STALE_AFTER
+from scio_recorder.workers import leases
+from scio_recorder.workers.leases import STALE_AFTER
 from tests.object_store import Traffic, at_random, by_hand, environment, object_store
 from tests.recording.nets import batches, expected, recorder
 
@@ -119,11 +119,9 @@ def serve(dice: random.Random) -> int:
 
 
 def hasten_leases() -> None:
-    for name in ("RENEWED_EVERY", "TRUSTED_FOR", "STALE_AFTER", "TAKEN_WITHIN", "_LOOKS_EVERY"):
+    names = ("RENEWED_EVERY", "TRUSTED_FOR", "STALE_AFTER", "TAKEN_WITHIN", "_LOOKS_EVERY", "_LATE")
+    for name in names:
         setattr(leases, name, getattr(leases, name) / 50)
-        if hasattr(claims, name):
-            setattr(claims, name, getattr(leases, name))
-    claims._LATE /= 50
 
 
 def killed(parts: Parts, place: str, length: float, dice: random.Random) -> int:

@@ -19,19 +19,19 @@ from typing import Any
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, caught_as, raised_by
 from scio_recorder.nets.state.sharded import InStep
-from scio_recorder.recording.collect.terminating import terminable
 from scio_recorder.recording.collection import Collection
 from scio_recorder.recording.naming_batch import naming_part
 from scio_recorder.recording.recording import Recording, opened
-from scio_recorder.stores import Store, as_store
-from scio_recorder.stores.base import EmptyPartError
-from scio_recorder.stores.disk_format.claims import Claims
+from scio_recorder.stores import Disk, Store, as_store
+from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
 from scio_recorder.stores.disk_format.index import put_together
-from scio_recorder.stores.disk_format.lease import Keeper, Lease, machine, seconds
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
+from scio_recorder.workers.leases import Claims, Keeper, Lease, machine, seconds
+from scio_recorder.workers.terminating import terminable
 
 # Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
@@ -45,6 +45,15 @@ def check_make_batches(given: Any) -> None:
             "part and returns its batches"
         )
         raise caught_as(CollectError, TypeError(text), text)
+
+
+def _seen_by_others(store: Store) -> Disk:
+    if not isinstance(store, Disk):
+        raise CollectError(
+            f"collect_parts needs a store that other processes see, which {type(store).__name__} "
+            'is not: write store="disk:PATH"'
+        )
+    return store
 
 
 @dataclass
@@ -76,7 +85,7 @@ class Parts:
         if self.num_parts > MAX_RANKS:
             raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
         check_make_batches(self.make_batches)
-        self._store = as_store(self.store)
+        self._store = _seen_by_others(as_store(self.store))
 
     def collect(self, *, wait: bool, progress: bool) -> Recording:
         """Take parts until none is left that can be taken, and return the recording."""
@@ -94,7 +103,7 @@ class Parts:
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
             terminable(),
-            closing(self._store.join(self.num_parts, header)) as self._medium,
+            closing(self._store.join_parts(self.num_parts, header)) as self._medium,
             Keeper() as self._keeper,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
@@ -133,7 +142,7 @@ class Parts:
 
     def _do(self, claims: Claims, lease: Lease) -> None:
         if lease.part == self.num_parts:
-            put_together(self._medium, lease)
+            put_together(self._medium, lease.check)
             with accessing(self._medium.path):
                 claims.clear_away()
         else:
@@ -164,7 +173,8 @@ class Parts:
             raise raised_by(f"make_batches({part})", error) from error
 
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
-        self._store = self._store.part(part, self.num_parts, lease)
+        right = None if lease is None else WriteRight(lease.check, lease.check, lease.is_inherited)
+        self._store = self._store.part(part, self.num_parts, right)
         collection = self.collection(batches, part, self._store, self._weights)
         self.run(collection, nullcontext(self._count))
 

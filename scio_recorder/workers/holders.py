@@ -8,10 +8,9 @@ from typing import Any
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.beginning import agreed
-from scio_recorder.stores.disk_format.claims import complete_parts, newest_leases
-from scio_recorder.stores.disk_format.description import recordings_inside
-from scio_recorder.stores.disk_format.lease import holder_of, lease_name, machine
+from scio_recorder.stores.disk_format.description import complete_ranks, recordings_inside
 from scio_recorder.stores.disk_format.medium import Medium, accessing
+from scio_recorder.workers.leases import holder_of, lease_name, machine, newest_leases
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def progress_of(medium: Medium) -> Progress:
             f"{recordings_inside(medium.path)}"
         )
     with accessing(medium.path):
-        newest, done = newest_leases(medium), set(complete_parts(medium))
+        newest, done = newest_leases(medium), set(complete_ranks(medium))
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
     return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
 

@@ -225,7 +225,7 @@ class Broken(Exception):  # noqa: N818 - it is thrown by no fault of anybody
 
 def test_killed_at_random_moments(tmp_path):
     count = 250 if FULL else 3
-    command = [sys.executable, "-m", "tests.recording.parts_campaign", str(tmp_path), str(count)]
+    command = [sys.executable, "-m", "tests.workers.parts_campaign", str(tmp_path), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -449,7 +449,7 @@ def test_all_parts_empty(tmp_path):
 def test_a_lease_that_expires_at_a_commit(tmp_path, monkeypatch, stops_in):
     # This process stands still for longer than its lease holds, and another goes on meanwhile.
     clock = [0.0]
-    monkeypatch.setattr("scio_recorder.recording.collect.parts.seconds", lambda: clock[0])
+    monkeypatch.setattr("scio_recorder.workers.parts.seconds", lambda: clock[0])
     append, stopped = RunWriter.append, []
 
     def late(self: RunWriter, tensors: Any, ids: Any, **keywords: Any) -> None:
@@ -478,7 +478,7 @@ def test_a_lease_that_expires_at_a_commit(tmp_path, monkeypatch, stops_in):
 def test_a_lease_that_expires_at_a_commit_whose_file_has_been_cleared_away(tmp_path, monkeypatch):
     # Whoever takes a part over removes what the one before had begun to put.
     clock = [0.0]
-    monkeypatch.setattr("scio_recorder.recording.collect.parts.seconds", lambda: clock[0])
+    monkeypatch.setattr("scio_recorder.workers.parts.seconds", lambda: clock[0])
     rename = system.rename_new
 
     def late(old: str, new: str, folder: int) -> None:

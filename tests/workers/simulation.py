@@ -1,6 +1,6 @@
 """Many workers take many parts, in one process and within minutes: a clock and a medium of our own.
 
-``python -m tests.stores.disk_format.simulation WORKERS PARTS [SEED]`` runs `Claims` and `Lease` as
+``python -m tests.workers.simulation WORKERS PARTS [SEED]`` runs `Claims` and `Lease` as
 they are. Every request takes a while, in which other workers go on. Now and then one fails before
 or after it has acted, or takes longer than a lease lasts, or its worker dies in it.
 """
@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.claims import Claims
 from scio_recorder.stores.disk_format.description import INDEX_NAME, chunk_name, manifest_name
-from scio_recorder.stores.disk_format.lease import RENEWED_EVERY, STALE_AFTER, Lease
 from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.workers.leases import RENEWED_EVERY, STALE_AFTER, Claims, Lease
 
 PAUSE = 2.0
 LOOKS_EVERY = 3.0

@@ -7,12 +7,11 @@ import random
 import pytest
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format import claims as claiming
-from scio_recorder.stores.disk_format.claims import Claims
 from scio_recorder.stores.disk_format.description import manifest_name
 from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.lease import Lease, lease_name
-from tests.stores.disk_format.simulation import Bucket, Faults, World, check, simulate
+from scio_recorder.workers import leases
+from scio_recorder.workers.leases import Claims, Lease, lease_name
+from tests.workers.simulation import Bucket, Faults, World, check, simulate
 
 CALM = Faults(fails=0, has_no_answer=0, stalls=0, kills=0)
 
@@ -166,7 +165,7 @@ def test_an_old_view_takes_nothing():
 
 def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch):
     def worker() -> Claims:
-        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": claiming.machine()})
+        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": leases.machine()})
 
     first, second = worker(), worker()
     lease = first.take()
@@ -179,5 +178,5 @@ def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch
     assert taken.is_inherited
     # A process on another machine may be alive though its lock can't be seen from here.
     second._medium.close()
-    monkeypatch.setattr(claiming, "machine", lambda: "another")
+    monkeypatch.setattr(leases, "machine", lambda: "another")
     assert worker().take() is None

@@ -1,0 +1,1 @@
+"""Workers: any number of processes that fill one recording, part by part."""

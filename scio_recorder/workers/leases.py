@@ -1,0 +1,419 @@
+"""The right of one worker to write one part, and the choice of the part that it takes next.
+
+NOTE [How a part is held]
+
+The holder of a part has put an object ``lease-PART-NUMBER`` under an unused name. It puts one with
+the next number every 15 s. Nobody compares clocks: others take a part over, by putting the next
+number, once its newest number has been the same for 60 s of *their* clock. If several put a number,
+one succeeds. A holder that has not renewed for 45 s of *its* clock writes nothing more. If it finds
+that another worker has put the next number, it knows that it has lost the part.
+
+A worker may be stopped for any time between looking and acting. So the commit decides, which is put
+under the next unused number of its part: if two workers believe that they hold a part, the second
+to commit fails. A manifest counts as it is: a commit behind it was never reported durable, since
+its writer checks its lease again before it reports.
+
+Objects that were removed can be put again. So number 0, with which a free part is taken, stays
+until the part is given back, and so do the two newest. And a number is put to take a part over only
+within 10 s of the look that showed the one before, too short for a holder to renew twice.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.description import (
+    INDEX_NAME,
+    complete_ranks,
+    manifest_name,
+)
+from scio_recorder.stores.disk_format.jsons import dump, expect, parse
+from scio_recorder.stores.disk_format.medium import Medium
+
+RENEWED_EVERY = 15.0
+TRUSTED_FOR = 45.0
+STALE_AFTER = 60.0
+TAKEN_WITHIN = 10.0
+
+PREFIX = "lease-"
+# The most bytes of a lease: it describes its holder in a few words.
+_MAX_BYTES = 4096
+_TRIES = 3
+_LOOKS_EVERY = 3.0
+# Names are searched all at once, one in each line: there may be 100,000, and workers look often.
+_LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
+# After this many parts that others were faster to take, and one more for each thousand names, which
+# cost a request to list, looking again is cheaper than trying.
+_FAILURES = 8
+# After this many seconds, a living worker has renewed its lease.
+_LATE = 1.5 * RENEWED_EVERY
+
+
+def lease_name(part: int, number: int) -> str:
+    """Return the name of a lease."""
+    return f"{PREFIX}{part:05d}-{number:08d}"
+
+
+def seconds() -> float:
+    """Return the time of a clock that also runs while the machine sleeps, if there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+@cache
+def machine() -> str:
+    """Return an id of this machine that lasts until it is restarted."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return socket.gethostname()
+
+
+def holder_of(medium: Medium, name: str) -> dict[str, Any]:
+    """Return a lease's facts about its holder: empty if it is gone or unreadable."""
+    try:
+        with medium.open(name) as file:
+            said = parse(file.read(0, _MAX_BYTES))
+        return expect(said, dict)
+    except (OSError, ValueError):
+        return {}
+
+
+class Lease:
+    """The right to write a part; made by `take`.
+
+    Parameters
+    ----------
+    medium : Medium
+        Where the recording is.
+    part, number : int
+        The part, and the number of the lease's first object.
+    holder : callable
+        Returns the facts about the holder that others can read.
+    clock : callable
+        Returns seconds.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        part: int,
+        number: int,
+        holder: Callable[[], Mapping[str, Any]],
+        clock: Callable[[], float],
+    ) -> None:
+        self.part = part
+        # Whether an earlier holder of the part is gone.
+        self.is_inherited = number > 0
+        self._medium, self._holder, self._clock = medium, holder, clock
+        self._token, self._since = uuid.uuid4().hex, time.time()
+        self._numbers = [number]
+        # A renewal counts from the time before its request: nobody can have seen it earlier.
+        self._renewed_at = clock()
+        self._why_lost: str | None = None
+        # Renewing, which another thread does, and giving back exclude each other.
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Put the first object; return whether this holds the part now."""
+        return self._put(self._numbers[0])
+
+    def renew(self) -> None:
+        """Renew the lease if that is due, or note that it is lost; failures are retried later."""
+        with self._lock:
+            now = self._clock()
+            is_due = now - self._renewed_at >= RENEWED_EVERY
+            if not (is_due and self._numbers and self._is_held()):
+                return
+            newest = self._numbers[-1] + 1
+            try:
+                if not self._put(newest):
+                    self._why_lost = "was taken over by another worker"
+                    return
+            except OSError:
+                return
+            self._renewed_at = now
+            self._numbers.append(newest)
+            # See the NOTE.
+            while len(self._numbers) > 3:
+                self._unlink(self._numbers.pop(1))
+
+    def check(self) -> None:
+        """Raise `RecordingError` unless this surely holds the part.
+
+        Checks come before and after a commit, so an overtaken one is not reported.
+        """
+        if not self._is_held():
+            raise RecordingError(
+                f"{self._medium.path}: the lease of part {self.part} {self._why_lost}, so another "
+                "worker may hold that part now, and this one writes no more of it; durable data "
+                "stays: call collect_parts again to go on"
+            )
+
+    def give_back(self) -> None:
+        """Let others take the part, at once."""
+        with self._lock:
+            # A lost part belongs to others. The newest object goes first: if this is killed
+            # meanwhile, older ones remain, and no new lease has a smaller number.
+            if self._is_held():
+                for number in reversed(self._numbers):
+                    self._unlink(number)
+            self._numbers.clear()
+
+    def _is_held(self) -> bool:
+        """Whether this surely holds the part; if not, note why."""
+        age = self._clock() - self._renewed_at
+        if self._why_lost is None and age > TRUSTED_FOR:
+            self._why_lost = f"was not renewed for {age:.0f} s"
+        return self._why_lost is None
+
+    def _put(self, number: int) -> bool:
+        name = lease_name(self.part, number)
+        content = dump({**self._holder(), "token": self._token, "since": self._since})
+        for left in reversed(range(_TRIES)):
+            try:
+                self._medium.claim(name, content)
+            except FileExistsError:
+                # It may be ours: a request can succeed without an answer.
+                return holder_of(self._medium, name).get("token") == self._token
+            except OSError:
+                if not left:
+                    raise
+            else:
+                return True
+        return False
+
+    def _unlink(self, number: int) -> None:
+        # A remaining object makes others wait, and does no other harm.
+        with suppress(OSError):
+            self._medium.unlink(lease_name(self.part, number))
+
+
+class Keeper:
+    """Renews the held lease, from a thread, inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="scio-lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @contextmanager
+    def holding(self, lease: Lease) -> Iterator[None]:
+        """Hold a lease inside the block."""
+        self._lease = lease
+        try:
+            yield
+        finally:
+            self._lease = None
+            lease.give_back()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_LOOKS_EVERY):
+            lease = self._lease
+            if lease is not None:
+                lease.renew()
+
+
+def newest_leases(medium: Medium) -> dict[int, int]:
+    """Return the number of the newest lease of each part that was taken."""
+    # Names are sorted: the newest of a part comes last.
+    found = _LEASE_NAMES.findall("\n".join(medium.names(PREFIX)))
+    return {int(part): int(number) for part, number in found}
+
+
+class _Seen(NamedTuple):
+    """The newest lease of a part, and when it was first seen."""
+
+    number: int
+    since: float
+
+
+class Claims:
+    """Takes parts for one worker.
+
+    A worker goes from part to part, beginning with a random one. It goes to another random one when
+    it meets another worker. So workers spread out, and a part costs the same few requests however
+    many there are. When all parts are complete, one more thing can be taken: the index of the
+    recording, which counts as the part behind the last.
+
+    Parameters
+    ----------
+    medium : Medium
+        Where the recording is.
+    num_parts : int
+        The number of its parts.
+    holder : callable
+        ``part ->`` the facts about this worker that others can read.
+    clock : callable
+        Returns seconds.
+    dice : random.Random, optional
+        Chooses the first part.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        num_parts: int,
+        holder: Callable[[int], Mapping[str, Any]],
+        *,
+        clock: Callable[[], float] = seconds,
+        dice: random.Random | None = None,
+    ) -> None:
+        self._medium, self._holder, self._clock = medium, holder, clock
+        self._dice = dice or random.Random()
+        self.num_parts = num_parts
+        # Parts known to be complete, and parts not worth trying: bytes, which are searched fast.
+        self._done = bytearray(num_parts + 1)
+        self._busy = bytearray(num_parts + 1)
+        self._leases: dict[int, _Seen] = {}
+        # Parts that this worker has put off for now.
+        self.later: set[int] = set()
+        self._at = self._dice.randrange(num_parts)
+        self._failures = 0
+        self._look()
+
+    @property
+    def num_done(self) -> int:
+        """The number of parts known to be complete."""
+        return self._done.count(1, 0, self.num_parts)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do for any worker."""
+        return bool(self._done[self.num_parts])
+
+    def take(self) -> Lease | None:
+        """Return a lease of a part that is not complete; None if none can be taken now."""
+        lease = self._take_free()
+        if lease is None and not self.is_finished:
+            # Some may have been given back meanwhile, or their holders may be gone.
+            self._look_at_leases()
+            lease = self._take_free() or self._take_over()
+        return lease
+
+    def done(self, part: int) -> None:
+        """Note that a part is complete."""
+        self._done[part] = self._busy[part] = 1
+
+    def put_off(self, part: int) -> None:
+        """Put a part off until `later` is cleared."""
+        self.later.add(part)
+        self._busy[part] = 1
+
+    def clear_away(self) -> None:
+        """Remove the leases that killed workers have left, if all parts are complete."""
+        for name in self._medium.names(PREFIX):
+            with suppress(OSError):
+                self._medium.unlink(name)
+
+    def _take_free(self) -> Lease | None:
+        while (part := self._next_free()) is not None:
+            lease = self._try(part, 0)
+            if lease is not None:
+                self._at = part + 1
+                return lease
+            self._at = self._dice.randrange(self.num_parts)
+            self._failures += 1
+            if self._failures > _FAILURES + self.num_parts // 1000:
+                self._look()
+        return None
+
+    def _next_free(self) -> int | None:
+        last = self.num_parts
+        at = self._busy.find(0, self._at, last)
+        if at < 0:
+            at = self._busy.find(0, 0, last)
+        if at < 0 and not self._busy[last] and self._done.find(0, 0, last) < 0:
+            at = last
+        return None if at < 0 else at
+
+    def _take_over(self) -> Lease | None:
+        """Take a part from a worker that is gone."""
+        for part, seen in self._left_behind():
+            if self._clock() - self._looked_at > TAKEN_WITHIN:
+                # The look may be too old; see the NOTE on leases.
+                return None
+            lease = self._try(part, seen.number + 1)
+            if lease is not None and self._clock() - self._looked_at <= TAKEN_WITHIN:
+                return lease
+            if lease is not None:
+                lease.give_back()
+        return None
+
+    def _left_behind(self) -> Iterator[tuple[int, _Seen]]:
+        here = machine()
+        found = [item for item in self._leases.items() if not self._done[item[0]]]
+        # Workers that wait for the same parts try them in different orders.
+        self._dice.shuffle(found)
+        for part, seen in found:
+            name, age = lease_name(part, seen.number), self._looked_at - seen.since
+            if age > _LATE and self._is_done(part):
+                # Its holder died or was stopped between its last commit and giving the part back.
+                continue
+            if age >= STALE_AFTER or (
+                self._medium.is_abandoned(name)
+                and holder_of(self._medium, name).get("machine") == here
+            ):
+                yield part, seen
+
+    def _try(self, part: int, number: int) -> Lease | None:
+        """Take a part, unless it is complete or another worker is faster."""
+        # This comes before a lease: most parts that others were faster to take are complete by now.
+        if self._is_done(part):
+            return None
+        lease = Lease(self._medium, part, number, lambda: self._holder(part), self._clock)
+        if not lease.take():
+            self._busy[part] = 1
+            return None
+        if self._is_done(part):
+            lease.give_back()
+            return None
+        return lease
+
+    def _is_done(self, part: int) -> bool:
+        name = INDEX_NAME if part == self.num_parts else manifest_name(part)
+        if self._medium.has(name):
+            self.done(part)
+        return bool(self._done[part])
+
+    def _look(self) -> None:
+        """List the complete parts and the leases."""
+        self._failures = 0
+        for part in complete_ranks(self._medium):
+            if part < self.num_parts:
+                self._done[part] = 1
+        self._look_at_leases()
+
+    def _look_at_leases(self) -> None:
+        self._looked_at = self._clock()
+        newest = newest_leases(self._medium)
+        # The names had been listed by then, so it may have been the newest since then.
+        now, before = self._clock(), self._leases
+        self._leases = {}
+        self._busy = bytearray(self._done)
+        for part, number in newest.items():
+            if part > self.num_parts:
+                continue
+            seen = before.get(part)
+            same = seen is not None and seen.number == number
+            self._leases[part] = seen if same and seen is not None else _Seen(number, now)
+            self._busy[part] = 1
+        for part in self.later:
+            self._busy[part] = 1
