@@ -65,7 +65,10 @@ class Capture:
         options: Options | None = None,
     ) -> None:
         self.net = net
-        self.program = Program(architecture, recording, options or Options())
+        self.architecture = architecture
+        self.recording = recording
+        self.options = options or Options()
+        self.program = Program(architecture, recording, self.options)
         self._settings = Settings(net)
         self._shards = Shards(architecture, recording)
         self._known: dict[object, Setting] = {}

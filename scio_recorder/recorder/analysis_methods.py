@@ -1,26 +1,134 @@
-"""The methods of a recorder that belong upstairs: each imports what it calls inside itself."""
+"""The methods of a recorder that belong to the upper storey: each calls it, and does nothing else.
+
+This is the only file of the room that imports from there, inside its functions: without a call of
+these methods, nothing of it is loaded.
+"""
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.errors import ArgumentError
-from scio_recorder.recorder.reading import Reading
-from scio_recorder.tensors.arguments import boolean
+from scio_recorder.recorder.collecting import Collecting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from typing import Literal
 
+    import torch
     from torch import Tensor
 
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.sweeping.effects import Effects
+    from scio_recorder.capture.saved_tensors import SavedTensors
+    from scio_recorder.events import Tracker
+    from scio_recorder.nets.records import LayerMapping
+    from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recording import Recording
+    from scio_recorder.recording import collection as collections
+    from scio_recorder.recording.options import Reduce, Transforms
+    from scio_recorder.recording.rows import Rows
+    from scio_recorder.stores import Store
 
 
-class Analysing(Reading):
-    """The part of a recorder that finds out what layers do, and where they fail."""
+class AnalysisMethods(Collecting):
+    """The part of a recorder that asks questions about passes, or shares work with others."""
+
+    def track(self, **options: Any) -> Tracker:
+        """Log the outputs of the net's modules, and the gradients with respect to them.
+
+        Parameters
+        ----------
+        **options
+            The keywords of :func:`scio_recorder.track`; names are those of :attr:`net`.
+
+        Returns
+        -------
+        Tracker
+            The log, and a context manager.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+        >>> with rnet.track(grad=False) as events:
+        ...     _ = rnet(torch.ones(1, 2))
+        >>> [event.name for event in events]
+        ['0', '']
+        """
+        from scio_recorder.events import track
+
+        return track(self.net, **options)
+
+    def guard(
+        self,
+        *,
+        gradients: bool = True,
+        action: Action = "raise",
+        kinds: Collection[str] = ("nan", "inf"),
+        keep_inputs: bool = False,
+    ) -> AbstractContextManager[Guard]:
+        """Find the layer that makes the first NaN or infinity in a block.
+
+        Every call of the network in the block is checked, whoever makes it, and so are the backward
+        passes of these calls. All layers are checked, recorded or not. A layer makes a NaN
+        if it returns one and received none, and an infinity if all its inputs were finite.
+
+        Parameters
+        ----------
+        gradients : bool, default True
+            Check gradients in backward passes as well.
+        action : {"raise", "warn", "record"}
+            What to do: raise an error at the place where the NaN is made, warn, or only set
+            `origin`.
+        kinds : collection of str, default ("nan", "inf")
+            What to look for. With "nan" alone, infinities are ignored.
+        keep_inputs : bool, default False
+            Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
+            write the inputs of the call that failed. This takes time, and memory for the inputs
+            of all nested modules that are running.
+
+        Returns
+        -------
+        context manager of Guard
+            The result; its ``origin`` is None as long as nothing was found.
+
+        Raises
+        ------
+        NonFiniteError
+            A layer has made a NaN or an infinity; ``error.origin`` says which.
+        ArgumentError
+            ``action`` or ``kinds`` has a value that can't work.
+        FlowError
+            The network was not called in the block.
+        UnsupportedNetError
+            The network is compiled, or is compiled inside the block.
+
+        Warns
+        -----
+        UserWarning
+            The network passes on NaNs of its inputs or of the gradients of the loss.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0))
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> with rnet.guard(action="record") as guard:
+        ...     out = rnet(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
+        >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
+        ('1', 2, 1)
+        """
+        from scio_recorder.analysis.guarding.calls import guarded
+        from scio_recorder.analysis.guarding.guard import Guard
+
+        guard = Guard(self.architecture, action, kinds)
+        return guarded(self.architecture, guard, gradients=gradients, keep_inputs=keep_inputs)
 
     def sweep(
         self,
@@ -93,82 +201,203 @@ class Analysing(Reading):
         >>> effects.values
         tensor([[0.5000, 0.5000]], dtype=torch.float64)
         """
-        from scio_recorder.analysis.sweeping.sweep import Sweep
+        from scio_recorder.analysis.sweeping.sweep import sweep
 
-        boolean("estimate", estimate, ArgumentError)
-        boolean("whole_runs", whole_runs, ArgumentError)
-        runs = Sweep(self._capture, clean, corrupted, metric)
-        if estimate:
-            return runs.estimated(positions)
-        return runs.patched(positions, whole_runs=whole_runs)
+        given = clean, corrupted, metric, positions
+        return sweep(self.capture, *given, estimate=estimate, whole_runs=whole_runs)
 
-    @contextlib.contextmanager
-    def guard(
+    def collect_parts(
         self,
+        make_batches: Callable[[int], Iterable[Any]],
+        num_parts: int,
         *,
-        gradients: bool = True,
-        action: Action = "raise",
-        kinds: Collection[str] = ("nan", "inf"),
-        keep_inputs: bool = False,
-    ) -> Iterator[Guard]:
-        """Find the layer that makes the first NaN or infinity in a block.
+        store: str | Store,
+        wait: bool = True,
+        reduce: Reduce | None = None,
+        transform: Transforms | None = None,
+        every: int = 1,
+        max_batches: int | None = None,
+        to_inputs: Callable[[Any], Any] | None = None,
+        sample_ids: Callable[[Any], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        rows: Rows | None = None,
+        activation_postproc: Postprocessors | None = None,
+        stop_early: bool = False,
+        progress: bool = True,
+    ) -> Recording:
+        """Collect a dataset together with other processes, which may come and go.
 
-        Every call of the network in the block is checked, whoever makes it, and so are the backward
-        passes of these calls. All layers are checked, recorded or not. A layer makes a NaN
-        if it returns one and received none, and an infinity if all its inputs were finite.
+        Every process makes this same call, at any time, on any machine that sees the store. Each
+        takes a part that no other has, until none is left. If a process dies, another one takes
+        its part, and continues after the durable samples. The result does not depend on which
+        process did which part: samples are in the order of the parts.
 
         Parameters
         ----------
-        gradients : bool, default True
-            Check gradients in backward passes as well.
-        action : {"raise", "warn", "record"}
-            What to do: raise an error at the place where the NaN is made, warn, or only set
-            `origin`.
-        kinds : collection of str, default ("nan", "inf")
-            What to look for. With "nan" alone, infinities are ignored.
-        keep_inputs : bool, default False
-            Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
-            write the inputs of the call that failed. This takes time, and memory for the inputs
-            of all nested modules that are running.
+        make_batches : callable
+            ``part -> batches``, for parts from 0 to ``num_parts - 1``. It must return the same
+            batches in the same order in every process. A part may be empty.
+        num_parts : int
+            The number of parts, at most 100,000. Parts that take minutes are good: a process
+            that dies loses only what is not durable, and the last parts are soon done.
+        store : str or Store
+            "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or
+            "s3://BUCKET/RUN".
+        wait : bool, default True
+            Wait until all parts are complete, and take over the parts of processes that die
+            meanwhile. Otherwise this returns as soon as there is no part that it can take.
+        reduce, transform, to_inputs, dtype, rows, activation_postproc, stop_early : optional
+            As ``collect`` takes them. Reductions of the parts are merged.
+        every : int, default 1
+            Take every n-th batch of each part.
+        max_batches : int, optional
+            Stop after this number of taken batches of each part.
+        sample_ids : callable, optional
+            ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
+            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``.
+        progress : bool, default True
+            Show a progress bar, on a terminal.
 
-        Yields
-        ------
-        Guard
-            The result; its ``origin`` is None as long as nothing was found.
+        Returns
+        -------
+        Recording
+            All parts; without ``wait``, their durable samples.
 
         Raises
         ------
-        NonFiniteError
-            A layer has made a NaN or an infinity; ``error.origin`` says which.
-        ArgumentError
-            ``action`` or ``kinds`` has a value that can't work.
-        FlowError
-            The network was not called in the block.
-        UnsupportedNetError
-            The network is compiled, or is compiled inside the block.
+        CollectError
+            As ``collect`` raises it; or a reduction can't be merged, or two samples have the same
+            id.
+        RecordingError
+            Other processes fill the recording with another net, other settings or another number
+            of parts. Or the disk fails. Or the lease of a part has expired, since this process was
+            stopped or did not reach the disk for a minute. Durable samples stay, and any process
+            that makes the same call continues.
 
-        Warns
-        -----
-        UserWarning
-            The network passes on NaNs of its inputs or of the gradients of the loss.
+        Examples
+        --------
+        >>> import tempfile
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
+        >>> rnet.record("1")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> recording = rnet.collect_parts(
+        ...     lambda part: [torch.full((3, 2, 2), 1.0 * part)], 4, store=f"disk:{folder.name}/run"
+        ... )
+        >>> recording["1"][:, 0], recording.sample_ids[3]
+        (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
+        >>> folder.cleanup()
+        """
+        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.feed import Feed
+        from scio_recorder.recording.interrupted import saying_what_is_durable
+        from scio_recorder.recording.options import Options
+        from scio_recorder.workers.parts import Parts
+
+        def collection(
+            batches: Iterable[Any], part: int, store: Store, weights: str | None
+        ) -> collections.Collection:
+            feed = Feed(batches, every, max_batches, to_inputs, sample_ids, part)
+            options = Options(self.capture, reduce, transform, dtype, rows)
+            given = self.capture, feed, options, store, activation_postproc
+            return Collection(*given, resume=True, weights=weights)
+
+        run = partial(self._go_through, stop_early=stop_early)
+        parts = Parts(make_batches, num_parts, store, collection, run)
+        with saying_what_is_durable(store, num_parts):
+            return parts.collect(wait=wait, progress=progress)
+
+    def recompute(self, *selectors: Any) -> LayerMapping[Any]:
+        """Return activations of the latest pass that were not recorded.
+
+        After ``record(..., inputs=True)``: the nearest recorded module around each layer runs again
+        as it did then, and its output is compared with the record. The net does not change.
+        The user's hooks on inner modules are called again.
+
+        Parameters
+        ----------
+        *selectors
+            As for :meth:`record`; for recorded layers, the record is returned.
+
+        Returns
+        -------
+        LayerMapping
+            Detached copies, equal bit for bit to the layers' outputs; keys as in
+            :attr:`activations`.
+
+        Raises
+        ------
+        RecomputeError
+            No module around a layer was recorded with its inputs in the latest pass. Or weights or
+            something else have changed since, so the module returns other values now.
+        LayerNotFoundError
+            A selector matches no layer.
 
         Examples
         --------
         >>> import torch
         >>> from torch import nn
         >>> from scio_recorder import Recorder
-        >>> net = nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0))
+        >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
         >>> rnet = Recorder(net, input_size=(1, 2))
-        >>> with rnet.guard(action="record") as guard:
-        ...     out = rnet(torch.tensor([[1.0, 2.0], [3.0, 3.0]]))
-        >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
-        ('1', 2, 1)
+        >>> rnet.record("0", inputs=True)
+        >>> x = torch.ones(4, 2)
+        >>> _ = rnet(x)
+        >>> torch.equal(rnet.recompute("0.0")["0.0"], net[0][0](x))
+        True
         """
-        from scio_recorder.analysis.guarding.calls import guarded
-        from scio_recorder.analysis.guarding.guard import Guard
+        from scio_recorder.recompute.latest_pass import recompute
 
-        boolean("gradients", gradients, ArgumentError)
-        boolean("keep_inputs", keep_inputs, ArgumentError)
-        watching = Guard(self.architecture, action, kinds)
-        with guarded(self.architecture, watching, gradients=gradients, keep_inputs=keep_inputs):
-            yield watching
+        return recompute(self.capture, selectors)
+
+    def saved_tensors(
+        self,
+        *selectors: Any,
+        device: torch.device | str | None = "cpu",
+        pin_memory: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> SavedTensors:
+        """Move or shrink the tensors that autograd saves inside the chosen layers for backward.
+
+        It acts on all passes inside the block, through this recorder or not. Parameters,
+        buffers, views of these, and regions under activation checkpointing are left alone.
+
+        Parameters
+        ----------
+        *selectors
+            As for :meth:`record`; the layers need not be recorded.
+        device : torch.device or str, default "cpu"
+            Where to keep tensors; None to leave them where they are.
+        pin_memory : bool, default False
+            Keep tensors from a GPU in pinned host memory, so the host need not wait for their
+            copies back.
+        dtype : torch.dtype, optional
+            Keep wider floating-point tensors in this dtype. Without it, gradients are bit for bit
+            the same as without the block.
+
+        Returns
+        -------
+        SavedTensors
+            A context manager. Backward may run after its block.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches no layer.
+        SelectorTypeError
+            The dtype is not a floating-point dtype, or the device is not available.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), input_size=(1, 2))
+        >>> with rnet.saved_tensors("1", dtype=torch.bfloat16):
+        ...     rnet(torch.ones(1, 2)).sum().backward()
+        """
+        from scio_recorder.capture.saved_tensors import SavedTensors
+
+        return SavedTensors(self.architecture, selectors, device, pin_memory, dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,108 +136,6 @@ class Collecting(Reading):
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
             return self._go_through(collection, bar, stop_early=stop_early)
-
-    def collect_parts(
-        self,
-        make_batches: Callable[[int], Iterable[Any]],
-        num_parts: int,
-        *,
-        store: str | Store,
-        wait: bool = True,
-        reduce: Reduce | None = None,
-        transform: Transforms | None = None,
-        every: int = 1,
-        max_batches: int | None = None,
-        to_inputs: Callable[[Any], Any] | None = None,
-        sample_ids: Callable[[Any], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        rows: Rows | None = None,
-        activation_postproc: Postprocessors | None = None,
-        stop_early: bool = False,
-        progress: bool = True,
-    ) -> Recording:
-        """Collect a dataset together with other processes, which may come and go.
-
-        Every process makes this same call, at any time, on any machine that sees the store. Each
-        takes a part that no other has, until none is left. If a process dies, another one takes
-        its part, and continues after the durable samples. The result does not depend on which
-        process did which part: samples are in the order of the parts.
-
-        Parameters
-        ----------
-        make_batches : callable
-            ``part -> batches``, for parts from 0 to ``num_parts - 1``. It must return the same
-            batches in the same order in every process. A part may be empty.
-        num_parts : int
-            The number of parts, at most 100,000. Parts that take minutes are good: a process
-            that dies loses only what is not durable, and the last parts are soon done.
-        store : str or Store
-            "disk:PATH" or ``Disk(PATH, chunk_bytes=...)``, in a folder that all processes see, or
-            "s3://BUCKET/RUN".
-        wait : bool, default True
-            Wait until all parts are complete, and take over the parts of processes that die
-            meanwhile. Otherwise this returns as soon as there is no part that it can take.
-        reduce, transform, to_inputs, dtype, rows, activation_postproc, stop_early : optional
-            As ``collect`` takes them. Reductions of the parts are merged.
-        every : int, default 1
-            Take every n-th batch of each part.
-        max_batches : int, optional
-            Stop after this number of taken batches of each part.
-        sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
-            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``.
-        progress : bool, default True
-            Show a progress bar, on a terminal.
-
-        Returns
-        -------
-        Recording
-            All parts; without ``wait``, their durable samples.
-
-        Raises
-        ------
-        CollectError
-            As ``collect`` raises it; or a reduction can't be merged, or two samples have the same
-            id.
-        RecordingError
-            Other processes fill the recording with another net, other settings or another number
-            of parts. Or the disk fails. Or the lease of a part has expired, since this process was
-            stopped or did not reach the disk for a minute. Durable samples stay, and any process
-            that makes the same call continues.
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> from torch import nn
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(nn.Sequential(nn.Flatten(), nn.ReLU()), input_size=(1, 2, 2))
-        >>> rnet.record("1")
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> recording = rnet.collect_parts(
-        ...     lambda part: [torch.full((3, 2, 2), 1.0 * part)], 4, store=f"disk:{folder.name}/run"
-        ... )
-        >>> recording["1"][:, 0], recording.sample_ids[3]
-        (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
-        >>> folder.cleanup()
-        """
-        from scio_recorder.recording.collection import Collection
-        from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.interrupted import saying_what_is_durable
-        from scio_recorder.recording.options import Options
-        from scio_recorder.workers.parts import Parts
-
-        def collection(
-            batches: Iterable[Any], part: int, store: Store, weights: str | None
-        ) -> Collection:
-            feed = Feed(batches, every, max_batches, to_inputs, sample_ids, part)
-            options = Options(self._capture, reduce, transform, dtype, rows)
-            given = self._capture, feed, options, store, activation_postproc
-            return Collection(*given, resume=True, weights=weights)
-
-        run = partial(self._go_through, stop_early=stop_early)
-        parts = Parts(make_batches, num_parts, store, collection, run)
-        with saying_what_is_durable(store, num_parts):
-            return parts.collect(wait=wait, progress=progress)
 
     def _go_through(
         self,

@@ -6,12 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.saved_tensors import SavedTensors
 from scio_recorder.errors import SelectorTypeError, UnsupportedNetError
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
@@ -43,6 +41,21 @@ class Reading:
                 "shard the network, as in fully_shard(rnet.net)"
             )
         refuse_part_of_fsdp(self._net)
+
+    @property
+    def net(self) -> nn.Module:
+        """The wrapped network."""
+        return self._net
+
+    @property
+    def capture(self) -> Capture:
+        """What records the present selection, until the next :meth:`record`.
+
+        For code on top of this package: ``capture.architecture``, ``capture.recording`` and
+        ``capture.options`` say what is recorded, and ``Capture(net, architecture, recording,
+        options)`` makes another one, which leaves this recorder as it is.
+        """
+        return self._capture
 
     @property
     def recording(self) -> tuple[DepthIdx, ...]:
@@ -109,6 +122,7 @@ class Reading:
 
         Examples
         --------
+        >>> import torch
         >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
@@ -149,6 +163,7 @@ class Reading:
 
         Examples
         --------
+        >>> import torch
         >>> from torch import nn
         >>> from scio_recorder import Recorder
         >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
@@ -169,53 +184,6 @@ class Reading:
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
-
-    def saved_tensors(
-        self,
-        *selectors: Any,
-        device: torch.device | str | None = "cpu",
-        pin_memory: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> SavedTensors:
-        """Move or shrink the tensors that autograd saves inside the chosen layers for backward.
-
-        It acts on all passes inside the block, through this recorder or not. Parameters,
-        buffers, views of these, and regions under activation checkpointing are left alone.
-
-        Parameters
-        ----------
-        *selectors
-            As for :meth:`record`; the layers need not be recorded.
-        device : torch.device or str, default "cpu"
-            Where to keep tensors; None to leave them where they are.
-        pin_memory : bool, default False
-            Keep tensors from a GPU in pinned host memory, so the host need not wait for their
-            copies back.
-        dtype : torch.dtype, optional
-            Keep wider floating-point tensors in this dtype. Without it, gradients are bit for bit
-            the same as without the block.
-
-        Returns
-        -------
-        SavedTensors
-            A context manager. Backward may run after its block.
-
-        Raises
-        ------
-        LayerNotFoundError
-            A selector matches no layer.
-        SelectorTypeError
-            The dtype is not a floating-point dtype, or the device is not available.
-
-        Examples
-        --------
-        >>> from torch import nn
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), input_size=(1, 2))
-        >>> with rnet.saved_tensors("1", dtype=torch.bfloat16):
-        ...     rnet(torch.ones(1, 2)).sum().backward()
-        """
-        return SavedTensors(self.architecture, selectors, device, pin_memory, dtype)
 
 
 def _node(tensor: Tensor) -> Any:

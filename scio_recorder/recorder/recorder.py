@@ -14,15 +14,12 @@ from scio_recorder.capture.engine import Capture, detach_when_dead
 from scio_recorder.capture.program import CopyPolicy, Options
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
-from scio_recorder.events import Tracker, track
 from scio_recorder.layer import few, text_of
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
-from scio_recorder.recorder.analysis_methods import Analysing
-from scio_recorder.recorder.collecting import Collecting
-from scio_recorder.recorder.recomputing import Recomputing
+from scio_recorder.recorder.analysis_methods import AnalysisMethods
 from scio_recorder.recorder.watching import Watching
 from scio_recorder.tensors import private, private_distributed
 
@@ -54,9 +51,7 @@ def _given_one_net(construct: Callable[_Given, None]) -> Callable[_Given, None]:
     return checked
 
 
-class Recorder(
-    Analysing, Collecting, Recomputing, Watching, Outlined, private_distributed.NotReplicated
-):
+class Recorder(AnalysisMethods, Watching, Outlined, private_distributed.NotReplicated):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters
@@ -127,11 +122,6 @@ class Recorder(
         capture.watchers = self._watchers
         self._capture = capture
         self._finalizer = detach_when_dead(self, capture)
-
-    @property
-    def net(self) -> nn.Module:
-        """The wrapped network."""
-        return self._net
 
     def record(
         self,
@@ -335,29 +325,6 @@ class Recorder(
         given = kwargs.pop("activation_postproc", None)
         self._capture.run(self._net, args, kwargs, given=given, stop=True)
         return self.activations
-
-    def track(self, **options: Any) -> Tracker:
-        """Log the outputs of the net's modules, and the gradients with respect to them.
-
-        Parameters
-        ----------
-        **options
-            The keywords of :func:`scio_recorder.track`; names are those of :attr:`net`.
-
-        Returns
-        -------
-        Tracker
-            The log, and a context manager.
-
-        Examples
-        --------
-        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
-        >>> with rnet.track(grad=False) as events:
-        ...     _ = rnet(torch.ones(1, 2))
-        >>> [event.name for event in events]
-        ['0', '']
-        """
-        return track(self._net, **options)
 
     def __repr__(self) -> str:
         table = "\n".join(map(visible, repr(self.summary).split("\n")))

@@ -160,7 +160,7 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
                 f"the {what} is compiled and records no layer, but only recorded layers of "
                 "compiled code can be compared: call record(...) before"
             )
-        return NetworkSide(recorder._capture, given if is_compiled else None, feed)
+        return NetworkSide(recorder.capture, given if is_compiled else None, feed)
     hint = "give a Recorder or a Recording"
     if isinstance(given, nn.Module):
         hint = f"write Recorder(net, input_size=...) around a network for the {what}"

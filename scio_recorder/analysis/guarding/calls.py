@@ -23,12 +23,13 @@ from scio_recorder.analysis.guarding.vouching import (
     traits_of,
 )
 from scio_recorder.capture.brackets import Bracket, bracketed
-from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import boolean
 from scio_recorder.tensors.digests import Weights
 
 
@@ -43,11 +44,15 @@ def guarded(
 
     Raises
     ------
+    ArgumentError
+        An option is not True or False.
     FlowError
         No module of the network was called.
     UnsupportedNetError
         The network is compiled, in part or as a whole.
     """
+    boolean("gradients", gradients, ArgumentError)
+    boolean("keep_inputs", keep_inputs, ArgumentError)
     # The rows of a module differ in nothing that matters here.
     rows = {
         row.module: row

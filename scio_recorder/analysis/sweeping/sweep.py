@@ -23,13 +23,39 @@ from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patc
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
 from scio_recorder.capture.replay import Replay
-from scio_recorder.errors import ComparisonError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError, ComparisonError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.postprocessors.base import describe
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import boolean
 from scio_recorder.tensors.structures import map_tensors
+
+
+def sweep(
+    capture: Capture,
+    clean: Any,
+    corrupted: Any,
+    metric: Any,
+    positions: Positions,
+    *,
+    estimate: bool,
+    whole_runs: bool,
+) -> Effects:
+    """Measure or estimate the effect of each layer that a capture records.
+
+    Parameters
+    ----------
+    capture : Capture
+        Knows the network, and which layers are recorded. It runs nothing.
+    clean, corrupted, metric, positions, estimate, whole_runs
+        As in ``Recorder.sweep``.
+    """
+    boolean("estimate", estimate, ArgumentError)
+    boolean("whole_runs", whole_runs, ArgumentError)
+    runs = Sweep(capture, clean, corrupted, metric)
+    return runs.estimated(positions) if estimate else runs.patched(positions, whole_runs=whole_runs)
 
 
 class Sweep:
@@ -53,8 +79,8 @@ class Sweep:
     def __init__(self, capture: Capture, clean: Any, corrupted: Any, metric: Any) -> None:
         _check(capture, metric)
         self._net = capture.net
-        self._architecture = capture.program.architecture
-        self._labels = capture.program.recording
+        self._architecture = capture.architecture
+        self._labels = capture.recording
         self._clean = _inputs("clean", clean)
         self._corrupted = _inputs("corrupted", corrupted)
         self._metric = metric
@@ -183,7 +209,7 @@ class Sweep:
 def _check(capture: Capture, metric: Any) -> None:
     """Refuse a sweep that can't work, before anything runs."""
     net = capture.net
-    if not capture.program.recording:
+    if not capture.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
     if not capture.program.counts_calls:
         raise ComparisonError(
