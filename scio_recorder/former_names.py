@@ -18,6 +18,8 @@ MOVED = {
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",
     "recorder.comparing": "analysis.comparing.compare",
+    "stores.calls": "stores.kept_inputs",
+    "capture.saved_tensors": "recompute.saved_tensors",
 }
 
 

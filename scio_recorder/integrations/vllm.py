@@ -19,12 +19,12 @@ from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, label_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording import Recording
 from scio_recorder.stores import Held
-from scio_recorder.stores.calls import Calls, KeptCalls
 from scio_recorder.stores.disk_format.description import SAMPLE, row_column
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.row_reader import RowReader
 from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 
 __all__ = ["open_hidden_states"]
 

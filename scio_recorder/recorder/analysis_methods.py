@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.sweeping.effects import Effects
-    from scio_recorder.capture.saved_tensors import SavedTensors
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
     from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recompute.saved_tensors import SavedTensors
     from scio_recorder.recording import Recording
     from scio_recorder.recording import collection as collections
     from scio_recorder.recording.options import Reduce, Transforms
@@ -348,9 +348,9 @@ class AnalysisMethods(Collecting):
         >>> torch.equal(rnet.recompute("0.0")["0.0"], net[0][0](x))
         True
         """
-        from scio_recorder.recompute.latest_pass import recompute
+        from scio_recorder.recompute.recomputing import recompute_pass
 
-        return recompute(self.capture, selectors)
+        return recompute_pass(self.capture, selectors)
 
     def saved_tensors(
         self,
@@ -398,6 +398,6 @@ class AnalysisMethods(Collecting):
         >>> with rnet.saved_tensors("1", dtype=torch.bfloat16):
         ...     rnet(torch.ones(1, 2)).sum().backward()
         """
-        from scio_recorder.capture.saved_tensors import SavedTensors
+        from scio_recorder.recompute.saved_tensors import SavedTensors
 
         return SavedTensors(self.architecture, selectors, device, pin_memory, dtype)

@@ -16,9 +16,9 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions.base import Reductions, of_each
 from scio_recorder.stores import Held
-from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
+from scio_recorder.stores.kept_inputs import Calls
 
 T = TypeVar("T")
 # Bytes that are read together if all of a layer is read: few enough that the next ones get the same

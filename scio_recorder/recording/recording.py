@@ -23,19 +23,19 @@ from scio_recorder.recording.loader import (
     rows_of,
 )
 from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
-from scio_recorder.recording.recomputing import RecomputingRecording
+from scio_recorder.recording.recompute_methods import RecomputeMethods
 from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
-from scio_recorder.stores.calls import KeptCall
 from scio_recorder.stores.disk import CHUNK_BYTES
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import Packed, unpack
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_tensor import held_by
+from scio_recorder.stores.kept_inputs import KeptCall
 
 
-class Recording(RecomputingRecording, Exporting, Showing):
+class Recording(RecomputeMethods, Exporting, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor

@@ -14,9 +14,9 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Buffer, HostBuffer, ReusedMemory, wait_for
-from scio_recorder.stores.calls import Calls
 from scio_recorder.stores.column import Column
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
 from scio_recorder.stores.room import Plan, make_plan
 

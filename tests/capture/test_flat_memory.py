@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder
-from scio_recorder.capture.saved_tensors import SavedTensors
+from scio_recorder.recompute.saved_tensors import SavedTensors
 from scio_recorder.tensors.copies import StridedCopy
 from tests.zoo.base import Net
 

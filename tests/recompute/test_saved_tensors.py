@@ -15,7 +15,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, saved_tensors_
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, MutationError, Recorder, SelectorTypeError
-from scio_recorder.capture.saved_tensors import SavedTensors
+from scio_recorder.recompute.saved_tensors import SavedTensors
 from scio_recorder.tensors.copies import StridedCopy
 from tests.harness import MODES, executed, hook_state, make_recorder, run_pass
 from tests.oracle import differences, freeze, same_bits, tensors
@@ -272,7 +272,7 @@ def test_a_tensor_that_is_saved_several_times_is_copied_once(
             super().__init__(*args, **options)
             copies.append(self)
 
-    monkeypatch.setattr("scio_recorder.capture.saved_tensors.StridedCopy", Counted)
+    monkeypatch.setattr("scio_recorder.recompute.saved_tensors.StridedCopy", Counted)
     net = Net(lambda _, x: x.sin() + x.cos() + x.log())
     rnet = recorder(net)
     x = torch.ones(2, 3, requires_grad=True)

@@ -1,130 +1,109 @@
-"""Recompute activations of a dataset from kept inputs."""
+"""Recompute layers of a pass or of a dataset: recorded modules around them run again.
+
+The nearest module around each layer whose inputs were kept runs again on these inputs; see NOTE
+[Why a recomputed activation is the original one] in `run_again`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
+from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
 from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.calls import KeptCall
-from scio_recorder.tensors.digests import Weights
+from scio_recorder.stores.kept_inputs import KeptCall
+from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 
-class RecomputingRecording(Readable):
-    """The part of a recording that recomputes."""
+def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[Any]:
+    """Return outputs of layers in the latest pass; see ``Recorder.recompute``.
 
-    def recompute(
-        self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
-    ) -> LayerMapping[Any]:
-        """Return activations of the whole dataset, recomputed from the inputs that were kept.
-
-        After ``record(..., inputs=True)`` and ``collect``, the nearest module around each layer
-        whose inputs were recorded, or the layer itself, runs again batch by batch. Its output is
-        compared with a digest of its first output. The net does not change, nor do the generators
-        of random numbers.
-
-        Parameters
-        ----------
-        rnet : Recorder
-            A recorder of the same net, with the same weights; its own selection does not matter.
-        *selectors
-            As for ``Recorder.record``.
-        activation_postproc : callable, list or mapping, optional
-            The post-processors that ``collect`` was given; they act again.
-
-        Returns
-        -------
-        LayerMapping
-            Tensors [samples, ...] in host memory, equal bit for bit to the layers' outputs: neither
-            ``transform`` nor ``dtype`` has acted on them.
-
-        Raises
-        ------
-        ArgumentError
-            The first argument is not a recorder.
-        RecomputeError
-            No inputs around a layer were recorded. Or the net is another one, or its weights or
-            something else have changed, so it returns other values now. Or samples of different
-            batches have different shapes.
-        LayerNotFoundError
-            A selector matches no layer.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch import nn
-        >>> from scio_recorder import Recorder
-        >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
-        >>> rnet = Recorder(net, input_size=(1, 2))
-        >>> rnet.record("0", inputs=True)
-        >>> x = torch.randn(6, 2)
-        >>> recording = rnet.collect(x.split(3))
-        >>> found = recording.recompute(rnet, "0.0")["0.0"]
-        >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
-        True
-        """
-        return _Recomputation(self, rnet, selectors, activation_postproc).whole()
-
-    def recompute_batches(
-        self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
-    ) -> Iterator[LayerMapping[Any]]:
-        """Recompute as `recompute` does, one batch after the other.
-
-        Use it if the result does not fit into memory, if dimension 0 does not count samples, or if
-        samples differ in shape.
-
-        Parameters
-        ----------
-        rnet : Recorder
-            As for `recompute`.
-        *selectors
-            As for `recompute`.
-        activation_postproc : callable, list or mapping, optional
-            As for `recompute`.
-
-        Returns
-        -------
-        iterator of LayerMapping
-            For each batch the outputs of the layers, on their device. Between batches the net is
-            in its own state.
-
-        Raises
-        ------
-        ArgumentError, RecomputeError, LayerNotFoundError
-            As for `recompute`; errors of a batch are raised when it is requested.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch import nn
-        >>> from scio_recorder import Recorder
-        >>> rnet = Recorder(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
-        >>> rnet.record("0", inputs=True)
-        >>> recording = rnet.collect(torch.ones(6, 2).split(4))
-        >>> [len(found["0.0"]) for found in recording.recompute_batches(rnet, "0.0")]
-        [4, 2]
-        """
-        return _Recomputation(self, rnet, selectors, activation_postproc).batches()
+    Parameters
+    ----------
+    capture : Capture
+        What the recorder's latest pass left.
+    selectors : sequence
+        The layers; those that were recorded need not run again.
+    """
+    if not selectors:
+        raise SelectorTypeError('no layers are named: write recompute("layer3.*")')
+    architecture, activations = capture.architecture, capture.activations
+    found: dict[DepthIdx, Any] = {}
+    wanted: dict[DepthIdx, set[DepthIdx]] = {}
+    for target in select(architecture, selectors):
+        if target in activations:
+            found[target] = map_tensors(copied, activations.peek(target))
+        else:
+            wanted.setdefault(_enclosing(capture, target), set()).add(target)
+    moments, posts = capture.state
+    with untouched(architecture, wanted):
+        for label, targets in wanted.items():
+            inputs, output = capture.inputs.peek(label), digest_of(activations.peek(label))
+            moment = moments[label]
+            call = Call(label, inputs, output, moment, moment.explain_change, posts)
+            found.update(rerun(architecture, call, targets))
+    return LayerMapping(architecture, found, "activation")
 
 
-class _Recomputation:
-    """The calls that run again, the layers that need them, and the post-processors."""
+def _enclosing(capture: Capture, target: DepthIdx) -> DepthIdx:
+    """Return the nearest layer around one that was recorded with its inputs."""
+    architecture = capture.architecture
+    around = architecture.enclosing(target)
+    nearest = next((label for label in around if label in capture.recording), None)
+    if capture.options.calls == "any":
+        raise RecomputeError(
+            'after record(..., calls="any") it is unknown in which call a layer ran: record '
+            "the module around it without calls="
+        )
+    if nearest is None:
+        best = f'"{architecture[around[0]].name}"' if around else "around it"
+        raise RecomputeError(
+            f"no module around layer {architecture[target]} is recorded: write "
+            f"record({best}, inputs=True) before the pass, or any module that contains that one"
+        )
+    if not capture.options.inputs:
+        raise RecomputeError(
+            f"layer {architecture[nearest]} is recorded without its inputs: write "
+            "record(..., inputs=True) before the pass"
+        )
+    if nearest not in capture.activations or nearest not in capture.inputs:
+        raise RecomputeError(
+            f"the latest pass left no record of layer {architecture[nearest]}: run the "
+            "recorder first, without dont_record"
+        )
+    return nearest
+
+
+class Recomputation:
+    """The layers of a recording that are wanted, and the calls that run again for them.
+
+    Parameters
+    ----------
+    recording : Readable
+        A recording with inputs.
+    rnet : torch.nn.Module
+        A recorder of the same net.
+    selectors : sequence
+        The layers.
+    given : callable, list or mapping, optional
+        The post-processors that ``collect`` was given.
+    """
 
     def __init__(
         self,
-        recording: RecomputingRecording,
+        recording: Readable,
         rnet: nn.Module,
         selectors: Sequence[Any],
         given: Postprocessors | None,
@@ -144,7 +123,7 @@ class _Recomputation:
         """Return the activations of all batches together."""
         rows, start = self._recording.calls.rows, 0
         found: dict[DepthIdx, Any] = {}
-        with self._untouched():
+        with untouched(self._architecture, self._wanted):
             for number, count in enumerate(rows):
                 for target, value in self._batch(number).items():
                     if target not in found:
@@ -157,22 +136,14 @@ class _Recomputation:
     def batches(self) -> Iterator[LayerMapping[Any]]:
         """Yield the activations of one batch after the other."""
         for number in range(len(self._recording.calls.rows)):
-            with self._untouched():
+            with untouched(self._architecture, self._wanted):
                 found = self._batch(number)
             yield self._mapping(found)
 
     def _mapping(self, found: dict[DepthIdx, Any]) -> LayerMapping[Any]:
         return LayerMapping(self._recording.architecture, found, "activation")
 
-    def _untouched(self) -> AbstractContextManager[None]:
-        # Opening and reading a recording does not wait for the import of what runs nets.
-        from scio_recorder.recompute.run_again import untouched
-
-        return untouched(self._architecture, self._wanted)
-
     def _batch(self, number: int) -> dict[DepthIdx, Any]:
-        from scio_recorder.recompute.run_again import Call, rerun
-
         found: dict[DepthIdx, Any] = {}
         for label, targets in self._wanted.items():
             kept = self._recording.calls.call(number, label)
