@@ -7,7 +7,6 @@ these methods, nothing of it is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.recorder.collecting import Collecting
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.sweeping.effects import Effects
+    from scio_recorder.display.progress import Advance
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
     from scio_recorder.postprocessors.assigning import Postprocessors
@@ -294,6 +294,7 @@ class AnalysisMethods(Collecting):
         from scio_recorder.recording.feed import Feed
         from scio_recorder.recording.interrupted import saying_what_is_durable
         from scio_recorder.recording.options import Options
+        from scio_recorder.stores import as_store
         from scio_recorder.workers.parts import Parts
 
         def collection(
@@ -304,10 +305,18 @@ class AnalysisMethods(Collecting):
             given = self.capture, feed, options, store, activation_postproc
             return Collection(*given, resume=True, weights=weights)
 
-        run = partial(self._go_through, stop_early=stop_early)
-        parts = Parts(make_batches, num_parts, store, collection, run)
+        def run(
+            batches: Iterable[Any], part: int, store: Store, bar: AbstractContextManager[Advance]
+        ) -> None:
+            made = collection(batches, part, store, header["weights"])
+            self._go_through(made, bar, stop_early=stop_early)
+
+        pattern = collection((), 0, as_store(store), None)
+        pattern.options.check_mergeable()
+        header = pattern.job(is_shared=True).header(is_shared=True)
+        parts = Parts(self.capture.net, make_batches, num_parts, store, header, run)
         with saying_what_is_durable(store, num_parts):
-            return parts.collect(wait=wait, progress=progress)
+            return parts.collect(pattern.options.reductions, wait=wait, progress=progress)
 
     def recompute(self, *selectors: Any) -> LayerMapping[Any]:
         """Return activations of the latest pass that were not recorded.

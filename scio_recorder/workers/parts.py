@@ -11,15 +11,17 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, caught_as, raised_by
+from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.state.sharded import InStep
-from scio_recorder.recording.collection import Collection
 from scio_recorder.recording.naming_batch import naming_part
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Disk, Store, as_store
@@ -62,23 +64,26 @@ class Parts:
 
     Parameters
     ----------
+    net : torch.nn.Module
+        The network that is run.
     make_batches : callable
         ``part -> batches``.
     num_parts : int
         The number of parts.
     store : str or Store
         Where the recording is.
-    collection : callable
-        ``batches, part, store, weights -> Collection``.
+    header : dict
+        The settings, in which all processes must agree.
     run : callable
-        ``collection, progress -> Recording``: runs the net on all batches.
+        ``batches, part, store, progress -> None``: collects one part.
     """
 
+    net: nn.Module
     make_batches: Callable[[int], Iterable[Any]]
     num_parts: int
     store: str | Store
-    collection: Callable[[Iterable[Any], int, Store, str | None], Collection]
-    run: Callable[[Collection, AbstractContextManager[Advance]], Recording]
+    header: dict[str, Any]
+    run: Callable[[Iterable[Any], int, Store, AbstractContextManager[Advance]], None]
 
     def __post_init__(self) -> None:
         self.num_parts = whole("num_parts", self.num_parts, 1)
@@ -86,24 +91,21 @@ class Parts:
             raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
         check_make_batches(self.make_batches)
         self._store = _seen_by_others(as_store(self.store))
-
-    def collect(self, *, wait: bool, progress: bool) -> Recording:
-        """Take parts until none is left that can be taken, and return the recording."""
-        pattern = self.collection((), 0, self._store, None)
-        options = pattern.options
-        options.check_mergeable()
-        if not InStep(pattern.capture.net).is_alone:
+        if not InStep(self.net).is_alone:
             raise CollectError(
                 "several processes run each pass of this net together, but each would take other "
                 "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) "
                 "in all of them"
             )
-        header = pattern.job(is_shared=True).header(is_shared=True)
-        self._weights = header["weights"]
+
+    def collect(
+        self, reductions: Mapping[DepthIdx, Any], *, wait: bool, progress: bool
+    ) -> Recording:
+        """Take parts until none is left that can be taken, and return the recording."""
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
             terminable(),
-            closing(self._store.join_parts(self.num_parts, header)) as self._medium,
+            closing(self._store.join_parts(self.num_parts, self.header)) as self._medium,
             Keeper() as self._keeper,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
@@ -113,7 +115,7 @@ class Parts:
             if claims.num_done == self.num_parts:
                 self._check_complete()
             self._take_all(claims, wait=wait)
-        return opened(RunReader(path), options.reductions)
+        return opened(RunReader(path), reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
         shown, busy_at = 0, time.monotonic()
@@ -175,8 +177,7 @@ class Parts:
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
         right = None if lease is None else WriteRight(lease.check, lease.check, lease.is_inherited)
         self._store = self._store.part(part, self.num_parts, right)
-        collection = self.collection(batches, part, self._store, self._weights)
-        self.run(collection, nullcontext(self._count))
+        self.run(batches, part, self._store, nullcontext(self._count))
 
     def _count(self, samples: int, num_bytes: int) -> None:
         self._num_samples += samples
