@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -279,34 +280,97 @@ class Hooks:
         self._checked_at = next_id
 
 
-class _Observer(Uncopied):
-    """A hook that calls a method while the method's object lives."""
+class CallHook(NamedTuple):
+    """Functions at both ends of the calls of a module.
 
-    __slots__ = ("_method", "_name", "_num_values", "_unseen")
+    Methods are held weakly: hooks keep nobody alive who only observes.
+    """
+
+    module: nn.Module
+    name: str
+    # Called with the name, the module, its positional and its keyword arguments. What it returns,
+    # if anything, the forward receives in place of both kinds of arguments.
+    before: Callable[..., Any] | None = None
+    # Called with the output as well. What it returns, if anything, goes on in place of it.
+    after: Callable[..., Any] | None = None
+    # Whether `after` is also called if the call has raised an ``Exception``; the output is None.
+    always: bool = False
+
+
+class CallHooks:
+    """The hooks of one observer on calls of modules, which are removed together.
+
+    They stand behind all other hooks, and copies and files of the modules don't have them. In
+    compiled code they only note the name of the module.
+
+    Examples
+    --------
+    >>> net, seen = nn.Identity(), []
+    >>> hooks = CallHooks()
+    >>> hooks.add(CallHook(net, "net", after=lambda *call: seen.append(call[0])))
+    >>> _ = net(1), hooks.remove(), net(1)
+    >>> seen
+    ['net']
+    """
+
+    def __init__(self) -> None:
+        # The names of modules that ran as compiled code, as keys: dynamo follows a write to a
+        # dictionary without a graph break.
+        self.compiled: dict[str, bool] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, *hooks: CallHook) -> None:
+        """Add hooks, all at once."""
+
+        def add() -> None:
+            for hook in hooks:
+                self._add(hook)
+
+        change_hooks(add)
+
+    def _add(self, hook: CallHook) -> None:
+        if hook.before is not None:
+            before = _ObservingHook(hook.before, hook.name, 3, self.compiled)
+            handle = hook.module.register_forward_pre_hook(before, with_kwargs=True)
+            self._handles.append(handle)
+        if hook.after is not None:
+            after = _ObservingHook(hook.after, hook.name, 4, self.compiled)
+            options = {"with_kwargs": True, "always_call": hook.always}
+            self._handles.append(hook.module.register_forward_hook(after, **options))
+        keep_out_of_copies(hook.module)
+
+    def remove(self, *, waits: bool = True) -> None:
+        """Remove all of them; a finalizer must not wait."""
+        remove_all(self._handles, waits=waits)
+
+
+class _ObservingHook(Uncopied):
+    """Calls a function at one end of a module's calls."""
+
+    __slots__ = ("_compiled", "_name", "_num_values", "_reference")
 
     def __init__(
-        self,
-        method: weakref.WeakMethod[Any],
-        name: str,
-        before: bool,
-        unseen: dict[str, bool] | None = None,
+        self, function: Any, name: str, num_values: int, compiled: dict[str, bool]
     ) -> None:
-        self._method = method
+        is_method = inspect.ismethod(function)
+        self._reference = weakref.WeakMethod(function) if is_method else lambda: function
         self._name = name
-        self._unseen = unseen
-        self._num_values = 3 if before else 4
+        self._num_values = num_values
+        self._compiled = compiled
 
-    def __call__(self, *call: Any) -> None:
-        # A value that is traced once must not count for every call; dynamo follows a write to a
-        # dictionary without a graph break.
+    def __call__(self, *call: Any) -> Any:
+        # A value that is traced once must not count for every call.
         if torch.compiler.is_dynamo_compiling():
-            if self._unseen is not None:
-                self._unseen[self._name] = True
-            return
-        method = self._method()
+            self._compiled[self._name] = True
+            return None
+        function = self._reference()
         # The keyword arguments are missing if another thread is just adding or removing the hook.
-        if method is not None and len(call) == self._num_values:
-            method(self._name, *call)
+        if function is None or len(call) != self._num_values:
+            return None
+        return function(self._name, *call)
 
 
 def precede(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
@@ -328,23 +392,13 @@ def observe(
     always: bool = False,
     unseen: dict[str, bool] | None = None,
 ) -> RemovableHandle:
-    """Call ``method(name, module, args, kwargs, output)`` after each call of a module's forward.
-
-    The hook goes behind all others and does not keep the method's object alive. With ``before``, it
-    is called without an output ahead of the forward; with ``always``, after one that raised too.
-    In compiled code it writes the name to ``unseen`` instead.
-    """
-    observer = _Observer(weakref.WeakMethod(method), name, before, unseen)
-
-    def register() -> RemovableHandle:
-        if before:
-            handle = module.register_forward_pre_hook(observer, with_kwargs=True)
-        else:
-            handle = module.register_forward_hook(observer, with_kwargs=True, always_call=always)
-        keep_out_of_copies(module)
-        return handle
-
-    return change_hooks(register)
+    """Call ``method(name, module, args, kwargs, output)`` after each call: see `CallHooks`."""
+    hooks = CallHooks()
+    if unseen is not None:
+        hooks.compiled = unseen
+    given = {"before": method} if before else {"after": method, "always": always}
+    hooks.add(CallHook(module, name, **given))
+    return hooks._handles[0]
 
 
 def remove_all(handles: list[RemovableHandle], *, waits: bool = True) -> None:
