@@ -165,7 +165,8 @@ class Guarded(OrderedDict[int, Any]):
         super().move_to_end(number, last)
 
 
-@pytest.mark.parametrize("work", WORKS)
+# Saved tensors change no hooks of modules.
+@pytest.mark.parametrize("work", [work for work in WORKS if work is not save_less])
 def test_all_changes_of_hooks_keep_other_threads_out(work: Any) -> None:
     net = nn.Sequential(linear(), nn.ReLU())
     rnet = recorder(net)
