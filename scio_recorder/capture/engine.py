@@ -383,7 +383,7 @@ def warn_of_other_kernels(
 
 def refuse_transforms(what: str = "recorded") -> None:
     """Refuse transforms whose tensors don't outlive the call."""
-    if private.is_inside_transform():
+    if private.transform_around() is not None:
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "
             f"can't be {what}: call rnet.net there, outside of blocks such as watch(), or "

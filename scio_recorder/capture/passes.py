@@ -315,7 +315,7 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
             f"layer {layer} returns a {type(output).__name__}, which can be read only once, and "
             "the network reads it: record the layers inside this one"
         )
-    if private.is_inside_transform():
+    if private.transform_around() is not None:
         raise UnsupportedNetError(
             f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
             "die with the transform: record a layer around the transform"

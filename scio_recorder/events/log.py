@@ -234,7 +234,7 @@ class Tracker:
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._journal.warn_of_lost()
-        if private.is_inside_transform():
+        if private.transform_around() is not None:
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
                 "tensors die with it and can't be logged: end the block of track() before"

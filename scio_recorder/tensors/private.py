@@ -1,6 +1,6 @@
 """The private names of torch and of the interpreter that the package needs, and why.
 
-See NOTE [Checked at first use] in `private_checks`.
+See NOTE [What is checked when] in `private_checks`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from scio_recorder.tensors import private_examples as examples
-from scio_recorder.tensors.private_checks import checked, unsupported
+from scio_recorder.tensors import private_checks as checks
+from scio_recorder.tensors.private_checks import found, needs, tried, unsupported, warn_if_untested
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+warn_if_untested(_VERSION)
 _CHECKPOINTING = "activation checkpointing"
 
 
 # -- the backward pass -----------------------------------------------------------------------------
 
 
-@checked("torch._C._current_graph_task_id", "recording gradients", examples.numbers_differ)
-def backward_pass() -> int:
-    """Return the number of the backward pass around the caller; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+# Returns the number of the backward pass around the caller; -1 outside of one.
+backward_pass: Callable[[], int] = found("torch._C._current_graph_task_id", "recording gradients")
 
 
-@checked("Variable._execution_engine.queue_callback", "gradients", examples.is_called_at_end)
+@needs("torch.autograd.Variable._execution_engine.queue_callback", "gradients")
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass around the caller is over.
 
@@ -43,13 +42,13 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-@checked("torch.autograd._get_sequence_nr", "guarding gradients", examples.counts_operations)
+@needs("torch.autograd._get_sequence_nr", "guarding gradients")
 def num_operations() -> int:
     """Return the number of operations that autograd has noted on this thread."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in its stubs
 
 
-@checked("Node._sequence_nr", "guarding gradients", examples.tells_order_and_leaf)
+@needs("torch._C._FunctionBase._sequence_nr", "guarding gradients")
 def place_of(node: Any) -> int:
     """Return the number of operations noted before a node; for a leaf, more than there ever are."""
     return int(node._sequence_nr())
@@ -58,10 +57,9 @@ def place_of(node: Any) -> int:
 # -- tensors that autograd keeps -------------------------------------------------------------------
 
 
-@checked(
+@needs(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "recording with gradients, and activation checkpointing,",
-    examples.is_innermost_pair,
 )
 def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost hooks on saved tensors, to pack and to unpack; None if there are none.
@@ -72,13 +70,13 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     return None if found is None else tuple(found)
 
 
-@checked("Node._saved_self", "recording with gradients", examples.is_on_same_node)
+@tried("Node._saved_self", "recording with gradients", checks.is_on_same_node)
 def saved_for(node: Any) -> Tensor:
     """Return the tensor that an operation has saved of its argument, as hooks hand it out."""
     return node._saved_self  # type: ignore[no-any-return]  # nodes have no types
 
 
-@checked("Node._raw_saved_result", "recording with gradients", examples.tells_exp_from_multiply)
+@tried("Node._raw_saved_result", "recording with gradients", checks.distinguishes_kept_results)
 def keeps_its_result(tensor: Tensor) -> bool:
     """Whether the operation that made a tensor keeps the result for its own backward.
 
@@ -88,7 +86,7 @@ def keeps_its_result(tensor: Tensor) -> bool:
     return hasattr(kind, "_raw_saved_result") or hasattr(kind, f"_raw_saved_result{number}")
 
 
-@checked("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, examples.runs_twice)
+@tried("torch.utils.checkpoint._CheckpointFrame", _CHECKPOINTING, checks.runs_twice)
 def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     """Return the region that a frame of ``torch.utils.checkpoint`` runs, and if it is a re-run.
 
@@ -106,7 +104,7 @@ def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     return None
 
 
-@checked("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, examples.saves_twice)
+@tried("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, checks.saves_twice)
 def region_that_saves() -> Any:
     """Return the region whose hook on saved tensors is active; None for any other hook."""
     hooks = active_saved_tensors_hooks()
@@ -124,13 +122,13 @@ def region_that_saves() -> Any:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-@checked("Tensor._use_count", "recording with gradients", examples.counts_what_the_graph_holds)
+@tried("Tensor._use_count", "recording with gradients", checks.counts_what_the_graph_holds)
 def use_count(tensor: Any) -> int:
     """Return the number of references to a tensor from inside torch."""
     return int(tensor._use_count())
 
 
-@checked("torch._C._storage_Use_Count", "recording with gradients", examples.counts_aliases)
+@tried("torch._C._storage_Use_Count", "recording with gradients", checks.counts_aliases)
 def storage_uses(tensor: Tensor) -> int:
     """Return the number of tensors that share a memory, up to a constant; -1 without storage."""
     try:
@@ -139,7 +137,7 @@ def storage_uses(tensor: Tensor) -> int:
         return -1
 
 
-@checked("UntypedStorage._cdata", "recording", examples.tells_memory_apart)
+@needs("torch.UntypedStorage._cdata", "recording")
 def memory_of(tensor: Tensor) -> int:
     """Return an id of a tensor's memory, valid while it lives."""
     try:
@@ -149,7 +147,7 @@ def memory_of(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-@checked("Tensor._base and Tensor._is_view", "recording with gradients", examples.finds_base)
+@needs("Tensor._is_view", "recording with gradients")
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the base of a view; None for other tensors."""
     return tensor._base if tensor._is_view() else None
@@ -158,7 +156,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 # -- the surroundings of a call --------------------------------------------------------------------
 
 
-@checked("Tensor._backward_hooks", "recording with gradients", examples.tells_hooked_tensor)
+@needs("Tensor._backward_hooks", "recording with gradients")
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
     return bool(tensor._backward_hooks)
@@ -170,16 +168,13 @@ def renew_hooks(tensor: Tensor) -> None:
         tensor._backward_hooks = tensor._backward_hooks
 
 
-@checked("torch._C._functorch.peek_interpreter_stack", "recording", examples.sees_vmap)
-def is_inside_transform() -> bool:
-    """Whether the caller runs inside a transform of ``torch.func``, whose tensors die with it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@checked("torch._C._is_any_autocast_enabled", "recording", examples.sees_autocast)
-def is_any_autocast_on() -> bool:
-    """Whether autocast is on for any kind of device."""
-    return torch._C._is_any_autocast_enabled()
+# Returns the transform of ``torch.func`` in which the caller runs, whose tensors die with it; None
+# outside of one.
+transform_around: Callable[[], Any] = found(
+    "torch._C._functorch.peek_interpreter_stack", "recording"
+)
+# Returns whether autocast is on for any kind of device.
+is_any_autocast_on: Callable[[], bool] = found("torch._C._is_any_autocast_enabled", "recording")
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ AROUND_FORWARD = tuple(name for name in HOOK_DICTIONARIES if name.startswith("_f
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-@checked("Module._forward_hooks", "recording", examples.finds_both_hooks)
+@needs("Module._forward_hooks", "recording")
 def forward_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
     """Return the live dictionaries of a module's forward hooks and forward pre-hooks.
 
@@ -201,7 +196,7 @@ def forward_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict
     return hooks  # type: ignore[no-any-return]  # ordered, which torch's own type does not say
 
 
-@checked("torch.nn.modules.module._global_forward_hooks", "guarding", examples.finds_others)
+@needs("torch.nn.modules.module._global_forward_hooks", "guarding")
 def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the live dictionaries of all hooks that act on a call besides `forward_hooks`."""
     of_all: Any = torch.nn.modules.module
@@ -212,7 +207,7 @@ def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
     )
 
 
-@checked("Module._forward_hooks_always_called", "guarding", examples.brackets)
+@needs("Module._forward_hooks_always_called", "guarding")
 def put_hooks_around(
     module: nn.Module, number: int, before: Callable[..., Any], after: Callable[..., Any]
 ) -> None:
@@ -228,7 +223,7 @@ def put_hooks_around(
     module._forward_hooks[number] = after
 
 
-@checked("Module._forward_pre_hooks_with_kwargs", "recording", examples.forgets)
+@needs("Module._forward_pre_hooks_with_kwargs", "recording")
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
     own = vars(module)
@@ -236,7 +231,7 @@ def remove_hook(module: nn.Module, number: int) -> None:
         own[name].pop(number, None)
 
 
-@checked("Module._non_persistent_buffers_set", "resuming", examples.tells_saved_buffer)
+@needs("Module._non_persistent_buffers_set", "resuming")
 def is_saved(module: nn.Module, buffer: str) -> bool:
     """Whether a module saves one of its buffers; the others are made again with the net."""
     return buffer not in module._non_persistent_buffers_set
@@ -272,13 +267,13 @@ def calls_compiled(module: nn.Module) -> bool:
     return call is not None and not getattr(call, "is_plain", False)
 
 
-@checked("Module._compiled_call_impl", "compiled modules", examples.finds_compiled_call)
+@needs("Module._compiled_call_impl", "compiled modules")
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function made by a module's own ``compile``, which replaces its call."""
     return module._compiled_call_impl
 
 
-@checked("Module._compiled_call_impl", "recording compiled modules", examples.is_called_instead)
+@needs("Module._compiled_call_impl", "recording compiled modules")
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Set the function that is called in place of a module's hooks and forward; None for these."""
     if call is None:
@@ -287,7 +282,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
         vars(module)["_compiled_call_impl"] = call
 
 
-@checked("Module._wrapped_call_impl", "guarding", examples.is_seen_by_its_call)
+@needs("Module._wrapped_call_impl", "guarding")
 def called_module() -> nn.Module | None:
     """Return the module whose call runs the caller, which was set in place of it; None if unknown.
 
@@ -301,13 +296,13 @@ def called_module() -> nn.Module | None:
     return None
 
 
-@checked("Module._wrapped_call_impl", "guarding", examples.tells_usual_call)
+@needs("Module._wrapped_call_impl", "guarding")
 def has_usual_call(module: nn.Module) -> bool:
     """Whether a call of a module does what torch does, and nobody has replaced that."""
     return type(module).__call__ is nn.Module._wrapped_call_impl
 
 
-@checked("Module._call_impl", "watching", examples.runs_hooks_too)
+@needs("Module._call_impl", "watching")
 def plain_call(module: nn.Module) -> Callable[..., Any]:
     """Return the function that calls a module's hooks and forward, even if they are replaced."""
     return module._call_impl
@@ -338,7 +333,6 @@ def flatten_registered(value: Any) -> tuple[list[Any], Callable[[Any], Any]]:
 # -- libraries that call a network -----------------------------------------------------------------
 
 
-@checked("GenerationMixin.generate", "rows= around generate", examples.finds_generation)
 def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
     """Return the caller's mode of generation, and its number of sequences for each prompt.
 
@@ -361,20 +355,20 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
 # -- tensors other than arrays of numbers ----------------------------------------------------------
 
 
-@checked("Tensor._make_wrapper_subclass", "reading from disk", examples.has_shape_only)
+@needs("Tensor._make_wrapper_subclass", "reading from disk")
 def make_wrapper(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return a tensor of a subclass with a shape and a dtype, but no memory."""
     return kind._make_wrapper_subclass(kind, shape, dtype=dtype)
 
 
-@checked("torch._C.DisableTorchFunctionSubclass", "reading from disk", examples.passes_by)
+@needs("torch._C.DisableTorchFunctionSubclass", "reading from disk")
 def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function of torch without the overrides of subclasses."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
-@checked("TorchDispatchMode", "force_static_flow", examples.sees_operations)
+@needs("torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow")
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a function runs every operation of this thread."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -392,7 +386,7 @@ class _Traced(Tensor):
     __class__ = property(lambda self: torch._subclasses.FakeTensor)
 
 
-@checked("torch._subclasses.FakeTensor", "force_static_flow", examples.says_it_is_fake)
+@needs("torch._subclasses.FakeTensor", "force_static_flow")
 def pass_for_traced(tensor: Tensor) -> None:
     """Make a tensor claim to be traced: libraries ask before they look at its values."""
     object.__setattr__(tensor, "__class__", _Traced)

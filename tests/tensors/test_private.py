@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import importlib.util
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder, UnsupportedTorchError
 from scio_recorder.tensors import private, private_checks
+from tests.tensors.private_examples import EXAMPLES
 
 
 def untried() -> ModuleType:
@@ -29,11 +33,12 @@ def untried() -> ModuleType:
     return module
 
 
-NAMES = [name for name, value in vars(untried()).items() if hasattr(value, "__wrapped__")]
+TRIED = [name for name, value in vars(untried()).items() if hasattr(value, "__wrapped__")]
 
 
-def test_there_are_names() -> None:
-    assert {"backward_pass", "use_count", "checkpointed_region", "forward_hooks"} <= set(NAMES)
+def in_own_thread(example: Callable[[Any], bool], function: Any) -> bool:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(example, function).result()
 
 
 def nothing(*args: Any) -> Any:
@@ -44,13 +49,38 @@ def gone(*args: Any) -> Any:
     raise AttributeError("no such name")
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_name_means_what_it_is_taken_for(name: str) -> None:
+    assert in_own_thread(EXAMPLES[name], vars(untried())[name])
+
+
+def test_each_function_with_a_private_name_has_an_example() -> None:
+    functions = {
+        node.name
+        for node in ast.parse(Path(private.__file__).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    }
+    assert functions <= set(EXAMPLES)
+    assert {"backward_pass", "is_any_autocast_on", *TRIED} <= set(EXAMPLES)
+
+
 # Some examples are broken off in the middle of what torch does.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_finds_another_meaning(name: str) -> None:
+    with contextlib.suppress(Exception):
+        assert not in_own_thread(EXAMPLES[name], nothing)
+    gc.collect()
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("other", [nothing, gone])
-@pytest.mark.parametrize("name", NAMES)
-def test_example_finds_another_meaning(name: str, other: Callable[..., Any]) -> None:
-    module = untried()
-    function = vars(module)[name]
+@pytest.mark.parametrize("name", TRIED)
+def test_other_meaning_is_an_error_where_a_number_would_change(
+    name: str, other: Callable[..., Any]
+) -> None:
+    function = vars(untried())[name]
     function.__wrapped__.__code__ = other.__code__
     needed = function.__wrapped__.__annotations__.keys() - {"return"}
     for _ in range(2):
@@ -59,16 +89,15 @@ def test_example_finds_another_meaning(name: str, other: Callable[..., Any]) -> 
     assert " needs " in str(error.value)
     del error
     gc.collect()
-    assert not torch.nn.modules.module._has_any_global_hook()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_check_takes_place_once(name: str) -> None:
+@pytest.mark.parametrize("name", TRIED)
+def test_example_runs_once(name: str) -> None:
     module = untried()
     function = vars(module)[name].__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         # What the example says now must not matter, only that it is asked.
-        patch.setattr(private_checks, "try_example", nothing)
+        patch.setattr(private_checks, "_try_example", nothing)
         patch.setattr(function, "__code__", nothing.__code__)
         assert vars(module)[name]() is None
         assert vars(module)[name] is function
@@ -76,16 +105,28 @@ def test_check_takes_place_once(name: str) -> None:
 
 def test_examples_run_whatever_surrounds_the_first_use() -> None:
     module = untried()
-
-    def count(x: Tensor) -> Tensor:
-        assert module.is_inside_transform()
-        return x
-
     with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
-        assert module.is_any_autocast_on()
-        assert module.backward_pass() == -1
         assert module.storage_uses(torch.ones(1, device="cpu")) > 0
-    torch.vmap(count)(torch.ones(2))
+    torch.vmap(lambda x: x * module.storage_uses(torch.ones(1)))(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [((2, 7), False), ((2, 8), True), ((2, 14), True), ((2, 15), False), ((3, 0), False)],
+)
+def test_untested_torch_warns(version: tuple[int, int], is_tested: bool) -> None:
+    if is_tested:
+        private_checks.warn_if_untested(version)
+        return
+    with pytest.warns(UserWarning, match=r"tested with torch 2\.8 to 2\.14"):
+        private_checks.warn_if_untested(version)
+
+
+def test_tested_versions_are_those_of_the_documentation() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d{4}-\d\d-\d\d \| [\d.]+ \| (\d+)\.(\d+)", table, re.MULTILINE)
+    versions = {(int(major), int(minor)) for major, minor in rows}
+    assert (min(versions), max(versions)) == (private_checks.OLDEST, private_checks.NEWEST)
 
 
 class Net(nn.Module):
@@ -164,16 +205,17 @@ FEATURES: dict[str, tuple[Any, Callable[[], None]]] = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_says_what_it_misses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, feature = FEATURES[name]
-    fresh = untried()
     feature()
-    for function in NAMES:
-        monkeypatch.setattr(private, function, vars(fresh)[function])
     if name == "_CheckpointFrame":
         # What torch's own functions use can't be gone: it has become a function here.
         kind = place._CheckpointFrame
         monkeypatch.setattr(place, name, lambda *args: kind(*args))
     else:
         monkeypatch.delattr(place, name)
+    # Loaded again, in a torch without the name.
+    fresh = untried()
+    for function in EXAMPLES:
+        monkeypatch.setattr(private, function, vars(fresh)[function])
     with pytest.raises(UnsupportedTorchError, match=r"needs .* which torch"):
         feature()
     # Torch's own generator of a region that was broken off complains here, and not in another test.

@@ -1,26 +1,21 @@
-"""An example with a known answer for each private name, which checks its meaning.
+"""An example with a known answer for each private name, which shows that its meaning is the same.
 
 Examples use only public names of torch, so they don't suffer from the changes that they look for.
+Those of `private_checks` run in the package as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import __file__ as checkpoint_file
-from torch.utils.checkpoint import checkpoint
 
-
-def leaf_and_output() -> tuple[Tensor, Any]:
-    leaf = torch.ones(1, requires_grad=True, device="cpu")
-    return leaf, (leaf * 2).exp()
+from scio_recorder.tensors import private_checks as checks
+from scio_recorder.tensors.private_checks import leaf_and_output
 
 
 def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
@@ -52,7 +47,7 @@ def counts_operations(number: Callable[[], int]) -> bool:
     return number() == before + 2
 
 
-def tells_order_and_leaf(place: Callable[[Any], int]) -> bool:
+def knows_order_and_leaf(place: Callable[[Any], int]) -> bool:
     _, output = leaf_and_output()
     ((product, _),) = output.grad_fn.next_functions
     (leaf, _), _ = product.next_functions
@@ -72,73 +67,7 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     return before is None and tuple(inside) == (pack, unpack) and active() is None
 
 
-def is_on_same_node(saved: Callable[[Any], Tensor]) -> bool:
-    _, output = leaf_and_output()
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor.detach()):
-        taken = torch.take(output, torch.empty(0, dtype=torch.int64, device="cpu"))
-        given = saved(taken.grad_fn)
-    is_other = given.data_ptr() != output.data_ptr()
-    return is_other and given.grad_fn is output.grad_fn and torch.equal(given, output)
-
-
-def tells_exp_from_multiply(keeps: Callable[[Tensor], bool]) -> bool:
-    leaf, output = leaf_and_output()
-    several = torch.var_mean(leaf.expand(1, 3))[1]
-    return keeps(output) and not keeps(leaf * 2) and not keeps(several)
-
-
-def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
-    """Return a function's results in both runs of a checkpointed region."""
-    found = []
-
-    def region(x: Tensor) -> Tensor:
-        found.append(function())
-        return x.exp()
-
-    leaf, _ = leaf_and_output()
-    output: Any = checkpoint(region, leaf, use_reentrant=False, preserve_rng_state=False)
-    output.backward()
-    return found
-
-
-def runs_twice(region_of: Callable[[FrameType], Any]) -> bool:
-    def nearest() -> Any:
-        frame = inspect.currentframe()
-        while frame is not None:
-            found = region_of(frame) if frame.f_code.co_filename == checkpoint_file else None
-            if found is not None:
-                return found
-            frame = frame.f_back
-        return None
-
-    (first, is_first_again), (second, is_second_again) = _in_both_runs(nearest)
-    return first is second and not is_first_again and is_second_again
-
-
-def saves_twice(saving: Callable[[], Any]) -> bool:
-    first, second = _in_both_runs(saving)
-    return first is not None and first is second and saving() is None
-
-
-def counts_what_the_graph_holds(count: Callable[[Tensor], int]) -> bool:
-    leaf, _ = leaf_and_output()
-    before = count(leaf)
-    held = leaf.exp() * leaf
-    after = count(leaf)
-    del held
-    return before < after and count(leaf) == before
-
-
-def counts_aliases(count: Callable[[Tensor], int]) -> bool:
-    tensor = torch.ones(2, device="cpu")
-    before = count(tensor)
-    aliases = [tensor.view(1, 2), tensor.view(2, 1)]
-    after = count(tensor)
-    del aliases
-    return after == before + 2 and count(tensor) == before
-
-
-def tells_memory_apart(identity: Callable[[Tensor], int]) -> bool:
+def distinguishes_memory(identity: Callable[[Tensor], int]) -> bool:
     tensor, other = torch.ones(2, device="cpu"), torch.ones(2, device="cpu")
     return identity(tensor) == identity(tensor[1:]) != identity(other)
 
@@ -149,21 +78,21 @@ def finds_base(base: Callable[[Tensor], Tensor | None]) -> bool:
     return base(product) is None and base(product.view(1, 1)) is product
 
 
-def tells_hooked_tensor(has_hooks: Callable[[Tensor], bool]) -> bool:
+def distinguishes_hooked_tensor(has_hooks: Callable[[Tensor], bool]) -> bool:
     leaf, output = leaf_and_output()
     output.register_hook(nothing)
     return has_hooks(output) and not has_hooks(leaf)
 
 
-def sees_vmap(is_inside: Callable[[], bool]) -> bool:
+def sees_vmap(around: Callable[[], Any]) -> bool:
     seen = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(is_inside())
+        seen.append(around() is not None)
         return x
 
     torch.vmap(function)(torch.ones(1, device="cpu"))
-    return seen == [True] and not is_inside()
+    return seen == [True] and around() is None
 
 
 def sees_autocast(is_on: Callable[[], bool]) -> bool:
@@ -200,7 +129,7 @@ def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]
             handle.remove()
 
 
-def brackets(put: Callable[..., None]) -> bool:
+def calls_both(put: Callable[..., None]) -> bool:
     class Fails(nn.Module):
         def forward(self, number: int) -> None:
             raise KeyError
@@ -212,7 +141,7 @@ def brackets(put: Callable[..., None]) -> bool:
     return calls == [(module, (), {"number": 1}), (module, (), None)]
 
 
-def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
+def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
     module, calls = nn.Identity(), []
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
         handle = register(lambda *call, **options: calls.append(call), with_kwargs=True)
@@ -220,7 +149,7 @@ def forgets(remove: Callable[[nn.Module, int], None]) -> bool:
     return bool(module(1) == 1) and not calls
 
 
-def tells_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:
+def distinguishes_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:
     module = nn.Module()
     module.register_buffer("saved", torch.ones(1))
     module.register_buffer("cache", torch.ones(1), persistent=False)
@@ -250,7 +179,7 @@ def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
     return module() is module and call() is None
 
 
-def tells_usual_call(has_usual_call: Callable[[nn.Module], bool]) -> bool:
+def distinguishes_usual_call(has_usual_call: Callable[[nn.Module], bool]) -> bool:
     class Own(nn.Identity):
         def __call__(self, *args: Any) -> Any:
             return args
@@ -316,3 +245,38 @@ def says_it_is_fake(change: Callable[[Tensor], None]) -> bool:
     change(tensor)
     kind = importlib.import_module("torch._subclasses.fake_tensor").FakeTensor
     return isinstance(tensor, kind) and type(tensor + 1) is Tensor and tensor.tolist() == [1, 1]
+
+
+EXAMPLES: dict[str, Callable[[Any], bool]] = {
+    "backward_pass": numbers_differ,
+    "call_at_end_of_backward": is_called_at_end,
+    "num_operations": counts_operations,
+    "place_of": knows_order_and_leaf,
+    "active_saved_tensors_hooks": is_innermost_pair,
+    "saved_for": checks.is_on_same_node,
+    "keeps_its_result": checks.distinguishes_kept_results,
+    "checkpointed_region": checks.runs_twice,
+    "region_that_saves": checks.saves_twice,
+    "use_count": checks.counts_what_the_graph_holds,
+    "storage_uses": checks.counts_aliases,
+    "memory_of": distinguishes_memory,
+    "base_of": finds_base,
+    "has_hooks": distinguishes_hooked_tensor,
+    "transform_around": sees_vmap,
+    "is_any_autocast_on": sees_autocast,
+    "forward_hooks": finds_both_hooks,
+    "hooks_besides": finds_others,
+    "put_hooks_around": calls_both,
+    "remove_hook": removes_both,
+    "is_saved": distinguishes_saved_buffer,
+    "compiled_call": finds_compiled_call,
+    "set_compiled_call": is_called_instead,
+    "called_module": is_seen_by_its_call,
+    "has_usual_call": distinguishes_usual_call,
+    "plain_call": runs_hooks_too,
+    "generation_in": finds_generation,
+    "make_wrapper": has_shape_only,
+    "run_without_overrides": passes_by,
+    "operations_made_by": sees_operations,
+    "pass_for_traced": says_it_is_fake,
+}
