@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
-from scio_recorder.capture.hooks import observe, remove_all
+from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
-from scio_recorder.events.gradients import GradientListeners
+from scio_recorder.events.gradient_events import GradientListeners
 from scio_recorder.layer import counted
 from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.nets.hookable import takes_hooks
@@ -34,7 +34,6 @@ from scio_recorder.tensors.structures import map_tensors
 
 if TYPE_CHECKING:
     import pandas
-    from torch.utils.hooks import RemovableHandle
 
 
 Pattern: TypeAlias = str | re.Pattern[str] | None
@@ -48,7 +47,7 @@ class _Mark:
     """One region of one log."""
 
 
-class Regions(Marks):
+class _Regions(Marks):
     """The regions that one log saw and that can still run again."""
 
     def are_run_again(self) -> bool:
@@ -90,16 +89,15 @@ class Tracker:
 
     def __init__(self, stash: StashEvent) -> None:
         self._journal = Journal(stash)
-        self._handles: list[RemovableHandle] = []
-        self._regions = Regions()
-        # Modules that ran inside regions, and the hooks that stay on them after the block.
-        self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self._for_reruns: list[RemovableHandle] = []
-        self._regions.when_over(partial(remove_all, self._for_reruns, waits=False))
         self._listeners = GradientListeners(self._journal)
-        self._compiled: dict[str, bool] = {}
-        for handles in (self._handles, self._for_reruns):
-            weakref.finalize(self, remove_all, handles, waits=False).atexit = False
+        self._hooks = CallHooks()
+        self._regions = _Regions()
+        # The names of modules that ran inside regions, and the hooks that stay on them afterwards.
+        self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._for_reruns = CallHooks()
+        self._regions.when_over(partial(self._for_reruns.remove, waits=False))
+        for hooks in (self._hooks, self._for_reruns):
+            weakref.finalize(self, hooks.remove, waits=False).atexit = False
 
     @property
     def stashes(self) -> list[Any]:
@@ -124,7 +122,7 @@ class Tracker:
             The argument is not a module, or hooks can't observe it.
         """
         check_supported(module)
-        self._register(module, name, grad)
+        self._register({name: module}, grad)
 
     def register_all(
         self,
@@ -155,16 +153,15 @@ class Tracker:
         check_supported(module)
         modules = {name: one for name, one in module.named_modules() if takes_hooks(one)}
         names = _chosen(list(modules), include, exclude)
-        for name in names:
-            self._register(modules[name], name, grad)
+        self._register({name: modules[name] for name in names}, grad)
 
     def unregister(self) -> None:
         """Log no more calls; gradients of calls that were logged are still logged."""
-        remove_all(self._handles)
-        remove_all(self._for_reruns)
+        self._hooks.remove()
+        self._for_reruns.remove()
         if self._regions:
-            observed = [(module, name) for module, names in self._inside.items() for name in names]
-            self._for_reruns += [observe(m, self._take_rerun, name) for m, name in observed]
+            inside = [(module, name) for module, names in self._inside.items() for name in names]
+            self._for_reruns.add(*(CallHook(*one, after=self._take_rerun) for one in inside))
         self._journal.warn_of_lost()
         self._warn_of_compiled()
 
@@ -225,12 +222,12 @@ class Tracker:
         return self.stashes[index]
 
     def __repr__(self) -> str:
-        return f"Tracker(stashes={len(self)}, tracking={len(self._handles)})"
+        return f"Tracker(stashes={len(self)}, tracking={len(self._hooks)})"
 
-    def _register(self, module: nn.Module, name: str, grad: bool) -> None:
-        remove_all(self._for_reruns)
+    def _register(self, modules: Mapping[str, nn.Module], grad: bool) -> None:
+        self._for_reruns.remove()
         take = self._take_call_and_gradients if grad else self._take_call
-        self._handles.append(observe(module, take, name, unseen=self._compiled))
+        self._hooks.add(*(CallHook(one, name, after=take) for name, one in modules.items()))
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._journal.warn_of_lost()
@@ -261,7 +258,8 @@ class Tracker:
             self._listeners.listen(name, type(module), output)
 
     def _warn_of_compiled(self) -> None:
-        names, self._compiled = list(self._compiled), {}
+        names = list(self._hooks.compiled)
+        self._hooks.compiled.clear()
         if names:
             warn(
                 f"calls of {counted(len(names), 'module')}, such as {names[0]!r}, are missing from "

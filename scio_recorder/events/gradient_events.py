@@ -1,0 +1,157 @@
+"""Events of gradients of modules' outputs, by hooks on the tensors.
+
+NOTE [In what order gradients are logged]
+
+Modules often return the tensor that their last child returned. Hooks on a tensor run in the order
+in which they were registered, the child's first, but in backpropagation the gradient of the outer
+module comes first. So each output of a node of the graph has one hook, which serves the calls that
+returned it in reverse.
+
+A call that returned several tensors makes one event, once all their gradients have come. If some
+never come, the event waits for the end of the backward pass. Modules inside the call are
+differentiated in the meantime, but come after it in the log, since its place is reserved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from scio_recorder.events.event import Event, Journal, Place
+from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import version_counter, version_of
+from scio_recorder.tensors.structures import tensors
+
+
+class GradientListeners:
+    """The listeners of one log, to which the graph has weak references only."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = weakref.ref(journal)
+        # Hooks on leaves, such as parameters, would stay as long as these.
+        self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
+
+    def listen(self, name: str, kind: type[nn.Module], output: Any) -> None:
+        """Listen to the gradients of one output."""
+        items = output if isinstance(output, tuple | list) else [output]
+        # As in torch's backward hooks, the entry of an item that is not a tensor is None.
+        found = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
+        awaited = {id(t): t for t in found if t is not None and t.requires_grad}
+        call = _Call(name, kind, [id(tensor) for tensor in found], awaited, self._journal)
+        for key, tensor in awaited.items():
+            self._listener(tensor, name).calls.append((call, key))
+
+    def _listener(self, tensor: Tensor, name: str) -> _Listener:
+        node: Any = tensor.grad_fn
+        known: Any = self._on_leaves if node is None else node.metadata
+        key = tensor if node is None else (weakref.ref(self), tensor.output_nr)
+        listener: _Listener | None = known.get(key)
+        if listener is None or listener.is_over:
+            listener = known[key] = _Listener(tensor)
+        elif node is None:
+            # A leaf outlives passes: an earlier one that was not differentiated is over.
+            listener.calls = [entry for entry in listener.calls if entry[0].name != name]
+        return listener
+
+
+class _Listener:
+    """The calls that returned one tensor, which the tensor's hook serves in reverse."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Each with the key of the tensor in it.
+        self.calls: list[tuple[_Call, int]] = []
+        self.is_over = False
+        self._is_on_leaf = tensor.grad_fn is None
+        hook = unserializable_hook(partial(_receive, weakref.ref(self)))  # type: ignore[no-untyped-call]  # torch leaves it without types
+        self._handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def receive(self, gradient: Tensor | None) -> None:
+        """Take a gradient of the tensor."""
+        calls = self.calls[::-1]
+        if self._is_on_leaf:
+            self.is_over, self.calls = True, []
+            self._handle.remove()
+        for call, key in calls:
+            call.receive(key, gradient)
+
+    def __del__(self) -> None:
+        self._handle.remove()
+
+
+def _receive(listener: weakref.ref[_Listener], gradient: Tensor | None) -> None:
+    alive = listener()
+    if alive is not None:
+        alive.receive(gradient)
+
+
+class _Gradients(dict[int, "Tensor | None"]):
+    """The gradients of one call in one backward pass so far, and their place in the log."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.place = place
+
+
+class _Call:
+    """One call of a module whose output can be differentiated."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: type[nn.Module],
+        items: list[int],
+        awaited: Mapping[int, Tensor],
+        journal: weakref.ref[Journal],
+    ) -> None:
+        self.name = name
+        self._kind = kind
+        # The keys of everything that it returned, and the number of those with gradients.
+        self._items = items
+        self._num_awaited = len(awaited)
+        self._journal = journal
+        # By backward pass, whose engine holds them: a pass that fails leaves nothing.
+        self._received: weakref.WeakValueDictionary[int, _Gradients]
+        self._received = weakref.WeakValueDictionary()
+        self._is_logged = not awaited
+        inner = [tensor for tensor in awaited.values() if tensor.grad_fn is not None]
+        views = [tensor for tensor in inner if private.base_of(tensor) is not None]
+        self._views = [(version_counter(view), version_of(view)) for view in views]
+
+    def receive(self, key: int, gradient: Tensor | None) -> None:
+        """Take the gradient of one tensor."""
+        task, journal = private.backward_pass(), self._journal()
+        gradients = self._received.get(task)
+        if gradients is None:
+            gradients = _Gradients([] if journal is None else journal.keep_place())
+            self._received[task] = gradients
+            private.call_at_end_of_backward(partial(self._log, gradients))
+        gradients[key] = gradient
+        if len(gradients) == self._num_awaited:
+            self._log(gradients)
+
+    def _log(self, gradients: _Gradients) -> None:
+        """Log the gradients that have come, once."""
+        received, journal = dict(gradients), self._journal()
+        gradients.clear()
+        self._is_logged |= bool(received)
+        if journal is not None and any(gradient is not None for gradient in received.values()):
+            self._check_views()
+            value = tuple(map(received.get, self._items))
+            journal.add(Event(self.name, self._kind, True, value, (), {}), gradients.place)
+            journal.warn_of_lost()
+
+    def _check_views(self) -> None:
+        journal = self._journal()
+        if journal is not None and any(version_of(view) != then for view, then in self._views):
+            journal.lost.add(self.name)
+
+    def __del__(self) -> None:
+        # When a view is changed, autograd drops its node, and the listener with it.
+        if not self._is_logged:
+            self._check_views()
