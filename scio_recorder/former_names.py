@@ -14,6 +14,7 @@ MOVED = {
     "stores.disk_format.claims": "workers.leases",
     "stores.disk_format.lease": "workers.leases",
     "stores.disk_format.progress": "workers.holders",
+    "integrations.statistics": "recording.statistics",
     "recording.collect.nodes": "recording.nodes",
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",

@@ -32,9 +32,6 @@ EXPLOSION_LEAST = 1.0
 EXPLOSION_UNITS = 8
 # None of the units is an exception if a larger share of them is as large.
 EXPLOSION_SHARE = 0.25
-# At least so many values of a layer are counted for its histogram. Of twice as many, every second
-# value is counted, and so on: no more can be seen in a picture.
-LEAST_COUNTED = 1 << 22
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
 # are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
@@ -57,8 +54,7 @@ _MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 class Bars:
     """A histogram: counts in bins of equal width from ``low`` to ``high``, and outside of these.
 
-    ``below`` and ``above`` include infinite values; NaNs are not counted. In a large layer, only
-    one of ``every`` values was counted.
+    ``below`` and ``above`` include infinite values; NaNs are not counted.
     """
 
     counts: tuple[int, ...]
@@ -66,11 +62,10 @@ class Bars:
     high: float
     below: int = 0
     above: int = 0
-    every: int = 1
 
 
 @dataclass(frozen=True)
-class Values:
+class ValueStatistics:
     """Statistics over all values of a layer; None if not known."""
 
     mean: float | None = None
@@ -84,7 +79,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitStatistics:
     """The numbers of units of a layer that are zero, constant or saturated.
 
     A unit is a position along ``dimension`` of [samples, ...]. ``zero`` units were zero for all
@@ -117,10 +112,10 @@ class LayerSummary:
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     num_bytes: int | None = None
-    values: Values = Values()
-    finite: Values | None = None
+    values: ValueStatistics = ValueStatistics()
+    finite: ValueStatistics | None = None
     """Statistics of the finite values alone, if there are others."""
-    units: Units | None = None
+    units: UnitStatistics | None = None
     bars: Bars | None = None
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
@@ -234,7 +229,7 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     axis.locator_params(axis="y", nbins=4)
     outside = bars.below + bars.above
     if outside:
-        text = f"{outside:,} outside" + (f", of 1 in {bars.every:,}" if bars.every > 1 else "")
+        text = f"{outside:,} outside"
         axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
     axis.set_gid(f"layer-{layer.label}")
 

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from scio_recorder.display.outline import asset, call_text, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
@@ -249,40 +248,24 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         It can't be written; an earlier file stays as it was.
     """
     target = Path(path)
-    name = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
+    draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # Whether the file can be written is known before the work, and it has no name during the
-        # work: a process that is killed leaves no partial page.
-        with _unnamed_file(target.parent) or contextlib.nullcontext() as unnamed:
-            if unnamed is None:
-                name.touch(exist_ok=False)
-                name.unlink()
-            text = "".join(pieces)
-            with unnamed or open(name, "x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                if unnamed is not None:
-                    # Without a directory descriptor, the link in /proc itself would be linked.
-                    number = file.fileno()
-                    os.link(f"/proc/self/fd/{number}", name, src_dir_fd=number)
-        os.replace(name, target)
+        # Whether the file can be written is known before the work.
+        draft.touch(exist_ok=False)
+        draft.unlink()
+        text = "".join(pieces)
+        with open(draft, "x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
     except RecordingError:
         raise
     except OSError as error:
         raise RecordingError(f"can't write {target}: {error.strerror}") from error
     finally:
         with contextlib.suppress(OSError):
-            name.unlink()
+            draft.unlink()
     return target
-
-
-def _unnamed_file(folder: Path) -> IO[str] | None:
-    """Open a new file that vanishes with its process; None if the system has no such files."""
-    try:
-        number = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
-    except (AttributeError, OSError):
-        return None
-    return open(number, "w", encoding="utf-8", newline="\n")

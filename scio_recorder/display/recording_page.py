@@ -12,13 +12,12 @@ from scio_recorder.display.figure import (
     EXPLOSION_LEAST,
     EXPLOSION_SHARE,
     EXPLOSION_UNITS,
-    LEAST_COUNTED,
     SATURATION_BOUNDS,
     SATURATION_SHARE,
     SATURATION_WIDTH,
     Bars,
     LayerSummary,
-    Units,
+    UnitStatistics,
 )
 from scio_recorder.display.outline import Outline, searched, text, tree_html
 from scio_recorder.display.page import (
@@ -149,9 +148,8 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
     if any(one.bars for one in layers):
         yield (
-            '<p class="quiet">All values of a layer; of a large one, some that are evenly spread. '
-            "Heights are square roots of counts, so that a peak at zero leaves the rest to be seen."
-            "</p>"
+            '<p class="quiet">All values of a layer. Heights are square roots of counts, so that a '
+            "peak at zero leaves the rest to be seen.</p>"
         )
     else:
         yield "<p>There are no values to draw.</p>"
@@ -170,8 +168,6 @@ def _figure(summary: LayerSummary) -> str:
     said += f" from {number_text(bars.low)} to {number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
     told = [f"{count:,} {side} this range" for count, side in sides if count]
-    if bars.every > 1:
-        told.insert(0, f"1 in {bars.every:,} values counted")
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
         f'<a href="{address_of(layer)}">{layer.label}</a> '
@@ -202,11 +198,8 @@ def _definitions() -> dict[str, str]:
         f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
         f"whose bounds are known: {bounded}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. They may reach a little further in a "
-        "large layer. Values outside are counted below the histogram. From "
-        f"{2 * LEAST_COUNTED:,} values on, only one in so many is counted, as said below the "
-        "histogram. They are evenly spread over samples, units and positions. All other numbers "
-        "are those of all values.",
+        "further than 6 standard deviations from the mean. Values outside are counted below the "
+        "histogram.",
     }
 
 
@@ -233,7 +226,7 @@ def _cells(summary: LayerSummary) -> dict[str, str]:
     return {**found, **_unit_cells(units), "Kept": _kept(summary)}
 
 
-def _unit_cells(units: Units | None) -> dict[str, str]:
+def _unit_cells(units: UnitStatistics | None) -> dict[str, str]:
     if units is None:
         return dict.fromkeys(("Units", "Dead", "Saturated"), count_cell(None))
     where = f" (dim {units.dimension})" if units.dimension else ""

@@ -11,14 +11,14 @@ from torch import nn
 
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.events import Event, Tracker
-from scio_recorder.integrations.statistics import (
-    OF_UNITS,
-    Portion,
-    UnitStatistics,
-    check_names,
-    values_of,
-)
 from scio_recorder.nets.selection import choose_modules
+from scio_recorder.recording.statistics import (
+    OF_STATES,
+    OF_UNITS,
+    STATISTICS,
+    RunningStatistics,
+    check_names,
+)
 from scio_recorder.tensors.arguments import boolean, whole
 
 if TYPE_CHECKING:
@@ -99,12 +99,11 @@ class LayerStatsMonitor(Callback):
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
         self.selectors = selectors
         self.every_n_steps = every_n_steps
-        self.statistics = check_names(statistics, OF_UNITS)
+        self.statistics = check_names(statistics, (*STATISTICS, *OF_UNITS))
         self.gradients = boolean("gradients", gradients, ArgumentError)
         self.latest: dict[str, float] = {}
         self._modules: dict[str, nn.Module] = {}
-        self._portions: dict[tuple[bool, str], Portion] = {}
-        self._units: dict[tuple[bool, str], UnitStatistics] = {}
+        self._running: dict[tuple[bool, str], RunningStatistics] = {}
         self._tracker: Tracker | None = None
         self._stepped = False
         self._warned = False
@@ -186,8 +185,7 @@ class LayerStatsMonitor(Callback):
         if self._stepped or not pl_module.automatic_optimization:
             if observed:
                 self._log(trainer)
-            self._portions.clear()
-            self._units.clear()
+            self._running.clear()
             self._stepped = False
 
     def on_exception(
@@ -223,8 +221,7 @@ class LayerStatsMonitor(Callback):
     def _end(self) -> None:
         self._leave()
         self._modules = {}
-        self._portions.clear()
-        self._units.clear()
+        self._running.clear()
         self._stepped = False
 
     def _leave(self) -> None:
@@ -238,21 +235,12 @@ class LayerStatsMonitor(Callback):
         return every > 0 and (_step(trainer) + 1) % every == 0
 
     def _take(self, event: Event) -> None:
-        values = values_of(event.value)
-        if values is not None:
-            key = (event.grad, event.name)
-            portion = Portion.of(values)
-            before = self._portions.get(key)
-            self._portions[key] = portion if before is None else before.join(portion)
-            if set(OF_UNITS) & set(self.statistics):
-                self._units.setdefault(key, UnitStatistics(event.type)).take(event.first_value)
-
-    def _of_units(self, grad: bool, name: str) -> dict[str, float]:
-        units = self._units.get((grad, name))
-        return {} if units is None else units.compute(with_states=not grad)
+        has_units = set(OF_UNITS) & set(self.statistics)
+        empty = RunningStatistics(event.type.__name__ if has_units else None)
+        self._running.setdefault((event.grad, event.name), empty).update(event.value)
 
     def _log(self, trainer: Trainer) -> None:
-        if not self._portions and not self._warned:
+        if not self._running and not self._warned:
             self._warned = True
             rank_zero_warn(
                 "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
@@ -260,9 +248,9 @@ class LayerStatsMonitor(Callback):
             )
         self.latest = {
             f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
-            for (grad, name), portion in self._portions.items()
-            for statistic, value in (portion.compute() | self._of_units(grad, name)).items()
-            if statistic in self.statistics
+            for (grad, name), running in self._running.items()
+            for statistic, value in running.scalars().items()
+            if statistic in self.statistics and not (grad and statistic in OF_STATES)
         }
         trainer.callback_metrics.update(
             {key: torch.tensor(value) for key, value in self.latest.items()}

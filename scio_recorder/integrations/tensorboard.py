@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
-from scio_recorder.integrations.statistics import Portion, check_names, values_of
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording import Recording
+from scio_recorder.recording.statistics import RunningStatistics, check_names, real_tensors
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -91,20 +90,20 @@ def add_activations(
             "rnet.activations, rnet.gradients or a Recording"
         )
     for label, name in _names(activations.architecture, _with_tensors(activations)).items():
-        portion: Portion | None = None
-        histogram = _Histogram(writer.default_bins)
-        for values in _portions(activations, label):
-            own = Portion.of(values)
-            portion = own if portion is None else portion.join(own)
-            if histograms:
-                histogram.add(values)
-        computed = {} if portion is None else portion.compute()
-        for statistic in chosen:
-            if statistic in computed:
-                where = f"{tag}_{statistic}/{name}"
-                writer.add_scalar(where, computed[statistic], global_step, walltime)
-        if histogram.num:
-            histogram.write(writer, f"{tag}/{name}", global_step, walltime)
+        running, counts = RunningStatistics(), np.zeros(len(writer.default_bins) - 1, np.int64)
+        for value in _values(activations, label):
+            running.update(value)
+            for tensor in real_tensors(value) if histograms else ():
+                finite = tensor[tensor.isfinite()].double().numpy(force=True)
+                counts += np.histogram(finite, writer.default_bins)[0]
+        for statistic, number in running.scalars().items():
+            if statistic in chosen:
+                writer.add_scalar(f"{tag}_{statistic}/{name}", number, global_step, walltime)
+        if histograms and running.num_finite:
+            shown = _shown(running, counts, writer.default_bins)
+            writer.add_histogram_raw(
+                f"{tag}/{name}", **shown, global_step=global_step, walltime=walltime
+            )
 
 
 def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
@@ -126,51 +125,25 @@ def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx,
     }
 
 
-def _portions(activations: LayerMapping[Any], label: DepthIdx) -> Iterator[Tensor]:
-    parts: Iterable[Any] = (
-        activations.parts(label) if isinstance(activations, Recording) else [activations[label]]
-    )
-    return (values for values in map(values_of, parts) if values is not None)
+def _values(activations: LayerMapping[Any], label: DepthIdx) -> Iterable[Any]:
+    if isinstance(activations, Recording):
+        return activations.parts(label)
+    return [activations[label]]
 
 
-class _Histogram:
-    """A histogram as TensorBoard keeps it, over several portions."""
-
-    def __init__(self, edges: Any) -> None:
-        self.num = 0
-        self._edges = np.asarray(edges, dtype=np.float64)
-        self._counts = np.zeros(len(self._edges) - 1, dtype=np.int64)
-        self._low, self._high = np.inf, -np.inf
-        self._sum = self._sum_squares = 0.0
-
-    def add(self, values: Tensor) -> None:
-        """Count the finite values."""
-        present: NDArray[np.float64] = values[values.isfinite()].cpu().double().numpy()
-        if present.size:
-            self.num += present.size
-            self._counts += np.histogram(present, self._edges)[0]
-            self._low = min(self._low, float(present.min()))
-            self._high = max(self._high, float(present.max()))
-            self._sum += float(present.sum())
-            self._sum_squares += float(present.dot(present))
-
-    def write(
-        self, writer: SummaryWriter, tag: str, global_step: int | None, walltime: float | None
-    ) -> None:
-        """Write the bins from the first to the last that is not empty."""
-        used = np.flatnonzero(self._counts)
-        first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
+def _shown(running: RunningStatistics, counts: NDArray[np.int64], edges: Any) -> dict[str, Any]:
+    """Return a histogram as TensorBoard keeps it: from the first to the last bin not empty."""
+    used = np.flatnonzero(counts)
+    first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
+    finite, scalars = running.finite, running.scalars()
+    return {
+        "min": finite.low,
+        "max": finite.high,
+        "num": running.num_finite,
+        "sum": scalars["mean"] * running.num_finite,
+        "sum_squares": scalars["norm"] ** 2,
         # TensorBoard stores upper edges only: an empty bin before the first provides its lower
         # edge.
-        writer.add_histogram_raw(
-            tag,
-            min=self._low,
-            max=self._high,
-            num=self.num,
-            sum=self._sum,
-            sum_squares=self._sum_squares,
-            bucket_limits=self._edges[first : last + 2].tolist(),
-            bucket_counts=[0, *self._counts[first : last + 1].tolist()],
-            global_step=global_step,
-            walltime=walltime,
-        )
+        "bucket_limits": list(map(float, edges[first : last + 2])),
+        "bucket_counts": [0, *counts[first : last + 1].tolist()],
+    }

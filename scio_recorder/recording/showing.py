@@ -17,7 +17,7 @@ from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.summarise import summarise
+from scio_recorder.recording.statistics import summarise
 from scio_recorder.tensors.arguments import whole
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ class Showing(Outlined, Readable):
         """Write an HTML page: statistics, histograms, dead and saturated units, the architecture.
 
         The page is one file. You can send it to others, and it opens without an internet
-        connection. Samples on disk are read in parts. The histogram of a layer with at least
-        8,388,608 values counts one in so many, evenly spread; all other numbers are those of all
-        values.
+        connection. Samples on disk are read twice, in parts.
 
         Parameters
         ----------

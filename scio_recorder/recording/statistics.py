@@ -1,0 +1,367 @@
+"""Statistics of layers, from the library's reductions: of all values, of units, and histograms.
+
+The layers of a recording are read part by part, in bounded memory: once for the statistics, and
+once more for the histogram, whose range these have shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scio_recorder.display.figure import (
+    EXPLOSION_FACTOR,
+    EXPLOSION_LEAST,
+    EXPLOSION_SHARE,
+    EXPLOSION_UNITS,
+    SATURATION_BOUNDS,
+    Bars,
+    LayerSummary,
+    UnitStatistics,
+    ValueStatistics,
+)
+from scio_recorder.display.progress import Advance, progress_bar
+from scio_recorder.errors import ArgumentError, RecorderError
+from scio_recorder.layer import DepthIdx
+from scio_recorder.recording.readable import Readable
+from scio_recorder.reductions import (
+    Alive,
+    AliveResult,
+    CovarianceResult,
+    Histogram,
+    HistogramResult,
+    Max,
+    Min,
+    Moments,
+    MomentsResult,
+)
+from scio_recorder.reductions.alive import unit_dimension, with_units
+from scio_recorder.reductions.base import several
+from scio_recorder.reductions.binning import as_floats
+from scio_recorder.reductions.histogram import widened
+from scio_recorder.tensors.copies import with_float64
+from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.threads import one_thread
+
+# The scalars of all values, and of units.
+STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
+OF_UNITS = ("max_abs", "dead", "saturated")
+# Those that mean nothing for gradients.
+OF_STATES = OF_UNITS[1:]
+# Bins reach no further from the mean than this number of standard deviations.
+_REACH = 6.0
+# Values that are looked at together: they and their temporaries stay in the cache.
+_PIECE = 1 << 18
+# The statistics that a reduction may give of all values together.
+_OVERALL = ("mean", "std", "low", "high")
+
+
+class RunningStatistics:
+    """Statistics of what a layer returned: of all values, and of units.
+
+    Parameters
+    ----------
+    type_name : str, optional
+        The name of the module's class, from which it follows along which dimension units lie, and
+        at which bounds they saturate. Without it, there are no statistics of units.
+
+    Attributes
+    ----------
+    num_finite, nans : int
+        Numbers of values.
+    dimension : int
+        The dimension of [samples, ...] along which units lie; 0 if there is none.
+
+    Examples
+    --------
+    >>> statistics = RunningStatistics()
+    >>> statistics.update([torch.tensor([0.0, 1.0]), torch.tensor([5.0, 6.0, math.inf])])
+    >>> statistics.scalars()
+    {'mean': 3.0, 'std': 2.9439..., 'norm': 7.8740..., 'zeros': 0.2, 'nonfinite': 1}
+    """
+
+    def __init__(self, type_name: str | None = None) -> None:
+        self._type_name = type_name
+        self._moments, self._low, self._high = Moments(), Min(), Max()
+        self._alive: Alive | None = None
+        self.num_finite = self._zeros = self._below = self._above = 0
+        self.nans = self.dimension = 0
+
+    def update(self, value: Any) -> None:
+        """Add an output: all values of all tensors in it, and the units of the first of them."""
+        parts = list(real_tensors(value))
+        for part in parts:
+            self._add(part.flatten())
+        if parts and parts[0].ndim and self._type_name is not None:
+            self._add_units(parts[0], self._type_name)
+
+    def _add(self, values: Tensor) -> None:
+        finite = values
+        # Both extremes are finite only if everything is.
+        if not torch.stack(values.aminmax()).isfinite().all():
+            finite = values[values.isfinite()]
+            self.nans += int(values.isnan().sum())
+            self._below += int(values.isneginf().sum())
+            self._above += int(values.isposinf().sum())
+        self._moments.update(finite.double())
+        self._low.update(finite)
+        self._high.update(finite)
+        self.num_finite += len(finite)
+        self._zeros += int((finite == 0).sum())
+
+    def _add_units(self, samples: Tensor, type_name: str) -> None:
+        self.dimension = unit_dimension(type_name, samples.ndim)
+        if self._alive is None:
+            self._alive = Alive(self.dimension or 1, SATURATION_BOUNDS.get(type_name))
+        self._alive.update(with_units(samples, self.dimension))
+
+    @property
+    def finite(self) -> ValueStatistics:
+        """Mean, spread and extremes of the finite values alone."""
+        if not self.num_finite:
+            return ValueStatistics()
+        moments = self._moments.compute()
+        low, high = float(self._low.compute()), float(self._high.compute())
+        return ValueStatistics(float(moments.mean), math.sqrt(moments.variance), low, high)
+
+    @property
+    def values(self) -> ValueStatistics:
+        """Statistics of all values but NaNs."""
+        infinities, found = self._below + self._above, self.finite
+        if infinities:
+            found = ValueStatistics(
+                mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
+                std=math.nan,
+                low=-math.inf if self._below else math.inf if found.low is None else found.low,
+                high=math.inf if self._above else -math.inf if found.high is None else found.high,
+            )
+        size = self.num_finite + infinities + self.nans
+        zeros = self._zeros / size if size > self.nans else None
+        return replace(found, zeros=zeros, nans=self.nans, infinities=infinities)
+
+    @property
+    def units(self) -> AliveResult | None:
+        """Statistics of units; None if there were no values."""
+        return None if self._alive is None else self._alive.compute()
+
+    def scalars(self) -> dict[str, float]:
+        """Return the statistics by name; those that are not defined are left out.
+
+        ``mean``, ``std`` (n - 1) and ``norm`` (the root of the sum of squares) are over finite
+        values, ``zeros`` is a share of all values and ``nonfinite`` a number of values. ``max_abs``
+        is the largest absolute value of all units; ``dead`` and ``saturated`` are shares of units.
+        """
+        found: dict[str, float] = {}
+        count, nonfinite = self.num_finite, self.nans + self._below + self._above
+        if count:
+            finite = self.finite
+            assert finite.mean is not None
+            assert finite.std is not None
+            apart = finite.std * math.sqrt(count - 1) if count > 1 else 0.0
+            norm = math.hypot(apart, finite.mean * math.sqrt(count))
+            found = {"mean": finite.mean, "std": finite.std, "norm": norm}
+        if count == 1:
+            del found["std"]
+        if count + nonfinite:
+            found |= {"zeros": self._zeros / (count + nonfinite), "nonfinite": nonfinite}
+        if (units := self.units) is not None:
+            found["max_abs"] = float(units.max_abs.max())
+            found["dead"] = float(units.dead.double().mean())
+            if units.saturated is not None:
+                found["saturated"] = float(units.saturated.double().mean())
+        return found
+
+
+def check_names(names: Collection[str], known: Collection[str] = STATISTICS) -> tuple[str, ...]:
+    """Return names of scalars; raise if there are none, or one is unknown."""
+    is_one = isinstance(names, str) or not isinstance(names, Collection)
+    given: tuple[Any, ...] = (names,) if is_one else tuple(names)
+    unknown = [name for name in given if name not in known]
+    if unknown or not given:
+        wrong = unknown[0] if unknown else given
+        raise ArgumentError(f"statistics={wrong!r}: choose among {', '.join(map(repr, known))}")
+    return given
+
+
+def real_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a structure that have values, as floats, complex ones as magnitudes."""
+    for tensor in tensors(value):
+        if tensor.layout == torch.strided and tensor.numel():
+            tensor = with_float64(tensor.detach())
+            yield as_floats(tensor.abs() if tensor.is_complex() else tensor)
+
+
+def summarise(
+    recording: Readable, labels: Sequence[DepthIdx], bins: int | None
+) -> list[LayerSummary]:
+    """Return the summaries of layers.
+
+    Parameters
+    ----------
+    recording : Readable
+        The recording.
+    labels : sequence of (int, int)
+        Layers of it.
+    bins : int or None
+        Number of bins of a histogram; None leaves histograms out.
+    """
+    num_stored = sum(label not in recording.reductions for label in labels)
+    with one_thread(), progress_bar("reading layers", num_stored) as advance:
+        return [
+            _of_reductions(recording, label)
+            if label in recording.reductions
+            else _of_samples(recording, label, bins, advance)
+            for label in labels
+        ]
+
+
+def _of_samples(
+    recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
+) -> LayerSummary:
+    samples, layer = recording[label], recording.architecture[label]
+    statistics = RunningStatistics(layer.type_name)
+    for part in recording.parts(label):
+        for piece in torch.split(part, max(1, _PIECE // max(1, part[0].numel()))):
+            statistics.update(piece)
+        advance(0, part.nbytes, 0)
+    values, finite, units = statistics.values, statistics.finite, statistics.units
+    bars = _bars_of_samples(recording, label, statistics, bins, advance) if bins else None
+    advance(0, 0)
+    lost = recording.relative_errors.get(label)
+    notes = (
+        ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
+        ("no values", not samples.numel()),
+        ("no finite value", samples.numel() and finite.mean is None),
+        (f"rounded, relative error {lost or 0.0:.1e}", lost),
+    )
+    return LayerSummary(
+        layer=layer,
+        kept="",
+        shape=tuple(samples.shape[1:]),
+        dtype=dtype_name(samples.dtype),
+        num_bytes=samples.nbytes,
+        values=values,
+        finite=finite if values.infinities else None,
+        # A single sample does not show whether a unit is dead.
+        units=units and _units(units, statistics.dimension) if len(samples) > 1 else None,
+        bars=bars,
+        notes=[text for text, is_so in notes if is_so],
+    )
+
+
+def _bars_of_samples(
+    recording: Readable, label: DepthIdx, found: RunningStatistics, bins: int, advance: Advance
+) -> Bars | None:
+    """Count values in bins from the smallest to the largest, but not far from the mean."""
+    finite = found.finite
+    if finite.mean is None or finite.std is None or finite.low is None or finite.high is None:
+        return None
+    reach = _REACH * finite.std if math.isfinite(finite.std) else math.inf
+    span = widened(max(finite.low, finite.mean - reach), min(finite.high, finite.mean + reach))
+    histogram = Histogram(bins, range=span)
+    for part in recording.parts(label):
+        for values in real_tensors(part):
+            histogram.update(values[~values.isnan()] if found.nans else values)
+        advance(0, part.nbytes, 0)
+    return _bars(histogram.compute())
+
+
+def _bars(result: HistogramResult) -> Bars:
+    low, high = float(result.edges[0]), float(result.edges[-1])
+    return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
+
+
+def _units(result: AliveResult, dimension: int) -> UnitStatistics:
+    """Count the units that do nothing, and name those that exceed the others by far.
+
+    Parameters
+    ----------
+    result : AliveResult
+        The statistics of each unit.
+    dimension : int
+        The dimension of [samples, ...] along which they lie; 0 if there is none.
+    """
+    zero = int((result.dead & (result.max_abs == 0)).sum())
+    exploding, excess = _exploding(result.dead, result.max_abs)
+    return UnitStatistics(
+        result.dead.numel(),
+        dimension,
+        zero,
+        int(result.dead.sum()) - zero,
+        None if result.saturated is None else int(result.saturated.sum()),
+        exploding,
+        excess,
+    )
+
+
+def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
+    """Return which units exceed the median one by far, and by which factor the first one does."""
+    # Units that do nothing have no share in what is usual, nor have infinities.
+    size = max_abs.double().flatten()
+    usual = size[~dead.flatten() & size.isfinite() & (size > 0)]
+    if len(usual) < EXPLOSION_UNITS:
+        return (), 0.0
+    median = float(usual.median())
+    is_beyond = (size > max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)) & size.isfinite()
+    found = is_beyond.nonzero().flatten()
+    if len(found) > max(1, EXPLOSION_SHARE * len(usual)):
+        # So many are no exceptions: the others are small, as behind a GELU of large inputs.
+        return (), 0.0
+    found = found[size[found].argsort(descending=True, stable=True)]
+    return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
+
+
+def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
+    reductions = several(recording.reductions[label])
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    warnings: list[str] = []
+    units = None
+    for reduction in reductions:
+        kind = type(reduction).__name__
+        try:
+            result = reduction.compute()
+        except RecorderError as error:
+            notes.append(f"{kind}: {error}")
+            continue
+        overall = reduction.overall(result)
+        shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
+        if len(shown) < len(overall):
+            others = ", ".join(map(str, overall.keys() - shown.keys()))
+            notes.append(f"{kind}.overall() also returned {others}, which nothing shows")
+        if isinstance(result, HistogramResult):
+            shown["bars"] = _bars(result)
+        if isinstance(result, AliveResult):
+            units = _units(result, 0)
+        warnings += _troubles(kind, result)
+        if not shown and units is None:
+            notes.append(f"{kind} is not drawn")
+        found = {**shown, **found}
+    bars = found.pop("bars", None)
+    return LayerSummary(
+        layer=recording.architecture[label],
+        kept=", ".join(type(reduction).__name__ for reduction in reductions),
+        values=ValueStatistics(**found),
+        units=units,
+        bars=bars,
+        notes=notes,
+        warnings=warnings,
+    )
+
+
+def _troubles(kind: str, result: Any) -> list[str]:
+    """Return sentences on the numbers of a result that are not finite."""
+    # The variance of one sample is rightly nan.
+    looked_at = result.mean if isinstance(result, MomentsResult | CovarianceResult) else result
+    numbers = [one for one in tensors(looked_at) if one.is_floating_point() or one.is_complex()]
+    nans = sum(int(one.isnan().sum()) for one in numbers)
+    infinities = sum(int(one.isinf().sum()) for one in numbers)
+    total = sum(one.numel() for one in numbers)
+    kinds = ((nans, "NaN"), (infinities, "infinite"))
+    return [f"{kind}: {count:,} of {total:,} numbers {word}" for count, word in kinds if count]
