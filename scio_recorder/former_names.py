@@ -11,6 +11,7 @@ from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
 MOVED = {
+    "stores.column": "stores.buffers",
     "stores.disk_format.claims": "workers.leases",
     "stores.disk_format.lease": "workers.leases",
     "stores.disk_format.progress": "workers.holders",

@@ -37,8 +37,6 @@ class CurrentBatch:
     num_repeats: int = 0
     # The row of the store at which its rows begin.
     start: int = 0
-    # Whether its rows follow those of the batch before, and are equally many.
-    follows: bool = False
     # Whether a reduction may have received a part of it.
     is_reduced: bool = False
 
@@ -46,11 +44,9 @@ class CurrentBatch:
         self, batch: Any, rows: BatchRows, skip: int, start: int, num_repeats: int = 0
     ) -> None:
         """Go on to the next batch, whose samples at both ends may be left out."""
-        before, end = self.num_rows, self.start + self.num_rows
         self.batch, self.skip, self.num_repeats, self.start = batch, skip, num_repeats, start
         self.rows = rows.of_some(skip, rows.num_samples)
         self.num_rows = self.rows.num_rows
-        self.follows = (start, self.num_rows, skip) == (end, before, 0)
         self.is_reduced = False
 
     @property
@@ -135,7 +131,7 @@ class StoringIntake(LayerIntake):
 
     Most batches are alike. Once an output was checked and kept unchanged, the next one with its
     shape and dtype goes straight to its place, since every layer of every batch pays for all work
-    between the hook and the copy. If the number of samples is the same too, there is hardly any.
+    between the hook and the copy.
     """
 
     writer: StoreWriter
@@ -147,27 +143,21 @@ class StoringIntake(LayerIntake):
     # The sums of the current batch, which may fail.
     _measured: tuple[float, float] = (0.0, 0.0)
     _column: Column | None = None
-    # The description of activations that need no check, and of one of their rows; None if each
-    # needs one.
-    _usual_shape: torch.Size | None = None
+    # The shape of a row of activations that need no check; None if each needs one.
     _row_shape: tuple[int, ...] | None = None
     _dtype: torch.dtype | None = None
 
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
-        if type(activation) is Tensor and activation.dtype is self._dtype:
-            shape, column, current = activation.shape, self._column, self.current
-            if (
-                column is not None
-                and shape == self._usual_shape
-                and current.follows
-                and column.put_if_ready(activation, current.start, current.num_rows)
-            ):
-                return
-            if self._row_shape is not None and shape == current.rows.shape + self._row_shape:
-                self._put(activation.detach() if activation.requires_grad else activation)
-                return
-        self._receive_checked(activation)
+        if (
+            self._row_shape is not None
+            and type(activation) is Tensor
+            and activation.dtype is self._dtype
+            and activation.shape == self.current.rows.shape + self._row_shape
+        ):
+            self._put(activation.detach() if activation.requires_grad else activation)
+        else:
+            self._receive_checked(activation)
 
     @torch.no_grad()
     def _receive_checked(self, activation: Any) -> None:
@@ -178,14 +168,13 @@ class StoringIntake(LayerIntake):
             self._measured = _rounding(rows.choose(kept), place)
         elif self.transform is None:
             self._row_shape = tuple(place.shape[1:])
-            self._usual_shape = activation.shape if rows.are_whole_batch else None
 
     def _put(self, kept: Tensor) -> Tensor:
         """Write the rows to keep to their place."""
         current, rows = self.current, self.current.rows
         try:
             column = self._column or self._open(rows.choose(kept))
-            place = column.place(current.start, current.num_rows, current.follows)
+            place = column.place(current.start, current.num_rows)
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
         rows.choose_into(place, kept)
@@ -344,7 +333,7 @@ class RowColumns:
                     f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
                     "with fields={...: lambda batch: ...}"
                 )
-            column.put(values, current.start, current.num_rows, current.follows)
+            column.place(current.start, current.num_rows).copy_(values)
 
     def _open(self, name: str, values: Tensor) -> Column:
         spec = TensorSpec((), values.dtype)

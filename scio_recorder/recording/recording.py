@@ -312,7 +312,7 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
         }
         for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, writer.row_bytes))):
             for key, column in columns.items():
-                column.put(arrays[key][rows.start : rows.stop], writer.start, len(rows))
+                column.place(writer.start, len(rows)).copy_(arrays[key][rows.start : rows.stop])
             ids = _ids_up_to(recording, rows, len(writer.sample_ids))
             # States may be large, and only the last one counts.
             state = partial(_state_of, recording) if rows.stop == recording.num_rows else dict

@@ -1,4 +1,4 @@
-"""Memory that grows without being copied, into which stores write activations.
+"""Memory that grows without being copied, and the columns of layers that stores keep in it.
 
 NOTE [Memory of a host store]
 
@@ -9,10 +9,7 @@ from it, so it knows whether anybody still holds a tensor, a view of one, or a N
 memory. Only memory that nobody holds is used again.
 
 The first write to a page costs more than the data. If the number of samples is known, the pages of
-the next few batches are requested together, which is cheaper than one by one, and on a thread if
-the system can do that for all layers in one call. Large pages were tried: they took a third of the
-time if the system had some available, and five times as long in a virtual machine whose host had
-given that memory to others.
+the next rows are requested together, which is cheaper than one by one.
 """
 
 from __future__ import annotations
@@ -26,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.stores.prefaulting import POPULATE, Prefaulter
+from scio_recorder.layer import TensorSpec
 
+# Linux's MADV_POPULATE_WRITE, which takes many page faults at once at a part of their cost.
+_POPULATE = 23
 # The most bytes that are prepared at once, since other threads wait meanwhile.
-MOST_READY = 1 << 24
+_PREPARED_BYTES = 1 << 22
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -41,7 +40,7 @@ class NoRoomError(MemoryError):
         self.num_bytes = num_bytes
 
 
-class Buffer:
+class DeviceBuffer:
     """Memory of a device that can grow. Growing copies, one layer at a time.
 
     Parameters
@@ -71,8 +70,8 @@ class Buffer:
         """Return the first bytes, in a tensor of only these if that needs no copy."""
         return self._raw[:num_bytes]
 
-    def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
-        """Prepare the memory between two bytes for writing, if that saves time."""
+    def prepare(self, stop: int) -> None:
+        """Prepare the memory up to a byte for writing, if that saves time."""
 
 
 def _driver() -> Any:
@@ -89,14 +88,13 @@ class _Memory(mmap.mmap):
             _driver().cudaHostUnregister(self.registered)
 
 
-class HostBuffer(Buffer):
+class HostBuffer(DeviceBuffer):
     """Host memory, see the NOTE; if ``pinned``, of exact size and known to the GPU's driver."""
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
-        self._address = 0
-        # The number of bytes from the beginning that are prepared for writing, or soon will be.
+        # The number of bytes from the beginning that are prepared for writing.
         self._ready = 0
 
     @property
@@ -123,7 +121,6 @@ class HostBuffer(Buffer):
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         raw = self.first(self.num_bytes)
-        self._address = raw.data_ptr()
         if self.pinned and self._memory is not None and not self._memory.registered:
             self._register(raw)
         return raw
@@ -134,19 +131,16 @@ class HostBuffer(Buffer):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
-    def touch(self, start: int, stop: int, prefaulter: Prefaulter | None = None) -> None:
-        """Take the page faults of a range at once, unless that was done before."""
-        start, stop = max(start, self._ready), min(stop, start + MOST_READY, self.num_bytes)
-        if self._memory is None or self.pinned or stop <= start or sys.platform != "linux":
+    def prepare(self, stop: int) -> None:
+        """Take the page faults up to a byte at once, unless that was done before."""
+        stop = min(stop, self.num_bytes)
+        if self._memory is None or self.pinned or stop <= self._ready or sys.platform != "linux":
             return
+        first = self._ready - self._ready % mmap.PAGESIZE
         self._ready = stop
-        if prefaulter is not None:
-            prefaulter.ask(self._address + start, stop - start)
-            return
-        first = start - start % mmap.PAGESIZE
         # A system that lacks this advice refuses it, and nothing is lost.
         with contextlib.suppress(OSError, ValueError):
-            self._memory.madvise(POPULATE, first, stop - first)
+            self._memory.madvise(_POPULATE, first, stop - first)
 
     def _grow(self, num_bytes: int) -> None:
         old = self._memory
@@ -203,3 +197,108 @@ def wait_for(devices: set[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+class Column:
+    """The rows of one layer, one after the other: ``array`` is [capacity, ...].
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        Shape and dtype of one row.
+    buffer : DeviceBuffer
+        The memory for them.
+    rows : int
+        The expected number of rows.
+    is_exact : bool
+        Whether this is a known length rather than a guess.
+    """
+
+    __slots__ = ("_buffer", "_is_exact", "_num_ready", "_row_bytes", "array", "capacity", "spec")
+
+    def __init__(self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool) -> None:
+        self.spec = spec
+        self._row_bytes = spec.nbytes
+        self._buffer = buffer
+        self._is_exact = is_exact
+        self._reserve(max(rows, 1))
+
+    def place(self, start: int, rows: int) -> Tensor:
+        """Return the place of a batch's rows, which count once the batch does.
+
+        Parameters
+        ----------
+        start : int
+            The first of them.
+        rows : int
+            The number of rows.
+
+        Returns
+        -------
+        torch.Tensor
+            The place, [rows, ...].
+        """
+        if start + rows > self._num_ready:
+            self._prepare(start + rows)
+        return self.array[start : start + rows]
+
+    def turn_to(self, buffer: DeviceBuffer) -> DeviceBuffer:
+        """Continue in other memory, from its beginning.
+
+        Parameters
+        ----------
+        buffer : DeviceBuffer
+            The memory for rows from now on.
+
+        Returns
+        -------
+        DeviceBuffer
+            The earlier memory with its content.
+        """
+        buffer, self._buffer = self._buffer, buffer
+        self._reserve(self.capacity)
+        return buffer
+
+    def close(self, rows: int) -> Tensor:
+        """Return the rows that count, and drop the reference to them.
+
+        Parameters
+        ----------
+        rows : int
+            The number of rows that count.
+
+        Returns
+        -------
+        torch.Tensor
+            The rows, [rows, ...].
+        """
+        self.let_go()
+        with torch.inference_mode(False):
+            return self._view(self._buffer.first(rows * self._row_bytes), rows)
+
+    def let_go(self) -> None:
+        """Drop all memory until more is requested."""
+        self.array = torch.empty(0)
+        self.capacity = self._num_ready = 0
+
+    def _prepare(self, stop: int) -> None:
+        """Have memory for rows up to ``stop``, and for some more."""
+        if stop > self.capacity:
+            self._reserve(max(stop, 2 * self.capacity))
+        self._num_ready = self.capacity
+        if self._is_exact:
+            ahead = stop + _PREPARED_BYTES // max(1, self._row_bytes)
+            self._num_ready = min(self.capacity, ahead)
+            self._buffer.prepare(self._num_ready * self._row_bytes)
+
+    def _reserve(self, rows: int) -> None:
+        num_bytes = rows * self._row_bytes
+        # No view may be alive while the memory moves.
+        self.let_go()
+        # Tensors made in inference mode could not be used outside of it.
+        with torch.inference_mode(False):
+            self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)
+        self.capacity = rows
+
+    def _view(self, raw: Tensor, rows: int) -> Tensor:
+        return raw.view(self.spec.dtype).view(rows, *self.spec.shape)

@@ -27,8 +27,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Buffer, ReusedMemory, wait_for
-from scio_recorder.stores.column import Column
+from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
 from scio_recorder.stores.disk_format import places
 from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.bucket import is_url
@@ -219,7 +218,7 @@ class DiskWriter(StoreWriter):
         self._header = job.header(is_shared=store.is_shared)
         self._memory = store.memory or ReusedMemory()
         # The memory of each column that is being written while the other is filled.
-        self._resting: dict[DepthIdx | str, Buffer] = {}
+        self._resting: dict[DepthIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0

@@ -13,11 +13,14 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
-from scio_recorder.stores.buffers import Buffer, HostBuffer, ReusedMemory, wait_for
-from scio_recorder.stores.column import Column
-from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.buffers import (
+    Column,
+    DeviceBuffer,
+    HostBuffer,
+    ReusedMemory,
+    wait_for,
+)
 from scio_recorder.stores.kept_inputs import Calls
-from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
 from scio_recorder.stores.room import Plan, make_plan
 
 # The number of batches to make room for at first, if their number is not known.
@@ -43,7 +46,7 @@ class MemoryStore(Store):
         return MemoryWriter(job, self)
 
     @abc.abstractmethod
-    def buffer(self, key: DepthIdx | str, device: torch.device) -> Buffer:
+    def buffer(self, key: DepthIdx | str, device: torch.device) -> DeviceBuffer:
         """Return the memory for a layer.
 
         Parameters
@@ -55,7 +58,7 @@ class MemoryStore(Store):
 
         Returns
         -------
-        Buffer
+        DeviceBuffer
             Memory that nobody uses.
         """
 
@@ -73,7 +76,7 @@ class Device(MemoryStore):
     device(type='cpu')
     """
 
-    def buffer(self, key: DepthIdx | str, device: torch.device) -> Buffer:
+    def buffer(self, key: DepthIdx | str, device: torch.device) -> DeviceBuffer:
         """Return the memory for a layer.
 
         Parameters
@@ -85,10 +88,10 @@ class Device(MemoryStore):
 
         Returns
         -------
-        Buffer
+        DeviceBuffer
             Memory that nobody uses.
         """
-        return HostBuffer() if device.type == "cpu" else Buffer(device)
+        return HostBuffer() if device.type == "cpu" else DeviceBuffer(device)
 
 
 class Host(MemoryStore):
@@ -171,27 +174,19 @@ class MemoryWriter(StoreWriter):
         super().__init__()
         self._job = job
         self._store = store
-        is_known = job.num_batches is not None
-        self._prefaulter = Prefaulter() if is_known and can_prefault() else None
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for the expected number of batches like the first."""
         num_batches = self._job.num_batches
         rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
-        is_known = num_batches is not None
-        column = self._columns[key] = Column(spec, buffer, rows, is_known, self._prefaulter)
+        column = self._columns[key] = Column(spec, buffer, rows, num_batches is not None)
         self._devices.add(first.device)
         return column
 
-    def _counted(self, ids: Ids, state: Callable[[], State]) -> None:
-        # The next batches need memory.
-        if self._prefaulter is not None:
-            self._prefaulter.begin()
-
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Return the arrays, narrowed to what was committed."""
-        self._close()
+        wait_for(self._devices)
         arrays = [(key, column.close(self.start)) for key, column in self._columns.items()]
         names = self.calls.read(0)[0] if self.calls.rows else ()
         return Held(
@@ -205,13 +200,8 @@ class MemoryWriter(StoreWriter):
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Drop the memory, once all copies into it have ended."""
-        self._close()
-        self._columns.clear()
-
-    def _close(self) -> None:
         wait_for(self._devices)
-        if self._prefaulter is not None:
-            self._prefaulter.close()
+        self._columns.clear()
 
 
 class AutoWriter(MemoryWriter):

@@ -91,35 +91,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
-def address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's numbers in host memory, if they follow each other there.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        One of a regular shape, and no subclass.
-
-    Returns
-    -------
-    int
-        0 if there is none: the tensor is on another device, has gaps or another order, is empty,
-        sparse, or lazily conjugated, negated or zero, or belongs to a transform.
-
-    Examples
-    --------
-    >>> x = torch.zeros(2, 3)
-    >>> address_of(x[1]) - address_of(x), address_of(x.t())
-    (12, 0)
-    """
-    try:
-        if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
-            return tensor.data_ptr()
-    except RuntimeError:
-        # It has no memory of its own, or can't say whether it is contiguous.
-        pass
-    return 0
-
-
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that is spread over several processes; others unchanged.
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import mmap
 import pickle
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +15,7 @@ from torch import nn
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Device, Disk, Host
-from scio_recorder.stores.buffers import HostBuffer
-from scio_recorder.stores.column import Column
-from scio_recorder.stores.prefaulting import Prefaulter, can_prefault
+from scio_recorder.stores.buffers import Column, HostBuffer
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 SIZES = {"alike": (4, 4, 4), "short end": (4, 4, 1), "unequal": (2, 7, 1, 5), "one": (3,)}
@@ -351,60 +346,16 @@ def test_memory_grows_with_all_that_is_in_it(is_exact):
     column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, is_exact)
     for start in range(0, len(rows), 37):
         part = rows[start : start + 37]
-        column.put(part, start, len(part), follows=0 < start < len(rows) - 37)
+        column.place(start, len(part)).copy_(part)
     assert torch.equal(column.close(len(rows)), rows)
 
 
-def test_memory_that_is_ready_takes_what_fits_and_converts_it():
-    column = Column(TensorSpec((3,), torch.float32), HostBuffer(), 8, is_exact=False)
-    rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    assert not column.put_if_ready(rows, 0, 2)
-    column.put(rows, 0, 2)
-    assert column.put_if_ready(rows.to(torch.int32), 2, 2)
-    assert column.put_if_ready(rows + 10, 4, 2)
-    with pytest.raises(RuntimeError, match="must match"):
-        column.put_if_ready(rows[:, :2].contiguous(), 6, 2)
-    assert not column.put_if_ready(rows, 7, 2)
-    assert torch.equal(column.array[:6], torch.cat([rows, rows, rows + 10]))
-    # Not contiguous, and with a gradient.
-    assert column.put_if_ready(rows.flip(1).T.contiguous().requires_grad_().T, 6, 2)
-    assert torch.equal(column.array[6:], rows.flip(1))
-    assert not column.array.requires_grad
-    column.let_go()
-    assert not column.put_if_ready(rows, 0, 2)
-
-
-def test_memory_that_is_made_ready_keeps_what_is_in_it():
+def test_memory_that_is_prepared_keeps_what_is_in_it():
     buffer = HostBuffer()
     memory = buffer.reserve(1 << 25)
     memory[: 1 << 20] = 7
-    for start, stop in ((5, 9), (0, 1 << 20), (4097, 1 << 25), (1 << 25, 1 << 26)):
-        buffer.touch(start, stop)
-    assert int(memory[: 1 << 20].min()) == 7
-    assert int(memory[1 << 20 :].max()) == 0
-
-
-@pytest.mark.skipif(not can_prefault(), reason="the system takes page faults one by one")
-def test_thread_makes_memory_ready_and_keeps_what_is_in_it():
-    buffer, prefaulter = HostBuffer(), Prefaulter()
-    memory = buffer.reserve(1 << 25)
-    memory[: 1 << 20] = 7
-    num_pages = (1 << 25) // mmap.PAGESIZE
-    resident = ctypes.create_string_buffer(num_pages)
-
-    def num_ready():
-        where = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(1 << 25)
-        assert ctypes.CDLL(None).mincore(*where, resident) == 0
-        return sum(byte & 1 for byte in resident.raw)
-
-    before = num_ready()
-    for start in range(0, 1 << 25, 3 << 20):
-        buffer.touch(start, start + (3 << 20), prefaulter)
-    assert before <= num_ready() < num_pages // 2, "nothing is made ready before it is begun"
-    prefaulter.begin()
-    while num_ready() < num_pages:
-        time.sleep(0.01)
-    prefaulter.close()
+    for stop in (9, 1 << 20, 4097, 1 << 25, 1 << 26):
+        buffer.prepare(stop)
     assert int(memory[: 1 << 20].min()) == 7
     assert int(memory[1 << 20 :].max()) == 0
 
