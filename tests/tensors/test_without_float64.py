@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from scio_recorder.analysis.comparing.measures import Tolerance, first_different, measure
+from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.scores import mahalanobis, residual
 from scio_recorder.reductions import (
     Alive,
@@ -97,7 +97,7 @@ def test_differences():
     found = measure(on_apple(one), on_apple(other), Tolerance())
     assert found == measure(one, other, Tolerance())
     assert found.max_abs == float((one.double() - other.double()).abs().max())
-    assert first_different(on_apple(one), on_apple(other), Tolerance()) == 0
+    assert found.first == 0
 
 
 def test_scores():

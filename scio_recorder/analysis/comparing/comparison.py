@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,28 +34,22 @@ from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import (
     FirstDifference,
     LayerDifference,
+    Number,
     Unmatched,
     Worst,
-)
-from scio_recorder.analysis.comparing.leaves import (
-    Leaf,
-    are_equal_values,
-    is_number,
-    paired_inputs,
-    paired_outputs,
 )
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import (
     Figures,
     Tolerance,
     dense,
-    first_different,
     measure,
+    measure_values,
     unknown,
 )
-from scio_recorder.analysis.comparing.sides import Block, Values, digests_of
-from scio_recorder.analysis.comparing.tally import Tally
-from scio_recorder.layer import DepthIdx
+from scio_recorder.analysis.comparing.parts import PartPair, paired_inputs, paired_outputs
+from scio_recorder.analysis.comparing.sides import SampleBlock, Side, digests_of
+from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 
@@ -97,20 +91,80 @@ def exceeds(figures: Figures, noise: Noise | None) -> bool:
     )
 
 
-@dataclass
-class _Compared:
-    """The comparison of one value of one block: each pair of parts, with figures and noise."""
+class _MeasuredPart(NamedTuple):
+    """A pair of parts of a layer's output in one block, how they differ, and the noise there."""
 
-    pairs: Sequence[tuple[Leaf, Leaf]] = ()
-    figures: Sequence[Figures] = ()
-    noise: Sequence[Noise | None] = ()
-    error: str | None = None
+    part: int
+    pair: PartPair
+    figures: Figures
+    noise: Noise | None
+
+    def differs(self) -> bool:
+        """Whether they differ by more than noise."""
+        return exceeds(self.figures, self.noise)
 
     @property
-    def differing(self) -> list[int]:
-        """The parts that differ by more than noise."""
-        each = zip(self.figures, self.noise, strict=True)
-        return [part for part, (own, noise) in enumerate(each) if exceeds(own, noise)]
+    def shown(self) -> int | None:
+        """The element to show: the first that differs, or with noise the worst."""
+        figures = self.figures
+        is_worst = self.noise is not None and figures.farthest is not None
+        return figures.farthest if is_worst else figures.first
+
+    def place(self, block: SampleBlock, flat: int | None) -> tuple[int, tuple[int, ...]]:
+        """Return the sample of an element and its index there; a plain value is no sample's."""
+        own = self.pair.own
+        return block.place(own.shape, flat or 0) if isinstance(own, Tensor) else (0, ())
+
+    def values(self, flat: int | None) -> tuple[Number, Number]:
+        """Return the element of both."""
+        own, other = (
+            dense(one).reshape(-1)[flat or 0].item() if isinstance(one, Tensor) else one
+            for one in self.pair
+        )
+        return own, other
+
+
+@dataclass
+class _LayerSums:
+    """What was found about a pair of layers in all blocks so far."""
+
+    pair: Pair
+    error: str | None
+    figures: Figures = field(default_factory=Figures)
+    noise: Figures | None = None
+    differs: bool = False
+    # The first place of a difference, and the first one although the inputs are equal.
+    first: FirstDifference | None = None
+    maker: FirstDifference | None = None
+    worst: Worst | None = None
+    # Whether its inputs were equal in all blocks so far.
+    received_same: bool | None = True
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            self.differs, self.received_same = True, None
+            self.figures = unknown(0, 0)
+
+    def result(self) -> LayerDifference:
+        """Return the findings about the layer."""
+        (layer, partner, _), figures, first = self.pair, self.figures, self.first
+        if not self.differs:
+            inputs_equal = self.received_same
+        elif self.maker is not None:
+            inputs_equal = True
+        else:
+            inputs_equal = None if first is None else first.inputs_equal
+        return LayerDifference(
+            *(layer.label, layer.name, partner.label, partner.name),
+            *(figures.max_abs, figures.max_rel, figures.relative_error, figures.cosine),
+            *(figures.num_different, figures.num_elements),
+            None if first is None else first.sample_id,
+            inputs_equal,
+            self.differs,
+            self.error,
+            self.worst,
+            None if self.noise is None else self.noise.relative_error,
+        )
 
 
 class Comparison:
@@ -134,19 +188,16 @@ class Comparison:
         self,
         architecture: Architecture,
         pairs: Iterable[Pair],
-        floors: dict[Any, Any] | None,
-        digested: frozenset[Any],
+        floors: Mapping[DepthIdx, DepthIdx] | None,
+        digested: frozenset[DepthIdx],
         tolerance: Tolerance,
     ) -> None:
         self._architecture = architecture
-        self._tallies = [Tally(pair, pair.error) for pair in pairs]
-        for tally in self._tallies:
-            if tally.error is not None:
-                tally.differs, tally.received_same = True, None
-                tally.figures = unknown(0, 0)
-            if floors is not None:
-                tally.noise = Figures()
-        self._floors = floors
+        self._layers = [
+            _LayerSums(pair, pair.error, noise=None if floors is None else Figures())
+            for pair in pairs
+        ]
+        self._floors = floors or {}
         self._digested = digested
         self._tolerance = tolerance
         self._num_samples = 0
@@ -156,24 +207,20 @@ class Comparison:
         self._made = 0.0
         self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
 
-    def add(self, block: Block, own: Values, other: Values, floor: Values | None) -> None:
-        """Compare all layers of a block."""
-        self._known.clear()
+    def add(self, block: SampleBlock, own: Side, other: Side, floor: Side | None) -> None:
+        """Compare all layers of a block, whose values the sides have."""
         self._num_samples += len(block.ids)
         self._made = 0.0
-        for tally in self._tallies:
-            if tally.pair.error is None:
-                self._add(tally, block, own, other, floor)
+        for sums in self._layers:
+            if sums.pair.error is None:
+                self._add(sums, block, own, other, floor)
         self._known.clear()
 
     def result(self, unmatched: Unmatched) -> Difference:
         """Return the findings."""
-        layers: dict[DepthIdx, LayerDifference] = {
-            tally.pair.reference.label: tally.result() for tally in self._tallies
-        }
         return Difference(
             self._architecture,
-            layers,
+            {sums.pair.reference.label: sums.result() for sums in self._layers},
             self._first(),
             num_samples=self._num_samples,
             rtol=self._tolerance.rtol,
@@ -182,42 +229,46 @@ class Comparison:
         )
 
     def _first(self) -> FirstDifference | None:
-        makers = (tally.maker for tally in self._tallies if tally.maker is not None)
+        makers = (sums.maker for sums in self._layers if sums.maker is not None)
         found = next(makers, None)
-        if found is not None:
+        differing = next((sums for sums in self._layers if sums.differs), None)
+        if found is not None or differing is None:
             return found
-        tally = next((tally for tally in self._tallies if tally.differs), None)
-        if tally is None or tally.first is not None:
-            return None if tally is None else tally.first
-        layer = tally.pair.reference
-        return FirstDifference(layer, None, None, None, None, None, tally.error)
+        layer, error = differing.pair.reference, differing.error
+        return differing.first or FirstDifference(layer, None, None, None, None, None, error)
 
     def _add(
-        self, tally: Tally, block: Block, own: Values, other: Values, floor: Values | None
+        self, sums: _LayerSums, block: SampleBlock, own: Side, other: Side, floor: Side | None
     ) -> None:
-        third = None if self._floors is None else self._floors.get(tally.pair.reference.label)
-        beside = (floor, third) if floor is not None and third is not None else None
-        same, received = self._received(tally.pair, own, other, beside)
-        module = tally.pair.reference.module
-        if module is None or any(True for _ in module.children()):
-            received = max(received, self._made)
-        compared = self._outputs(tally, own, other, beside, received)
-        tally.received_same = _both(tally.received_same, same)
-        parts = compared.differing
-        self._count(tally, block, compared)
-        if compared.error is None and not parts:
-            return
-        tally.differs = True
-        if tally.first is None or (same and tally.maker is None):
-            spot = self._spot(tally, block, compared, parts, same)
-            tally.first = tally.first or spot
-            tally.maker = tally.maker or (spot if same else None)
+        layer = sums.pair.reference
+        third = self._floors.get(layer.label)
+        beside = None if floor is None or third is None else (floor, third)
+        same, noise = self._received(sums.pair, own, other, beside)
+        if layer.module is None or any(True for _ in layer.module.children()):
+            noise = max(noise, self._made)
+        if same is None or sums.received_same is None:
+            sums.received_same = None
+        else:
+            sums.received_same &= same
+        parts = self._returned(sums, own, other, beside, noise)
+        if isinstance(parts, str):
+            sums.error = sums.error or parts
+            sums.figures = unknown(sums.figures.num_elements, sums.figures.num_different)
+        else:
+            self._count(sums, block, parts)
+            parts = [part for part in parts if part.differs()]
+        if parts:
+            sums.differs = True
+            if sums.first is None or (same and sums.maker is None):
+                found = self._spot(layer, block, parts, same)
+                sums.first = sums.first or found
+                sums.maker = sums.maker or (found if same else None)
 
     def _received(
-        self, pair: Pair, own: Values, other: Values, beside: Any
+        self, pair: Pair, own: Side, other: Side, beside: tuple[Side, DepthIdx] | None
     ) -> tuple[bool | None, float]:
         """Whether all inputs of a layer agree up to noise; None if unknown. And their noise."""
-        layer, partner = pair.reference, pair.partner
+        layer, partner, _ = pair
         mine, theirs = own.inputs(layer.label), other.inputs(partner.label)
         if mine is None or theirs is None:
             return None, 0.0
@@ -227,15 +278,15 @@ class Comparison:
             outputs = () if beside else (own.output(layer.label), other.output(partner.label))
             calls = self._calls(mine, theirs, outputs)
         found = [paired_inputs(*each, layer.module, partner.module) for each in calls or ()]
-        pairs = [leaves for each in found for leaves in each or ()]
-        if calls is None or None in found or any(_mismatch(*each) for each in pairs):
+        pairs = [parts for each in found for parts in each or ()]
+        if calls is None or None in found or any(parts.mismatch for parts in pairs):
             return False, 0.0
         third = None if beside is None else beside[0].inputs(beside[1])
         beyond = None if third is None else paired_inputs(mine, third, layer.module, None)
         noise = self._noise(layer.label, "received", beyond, len(pairs))
         largest = max((one.relative_error for one in noise if one is not None), default=0.0)
         each = zip(pairs, noise, strict=True)
-        return not any(exceeds(self._figures(*leaves), floor) for leaves, floor in each), largest
+        return not any(exceeds(self._figures(parts), floor) for parts, floor in each), largest
 
     def _calls(
         self, mine: Sequence[Inputs], theirs: Sequence[Inputs], outputs: Iterable[Sequence[Any]]
@@ -248,149 +299,109 @@ class Comparison:
         for number, results in enumerate(zip(*outputs, strict=False), 1):
             pairs = paired_outputs(*results)
             if isinstance(pairs, str) or any(
-                _mismatch(*leaves) or self._figures(*leaves).num_different for leaves in pairs
+                parts.mismatch or self._figures(parts).num_different for parts in pairs
             ):
                 return calls[:number]
         return calls if len(mine) == len(theirs) else None
 
-    def _outputs(
-        self, tally: Tally, own: Values, other: Values, beside: Any, received: float
-    ) -> _Compared:
-        label, partner = tally.pair.reference.label, tally.pair.partner.label
+    def _returned(
+        self,
+        sums: _LayerSums,
+        own: Side,
+        other: Side,
+        beside: tuple[Side, DepthIdx] | None,
+        received: float,
+    ) -> list[_MeasuredPart] | str:
+        """Measure the outputs of a layer, or say why that can't be done."""
+        label, partner = sums.pair.reference.label, sums.pair.partner.label
         mine, theirs = own.output(label), other.output(partner)
         if label in self._digested:
             mine = mine if own.is_digest(label) else digests_of(mine)
             theirs = theirs if other.is_digest(partner) else digests_of(theirs)
         pairs = paired_outputs(mine, theirs)
         if isinstance(pairs, str):
-            return _Compared(error=pairs)
-        error = next((text for text in (_mismatch(*pair) for pair in pairs) if text), None)
-        if error is not None:
-            return _Compared(error=error)
+            return pairs
+        mismatch = next((one.mismatch for one in pairs if one.mismatch), None)
+        if mismatch is not None:
+            return mismatch
         beyond = None if beside is None else paired_outputs(mine, beside[0].output(beside[1]))
-        noise = [
-            Noise(received, math.inf) if received and one == Noise() else one
-            for one in self._noise(label, "returned", beyond, len(pairs), tally.noise)
+        noise = self._noise(label, "returned", beyond, len(pairs), sums.noise)
+        return [
+            _MeasuredPart(
+                part,
+                pair,
+                self._figures(pair),
+                Noise(received, math.inf) if received and one == Noise() else one,
+            )
+            for part, (pair, one) in enumerate(zip(pairs, noise, strict=True))
         ]
-        return _Compared(pairs, [self._figures(*pair) for pair in pairs], noise)
 
     def _noise(
-        self, label: DepthIdx, what: str, pairs: Any, count: int, total: Figures | None = None
+        self,
+        label: DepthIdx,
+        what: str,
+        pairs: list[PartPair] | str | None,
+        count: int,
+        total: Figures | None = None,
     ) -> list[Noise | None]:
         """Return the noise of each part so far; None if the floor has other parts."""
         if not isinstance(pairs, list) or len(pairs) != count:
             return [None] * count
         for part, pair in enumerate(pairs):
-            if _mismatch(*pair) is None:
+            if pair.mismatch is None:
                 before = self._levels.get((label, what, part), Noise())
-                figures = self._figures(*pair)
-                self._levels[label, what, part] = before.and_also(figures, _rounding(pair[1]))
+                figures = self._figures(pair)
+                self._levels[label, what, part] = before.and_also(figures, _rounding(pair.other))
                 if total is not None:
                     total.add(figures)
                     self._made = max(self._made, figures.relative_error)
         return [self._levels.get((label, what, part)) for part in range(count)]
 
-    def _figures(self, reference: Leaf, candidate: Leaf) -> Figures:
+    def _figures(self, pair: PartPair) -> Figures:
         """Measure two parts, once: one layer's output is often another one's input or output."""
-        if not isinstance(reference, Tensor):
-            equal = are_equal_values(reference, candidate, self._tolerance)
-            return Figures(1) if equal else _apart(reference, candidate)
-        key = id(reference), id(candidate)
-        known = self._known.get(key)
-        if known is not None and known[0]() is reference and known[1]() is candidate:
+        own, other = pair
+        if not isinstance(own, Tensor):
+            return measure_values(own, other, self._tolerance)
+        known = self._known.get((id(own), id(other)))
+        if known is not None and known[0]() is own and known[1]() is other:
             return known[2]
-        figures = measure(reference, candidate, self._tolerance)
-        self._known[key] = weakref.ref(reference), weakref.ref(candidate), figures
+        figures = measure(own, other, self._tolerance)
+        self._known[id(own), id(other)] = weakref.ref(own), weakref.ref(other), figures
         return figures
 
-    def _count(self, tally: Tally, block: Block, compared: _Compared) -> None:
+    def _count(self, sums: _LayerSums, block: SampleBlock, parts: Sequence[_MeasuredPart]) -> None:
         """Add the figures of a block to those of earlier blocks."""
-        if compared.error is not None:
-            tally.error = tally.error or compared.error
-            tally.figures = unknown(tally.figures.num_elements, tally.figures.num_different)
-            return
-        is_digest = tally.pair.reference.label in self._digested
-        for part, figures in enumerate(compared.figures):
-            if figures.max_abs > tally.figures.max_abs and not is_digest:
-                tally.worst = self._worst(block, compared, part)
-            tally.figures.add(
-                unknown(figures.num_elements, figures.num_different) if is_digest else figures
-            )
-
-    def _worst(self, block: Block, compared: _Compared, part: int) -> Worst | None:
-        flat = compared.figures[part].farthest
-        if flat is None:
-            return None
-        own, other = compared.pairs[part]
-        sample, index = _place(block, own, flat)
-        return Worst(block.ids[sample], index, _number(own, flat), _number(other, flat), part)
+        is_digest = sums.pair.reference.label in self._digested
+        for one in parts:
+            figures = one.figures
+            if is_digest:
+                figures = unknown(figures.num_elements, figures.num_different)
+            elif figures.max_abs > sums.figures.max_abs and figures.farthest is not None:
+                sample, index = one.place(block, figures.farthest)
+                values = one.values(figures.farthest)
+                sums.worst = Worst(block.ids[sample], index, *values, one.part)
+            sums.figures.add(figures)
 
     def _spot(
         self,
-        tally: Tally,
-        block: Block,
-        compared: _Compared,
-        parts: Sequence[int],
+        layer: Layer,
+        block: SampleBlock,
+        parts: Sequence[_MeasuredPart] | str,
         same: bool | None,
     ) -> FirstDifference:
-        """Return where a layer differs in a block: the first place, or with noise the worst."""
-        layer = tally.pair.reference
-        if compared.error is not None:
-            return FirstDifference(
-                layer, block.ids[0], None, None, None, same, error=compared.error
-            )
-        found = []
-        for part in parts:
-            own, other = compared.pairs[part]
-            flat = None if compared.noise[part] is None else compared.figures[part].farthest
-            if flat is None and isinstance(own, Tensor):
-                flat = first_different(own, other, self._tolerance)
-            sample, index = _place(block, own, flat)
-            found.append((sample, part, index, flat))
-        sample, part, index, flat = min(found, key=lambda one: one[:2])
-        own, other = compared.pairs[part]
+        """Return where a layer differs in a block."""
+        if isinstance(parts, str):
+            return FirstDifference(layer, block.ids[0], None, None, None, same, parts)
+        flat = [one.shown for one in parts]
+        places = [one.place(block, at) for one, at in zip(parts, flat, strict=True)]
+        least = min(range(len(parts)), key=lambda at: (places[at][0], parts[at].part))
+        (sample, index), one = places[least], parts[least]
         if layer.label in self._digested:
             return FirstDifference(layer, block.ids[sample], None, None, None, same)
-        values = _number(own, flat), _number(other, flat)
-        return FirstDifference(layer, block.ids[sample], index, *values, same, part=part)
+        values = one.values(flat[least])
+        return FirstDifference(layer, block.ids[sample], index, *values, same, part=one.part)
 
 
-def _place(block: Block, leaf: Leaf, flat: int | None) -> tuple[int, tuple[int, ...]]:
-    """Return the sample of an element and its index there; a plain value is no sample's."""
-    if flat is None or not isinstance(leaf, Tensor):
-        return 0, ()
-    return block.place(leaf.shape, flat)
-
-
-def _rounding(leaf: Leaf) -> float:
-    is_rounded = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-    return torch.finfo(leaf.dtype).eps if is_rounded else 0.0
-
-
-def _both(before: bool | None, now: bool | None) -> bool | None:
-    return None if before is None or now is None else before and now
-
-
-def _mismatch(own: Leaf, other: Leaf) -> str | None:
-    """Explain why two parts can't be compared number by number; None if they can."""
-    if isinstance(own, Tensor) and own.shape != other.shape:
-        return (
-            f"shape {tuple(own.shape)} in the reference and {tuple(other.shape)} in the candidate"
-        )
-    return None
-
-
-def _apart(reference: Leaf, candidate: Leaf) -> Figures:
-    """Return the figures of two values that differ, even if one of them is not a number."""
-    if not (is_number(reference) and is_number(candidate)):
-        return Figures(1, 1, float("inf"), float("inf"), float("inf"), farthest=0)
-    own, other = (torch.tensor([value], device="cpu") for value in (reference, candidate))
-    figures = measure(own, other, Tolerance())
-    figures.num_different = 1
-    return figures
-
-
-def _number(leaf: Leaf, flat: int | None) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return dense(leaf).reshape(-1)[flat or 0].item()
+def _rounding(value: Any) -> float:
+    is_rounded = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return torch.finfo(value.dtype).eps if is_rounded else 0.0

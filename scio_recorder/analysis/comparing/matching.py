@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import NoReturn
+from itertools import compress
+from typing import NamedTuple, NoReturn
 
 from scio_recorder.analysis.comparing.findings import Unmatched
+from scio_recorder.analysis.comparing.sides import NetworkSide, Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
 from scio_recorder.nets.absent import closest
@@ -17,17 +18,8 @@ from scio_recorder.nets.architecture import Architecture
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A layer of the reference, and its partner on another side.
-
-    Parameters
-    ----------
-    reference, partner : Layer
-        The two layers.
-    error : str or None
-        Why their values can't be compared.
-    """
+class Pair(NamedTuple):
+    """A layer of the reference, its partner on another side, and why they can't be compared."""
 
     reference: Layer
     partner: Layer
@@ -130,33 +122,37 @@ def match_layers(
     return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
 
 
-def without_shards(pairs: list[Pair], unmatched: Unmatched) -> tuple[list[Pair], Unmatched]:
-    """Leave out layers of which the two sides have different parts, and warn of it.
+def match_sides(reference: Side, candidate: Side, match: Match) -> tuple[list[Pair], Unmatched]:
+    """Pair the layers to be compared: those that the reference has recorded, or all.
 
-    Parameters
-    ----------
-    pairs : list of Pair
-        All pairs.
-    unmatched : Unmatched
-        Names that have no partner.
+    A layer of which the two sides have different parts is left out with a warning.
 
-    Returns
-    -------
-    pairs, unmatched
-        The same without layers that are a shard on one side, whose names have no partner then.
+    Raises
+    ------
+    ComparisonError
+        They have no layer in common, or ``match`` has a name that is on no side.
     """
-    apart = [pair for pair in pairs if _part(pair.reference) != _part(pair.partner)]
-    if not apart:
-        return pairs, unmatched
-    names = _distinct(pair.reference.name for pair in apart)
-    warn(
-        f"{_some(names)} can't be compared: this process has only a shard of what they return. "
-        "Let them return DTensors (use_local_output=False), or compare recordings on disk, which "
-        "put shards together",
-        ShardWarning,
+    recorded = reference.recorded if isinstance(reference, NetworkSide) else ()
+    own, other = reference.architecture, candidate.architecture
+    found, unmatched = match_layers(
+        own, recorded or reference.labels, other, candidate.labels, match
     )
-    kept = [pair for pair in pairs if _part(pair.reference) == _part(pair.partner)]
-    return kept, unmatched._replace(reference=(*unmatched.reference, *names))
+    are_same = [_part(pair.reference) == _part(pair.partner) for pair in found]
+    pairs = list(compress(found, are_same))
+    names = _distinct(
+        pair.reference.name for pair, same in zip(found, are_same, strict=True) if not same
+    )
+    if names:
+        warn(
+            f"{_some(names)} can't be compared: this process has only a shard of what they return. "
+            "Let them return DTensors (use_local_output=False), or compare recordings on disk, "
+            "which put shards together",
+            ShardWarning,
+        )
+    mine, theirs = (*unmatched.reference, *names), unmatched.candidate
+    _refuse_strangers(pairs, mine, theirs, match)
+    match.check(own, other)
+    return pairs, Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
 
 
 def _part(layer: Layer) -> Shard | None:
@@ -167,12 +163,12 @@ def _part(layer: Layer) -> Shard | None:
     return None if is_joined else shard
 
 
-def refuse_strangers(pairs: Iterable[Pair], unmatched: Unmatched, match: Match) -> None:
+def _refuse_strangers(
+    pairs: Sequence[Pair], mine: tuple[str, ...], theirs: tuple[str, ...], match: Match
+) -> None:
     """Refuse two sides that have no layer in common, except perhaps the root."""
-    named = [pair for pair in pairs if pair.reference.name]
-    if named or (not unmatched.reference and any(True for _ in pairs)):
+    if any(pair.reference.name for pair in pairs) or (pairs and not mine):
         return
-    mine, theirs = unmatched
     example = {mine[0] if mine else "layers.*": theirs[0] if theirs else "h.*"}
     mapped = " by match=" if match.given else " by name"
     raise ComparisonError(

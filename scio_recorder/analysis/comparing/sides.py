@@ -1,27 +1,42 @@
-"""The samples that are compared together, and what a side of a comparison knows of them."""
+"""The sides of a comparison: a network that runs on batches, or a recording that is read."""
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.layer import DepthIdx
+from scio_recorder.analysis.comparing.parts import samples_of_inputs
+from scio_recorder.capture.engine import Capture
+from scio_recorder.capture.program import Options
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Inputs
+from scio_recorder.recording import Recording
 from scio_recorder.recording.batch_rows import BatchRows
-from scio_recorder.tensors.copies import is_plain
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.naming_batch import naming_batch
+from scio_recorder.reductions import Digest, Reduction
+from scio_recorder.reductions.base import several
+from scio_recorder.tensors.copies import is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
+from scio_recorder.tensors.structures import map_tensors
+
+_SHOWN = 5
 
 
 @dataclass
-class Block:
+class SampleBlock:
     """Samples that are compared together.
 
     Parameters
@@ -30,22 +45,31 @@ class Block:
         The samples' ids.
     batch : any
         The loader's batch of these samples, if networks run.
+    number : int
+        The number of the batch, if networks run.
     rows : BatchRows or None
         Which rows of layers' outputs count, if a row is not a sample and networks run.
     received : BatchRows or None
         Which rows of their inputs count: all but padding.
-    positions : sequence of Tensor or None
-        The positions of each sample's rows, if a row is not a sample.
-    number : int
-        The number of the batch, if networks run.
+    read_positions : sequence of Tensor or None
+        The positions of each sample's rows in a recording, if a row is not a sample.
     """
 
     ids: Sequence[SampleId]
     batch: Any = None
+    number: int = 0
     rows: BatchRows | None = None
     received: BatchRows | None = None
-    positions: Sequence[Tensor] | None = None
-    number: int = 0
+    read_positions: Sequence[Tensor] | None = None
+
+    @cached_property
+    def positions(self) -> Sequence[Tensor] | None:
+        """The positions of each sample's rows; None if a row is a sample."""
+        if self.rows is None:
+            return self.read_positions
+        columns = self.rows.columns
+        lengths = torch.bincount(columns["sample"], minlength=len(self.ids))
+        return torch.split(columns["position"], lengths.tolist())
 
     def place(self, shape: Sequence[int], flat: int) -> tuple[int, tuple[int, ...]]:
         """Return the sample to which an element of a layer belongs, and its index there.
@@ -59,33 +83,308 @@ class Block:
             first sample.
         """
         # Torch takes twenty times as long.
-        index = [int(part) for part in np.unravel_index(flat, tuple(shape))]
+        index = tuple(int(part) for part in np.unravel_index(flat, tuple(shape)))
         lengths = [1] * len(self.ids) if self.positions is None else list(map(len, self.positions))
         if not index or shape[0] != sum(lengths):
-            return 0, tuple(index)
-        if self.positions is None:
-            return index[0], tuple(index[1:])
-        ends = list(accumulate(lengths))
-        sample = bisect_right(ends, index[0])
-        return sample, (index[0] - ends[sample] + lengths[sample], *index[1:])
+            return 0, index
+        starts = list(accumulate(lengths, initial=0))
+        sample = bisect_right(starts, index[0]) - 1
+        inside = index[1:] if self.positions is None else (index[0] - starts[sample], *index[1:])
+        return sample, inside
 
 
-class Values(NamedTuple):
-    """The data of one side for a block, as functions of a layer.
+class NetworkSide:
+    """A network that runs on the batches.
 
     Parameters
     ----------
-    output : callable
-        Returns a layer's output, or digests of it.
-    inputs : callable
-        Returns a layer's inputs; None if they are not known.
-    is_digest : callable
-        Whether only digests of a layer's output are known.
+    capture : Capture
+        The capture of its recorder.
+    compiled : callable or None
+        The recorder, if it is compiled and runs in place of the net.
+    feed : Feed
+        Makes the network's inputs from a batch.
     """
 
-    output: Callable[[DepthIdx], Any]
-    inputs: Callable[[DepthIdx], Inputs | None] = lambda label: None
-    is_digest: Callable[[DepthIdx], bool] = lambda label: False
+    digests: frozenset[DepthIdx] = frozenset()
+    # All outputs of a network can be compared.
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
+        self.net = capture.net
+        self.feed = feed
+        self.architecture = capture.program.architecture
+        # The layers that its recorder records, and whether that counts calls.
+        self.recorded = capture.program.recording
+        self.calls = capture.program.options.calls
+        # Whether other networks run on the same batches.
+        self.shares_batches = False
+        self._capture = capture
+        self._compiled = compiled
+        self._keeps_digests = False
+        self._block = SampleBlock(())
+        # What was kept of the current batch, if not by the capture: digests, and compiled records.
+        self._kept: dict[DepthIdx, Any] | None = None
+
+    @property
+    def labels(self) -> tuple[DepthIdx, ...]:
+        """All layers that ran; for a compiled recorder, those that it records."""
+        if self._compiled is not None:
+            return self.recorded
+        return tuple(row.label for row in self.architecture.values() if row.executed)
+
+    def knows_inputs(self, label: DepthIdx) -> bool:
+        """Whether the inputs of layers are known: not those of compiled code."""
+        return self._compiled is None
+
+    @contextlib.contextmanager
+    def opened(
+        self, labels: Iterable[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+    ) -> Iterator[None]:
+        """Record some layers inside a block; of those in ``digests``, only digests are kept."""
+        self._keeps_digests = digests
+        if self._compiled is not None:
+            yield
+            return
+        # Nobody knows before a pass what it overwrites, and a comparison must not fail for that.
+        options = Options(inputs=inputs, copy="always", calls=calls, notes_moments=False)
+        self._capture = Capture(self.net, self.architecture, tuple(sorted(set(labels))), options)
+        try:
+            yield
+        finally:
+            self._capture.remove()
+
+    def load(self, block: SampleBlock) -> None:
+        """Run the network on a batch."""
+        self._block, self._kept = block, None
+        given = self.feed.inputs(block.batch)
+        # Networks write into tensors, and fill caches.
+        args, kwargs = map_tensors(twin, given) if self.shares_batches else given
+        with naming_batch(block.number, self.architecture, self.net, given):
+            if self._compiled is not None:
+                sink = self._sink()
+                self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
+            elif self._keeps_digests:
+                sink = self._sink()
+                self._capture.run(self.net, args, kwargs, records_outputs=False, sink=sink)
+            else:
+                self._capture.run(self.net, args, kwargs)
+
+    def output(self, label: DepthIdx) -> Any:
+        """Return a layer's output, or digests of it."""
+        if self._kept is not None:
+            return self._kept[label]
+        return _chosen(self._capture.activations.peek(label), self._block.rows)
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        """Return a layer's inputs; None if they are not known."""
+        if self._kept is not None or not self._capture.program.options.inputs:
+            return None
+        inputs: Inputs = _chosen(self._capture.inputs.peek(label), self._block.received)
+        return inputs
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        """Whether `output` gives digests of a layer."""
+        return self._keeps_digests
+
+    def _sink(self) -> _OutputSink:
+        self._kept = {}
+        keep = digests_of if self._keeps_digests else lambda value: value
+        return _OutputSink(self._capture.program.recording, self._kept, self._block.rows, keep)
+
+
+class _OutputSink:
+    """Takes the outputs of layers: as digests at the hook, or as the copies of a compiled pass."""
+
+    def __init__(
+        self,
+        labels: Sequence[DepthIdx],
+        kept: dict[DepthIdx, Any],
+        rows: BatchRows | None,
+        keep: Callable[[Any], Any],
+    ) -> None:
+        def receive(label: DepthIdx, value: Any) -> None:
+            kept[label] = keep(_chosen(value, rows))
+
+        self.receivers = {label: partial(receive, label) for label in labels}
+
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+        """Keep nothing: inputs are not requested."""
+
+    def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
+        """Take nothing."""
+
+
+def _chosen(value: Any, rows: BatchRows | None) -> Any:
+    """Return the chosen rows of each tensor that has rows: padding is not compared."""
+    if rows is None:
+        return value
+    number = len(rows.shape)
+    return map_tensors(
+        lambda leaf: rows.choose(leaf) if tuple(leaf.shape[:number]) == rows.shape else leaf,
+        value,
+    )
+
+
+class RecordingSide:
+    """A recording that is read sample by sample.
+
+    Parameters
+    ----------
+    recording : Recording
+        Of samples, or of digests.
+    what : str
+        Which side it is, for messages.
+    """
+
+    def __init__(self, recording: Recording, what: str) -> None:
+        self.recording = recording
+        self.architecture = recording.architecture
+        self.what = what
+        self._seen = torch.zeros(recording.num_samples, dtype=torch.bool, device="cpu")
+        # The places of the current samples, and of their rows.
+        self._samples: list[int] = []
+        self._rows: slice | list[int] = []
+        reduced = recording.reductions
+        # A layer's output need not have a row for each sample: embeddings of positions don't.
+        self.digests = frozenset(
+            label
+            for label in reduced
+            if any(map(_keeps_rows, several(reduced[label])))
+            and len(self._digests_of(label)) == recording.num_rows
+        )
+        self.labels = (*recording.stored, *(label for label in reduced if label in self.digests))
+        if not self.labels:
+            kinds = sorted({_kind_of(one) for each in reduced.values() for one in several(each)})
+            raise ComparisonError(
+                f"the {what} holds {', '.join(kinds) or 'no layers'}, which say nothing about "
+                "single samples: collect samples, or reduce=scio_recorder.reductions.Digest()"
+            )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of layers without values by sample: reduced layers, and digests of others."""
+        reduced = (label for label in self.recording if label not in self.labels)
+        return tuple(self.architecture[label].name for label in reduced)
+
+    def knows_inputs(self, label: DepthIdx) -> bool:
+        """Whether the inputs of layers are known: after ``record(..., inputs=True)``."""
+        return label in self.recording.calls.labels
+
+    def block(self, ids: Sequence[SampleId]) -> SampleBlock:
+        """Return the block of some samples, which says where their rows are."""
+        if not self.recording.has_rows:
+            return SampleBlock(ids)
+        samples = self._places_of(ids)
+        return SampleBlock(ids, read_positions=self._positions(samples, self._rows_of(samples)))
+
+    def load(self, block: SampleBlock) -> None:
+        """Find the places of some samples; their values are read when they are used."""
+        self._samples = self._places_of(block.ids)
+        self._seen[self._samples] = True
+        self._rows = self._rows_of(self._samples)
+        if block.positions is not None:
+            found = self._positions(self._samples, self._rows)
+            self._check_positions(block.ids, found, block.positions)
+
+    def output(self, label: DepthIdx) -> Any:
+        """Return a layer's output, or digests of it."""
+        values = self._digests_of(label) if label in self.digests else self.recording[label]
+        return values[self._rows]
+
+    def inputs(self, label: DepthIdx) -> Inputs | None:
+        """Return a layer's inputs; None if they are not known."""
+        if not self.knows_inputs(label):
+            return None
+        lengths, inputs = self.recording.calls.rows, self.recording.inputs[label]
+        starts = list(accumulate(lengths, initial=0))
+        batches = [bisect_right(starts, place) - 1 for place in self._samples]
+        each = zip(batches, self._samples, strict=True)
+        wanted = [(batch, place - starts[batch]) for batch, place in each]
+        first = batches[0]
+        if wanted == [(first, place) for place in range(lengths[first])]:
+            return inputs[first]
+        return samples_of_inputs(inputs, lengths, wanted)
+
+    def is_digest(self, label: DepthIdx) -> bool:
+        """Whether `output` gives digests of a layer."""
+        return label in self.digests
+
+    def check_rows(self, is_given: bool) -> None:
+        """Refuse a recording whose rows differ in kind from those of the running networks."""
+        if self.recording.has_rows and not is_given:
+            raise ComparisonError(
+                f"the {self.what} has a row for each token or node: write the same rows= as for "
+                "its collection, such as rows=Tokens()"
+            )
+        if is_given and not self.recording.has_rows:
+            raise ComparisonError(f"the {self.what} has a row for each sample: leave rows= out")
+
+    def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
+        """Return the ids that the recording lacks."""
+        return [one for one in ids if one not in self._places]
+
+    def unseen(self) -> list[SampleId]:
+        """Return the ids that were not asked for."""
+        places = (~self._seen).nonzero().squeeze(1).tolist()
+        return [self.recording.sample_ids[place] for place in places]
+
+    def _places_of(self, ids: Sequence[SampleId]) -> list[int]:
+        return [self._places[one] for one in ids]
+
+    def _rows_of(self, samples: list[int]) -> slice | list[int]:
+        """Return the places of the rows of samples; consecutive ones as a slice, read at once."""
+        places = samples
+        if self.recording.has_rows:
+            rows = self.recording.rows_of_samples()
+            every = torch.arange(self.recording.num_rows, device="cpu")
+            places = torch.cat([every[:0], *(every[rows[sample]] for sample in samples)]).tolist()
+        start = places[0] if places else 0
+        run = range(start, start + len(places))
+        return slice(run.start, run.stop) if places == list(run) else places
+
+    def _positions(self, samples: list[int], rows: slice | list[int]) -> Sequence[Tensor]:
+        """Return the positions of samples' rows, given the places of both."""
+        lengths = self.recording.rows_of_samples().lengths[samples].tolist()
+        return torch.split(self.recording.rows["position"][rows].cpu(), lengths)
+
+    def _check_positions(
+        self, ids: Sequence[SampleId], found: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
+        """Refuse samples of which the other side has other rows."""
+        for one, own, other in zip(ids, found, others, strict=True):
+            if own.equal(other):
+                continue
+            counts = f"{len(own)} rows", f"{len(other)}"
+            if len(own) == len(other):
+                at = int((own != other).nonzero()[0])
+                counts = f"a row at position {own[at]}", f"one at position {other[at]}"
+            raise ComparisonError(
+                f"sample {one!r} has {counts[0]} in the {self.what} and {counts[1]} on the other "
+                "side: give both sides the same rows="
+            )
+
+    def _digests_of(self, label: DepthIdx) -> Tensor:
+        values = self.recording[label]
+        kept = list(map(_keeps_rows, several(self.recording.reductions[label])))
+        found: Tensor = values[kept.index(True)] if isinstance(values, list) else values
+        return found
+
+    @cached_property
+    def _places(self) -> dict[SampleId, int]:
+        """The place of each sample, by its id."""
+        ids = self.recording.sample_ids
+        places = {one: place for place, one in enumerate(ids)}
+        if len(places) < len(ids):
+            twice = next(one for place, one in enumerate(ids) if places[one] != place)
+            raise ComparisonError(
+                f"the {self.what} has {len(ids) - len(places)} repeated ids, such as {twice!r}: "
+                "samples can't be paired by them"
+            )
+        return places
+
+
+Side: TypeAlias = NetworkSide | RecordingSide
 
 
 def digests_of(value: Any) -> Any:
@@ -93,3 +392,23 @@ def digests_of(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.ndim:
         return value
     return sample_digests(value if is_plain(value) else dense(value))
+
+
+def refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
+    """Raise an error that counts the samples that one side lacks."""
+    if ids:
+        raise ComparisonError(
+            f"{len(ids)} samples are missing from the {where} that the {who}: "
+            f"{few(ids, _SHOWN, repr)}. Samples are paired by id: give the same ones to both, with "
+            "sample_ids= if they have ids of their own"
+        )
+
+
+def _keeps_rows(one: Reduction) -> bool:
+    # Digests by class have lost the order of the samples.
+    return isinstance(one, Digest) and one.keeps_rows
+
+
+def _kind_of(one: Reduction) -> str:
+    by_label = isinstance(one, Digest) and not one.keeps_rows
+    return "Digest with by=" if by_label else type(one).__name__

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scio_recorder
 from scio_recorder import Recorder, Recording, Tokens, compare
-from scio_recorder.analysis.comparing import running
+from scio_recorder.analysis.comparing import compare as door
 from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.errors import ComparisonError
 from scio_recorder.reductions import Digest, Mean
@@ -157,15 +157,15 @@ def test_the_first_sample_is_in_the_order_of_the_reference(tmp_path: Path) -> No
 
 
 def test_large_recordings_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_BLOCK_BYTES", 2 * 8 * 4)
+    monkeypatch.setattr(door, "_BLOCK_BYTES", 2 * 8 * 4)
     lengths = []
-    add = running.Comparison.add
+    add = door.Comparison.add
 
     def noted(self: Any, block: Any, *values: Any) -> None:
         lengths.append(len(block.ids))
         add(self, block, *values)
 
-    monkeypatch.setattr(running.Comparison, "add", noted)
+    monkeypatch.setattr(door.Comparison, "add", noted)
     difference = compare(collected(rowwise(), FORWARD, 4), collected(rowwise(3.0), MIXED, 5))
     assert lengths == [2] * 6
     assert difference["scale"].num_elements == 96

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing import measures
-from scio_recorder.analysis.comparing.measures import Tolerance, first_different, measure
+from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.errors import ComparisonError
 
 NAN, INF = math.nan, math.inf
@@ -47,7 +47,7 @@ def test_what_is_different_is_as_in_numpy(
         wanted &= ~(np.isnan(numbers(one)) & np.isnan(numbers(two)))
     figures = measure(one, two, Tolerance(rtol, atol))
     assert figures.num_different == wanted.sum()
-    assert first_different(one, two, Tolerance(rtol, atol)) == int(wanted.argmax())
+    assert figures.first == int(wanted.argmax())
 
 
 @pytest.mark.parametrize("piece", [7, 64, 1 << 16])

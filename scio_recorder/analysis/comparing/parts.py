@@ -1,31 +1,44 @@
-"""The inputs and outputs of layers of two sides, taken apart and paired."""
+"""The inputs and outputs of layers of two sides, taken apart and paired part by part."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, dense
+from scio_recorder.analysis.comparing.measures import Tolerance, dense, measure_values
 from scio_recorder.layer import counted
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.structures import flatten, tensors
 
 _PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
-# Tensors, and plain values of any kind.
-Leaf: TypeAlias = Any
-Path: TypeAlias = tuple[Any, ...]
+# Parts by their places in a structure: tensors, and plain values of any kind.
+Parts: TypeAlias = dict[tuple[Any, ...], Any]
 
 
-def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | str:
+class PartPair(NamedTuple):
+    """A tensor or plain value of the reference, and its partner on the other side."""
+
+    own: Any
+    other: Any
+
+    @property
+    def mismatch(self) -> str | None:
+        """Why the two can't be compared number by number; None if they can."""
+        if not isinstance(self.own, Tensor) or self.own.shape == self.other.shape:
+            return None
+        shapes = tuple(self.own.shape), tuple(self.other.shape)
+        return f"shape {shapes[0]} in the reference and {shapes[1]} in the candidate"
+
+
+def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
     """Pair the parts of two layers' outputs, or explain why that can't be done.
 
     Parts at the same place belong together, such as under one key. If the structures differ, as a
@@ -38,22 +51,22 @@ def paired_outputs(reference: Any, candidate: Any) -> list[tuple[Leaf, Leaf]] | 
 
     Examples
     --------
-    >>> paired_outputs({"a": 1, "b": 2}, {"b": 3, "a": 4})
+    >>> [tuple(pair) for pair in paired_outputs({"a": 1, "b": 2}, {"b": 3, "a": 4})]
     [(1, 4), (2, 3)]
     >>> paired_outputs(torch.ones(1), (torch.ones(1), torch.ones(1)))
     'it returns 1 tensor in the reference and 2 tensors in the candidate'
     """
-    own, other = dict(_leaves(reference)), dict(_leaves(candidate))
-    pairs = _by_path(own, other) or _in_order(own, other)
-    if pairs is None:
-        said = [counted(len(_tensors_of(leaves)), "tensor") for leaves in (own, other)]
-        return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
-    return pairs
+    own, other = _parts_of(reference), _parts_of(candidate)
+    pairs = _by_place(own, other) or _in_order(own, other)
+    if pairs is not None:
+        return pairs
+    said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, other)]
+    return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
 
 
 def paired_inputs(
     reference: Inputs, candidate: Inputs, module: nn.Module | None, other: nn.Module | None
-) -> list[tuple[Leaf, Leaf]] | None:
+) -> list[PartPair] | None:
     """Pair the parts of two layers' inputs; None if they can't be paired.
 
     Parameters
@@ -63,13 +76,13 @@ def paired_inputs(
     module, other : torch.nn.Module or None
         The modules, if known: their signatures name arguments and give defaults.
     """
-    pairs = _by_path(dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate))))
+    pairs = _by_place(_parts_of(tuple(reference)), _parts_of(tuple(candidate)))
     if pairs is not None:
         return pairs
     if module is not None and other is not None:
         reference, candidate = _complete(module, reference), _complete(other, candidate)
-    own, others = dict(_leaves(tuple(reference))), dict(_leaves(tuple(candidate)))
-    pairs = _by_path(own, others)
+    own, others = _parts_of(tuple(reference)), _parts_of(tuple(candidate))
+    pairs = _by_place(own, others)
     if pairs is not None:
         return pairs
     if module is None or other is None:
@@ -79,9 +92,9 @@ def paired_inputs(
     # Another author's code may well receive other numbers and words, and may itself make what the
     # other one receives, such as a mask, unless both have that argument.
     shared = _parameters(module).keys() & _parameters(other).keys()
-    if any(path[1] in shared for path in own.keys() ^ others.keys()):
+    if any(place[1] in shared for place in own.keys() ^ others.keys()):
         return None
-    return list(zip(_tensors_of(own), _tensors_of(others), strict=False)) or None
+    return list(map(PartPair, _tensors_of(own), _tensors_of(others))) or None
 
 
 def samples_of_inputs(
@@ -100,94 +113,74 @@ def samples_of_inputs(
         The batch of each sample, and its place there.
     """
     each = {number: inputs[number] for number, _ in wanted}
-    flat = {number: flatten(one) for number, one in each.items()}
-    first = wanted[0][0]
-    leaves, rebuild = flat[first]
-    if not all(_are_alike(each[first], other) for other in each.values()):
+    (first, *_), flat = each.values(), {number: flatten(one)[0] for number, one in each.items()}
+    if not all(_are_alike(first, other) for other in each.values()):
         return None
     found = []
-    for place, leaf in enumerate(leaves):
-        parts = {number: own[place] for number, (own, _) in flat.items()}
+    for tensors_of_batches in zip(*flat.values(), strict=True):
+        parts = dict(zip(flat, tensors_of_batches, strict=True))
         if all(part.ndim and len(part) == lengths[number] for number, part in parts.items()):
             found.append(torch.stack([parts[number][at] for number, at in wanted]))
-        elif all(same_bits(leaf, part) for part in parts.values()):
-            found.append(leaf)
+        elif all(same_bits(tensors_of_batches[0], part) for part in tensors_of_batches):
+            found.append(tensors_of_batches[0])
         else:
             return None
-    gathered: Inputs = rebuild(found)
+    gathered: Inputs = flatten(first)[1](found)
     return gathered
 
 
 def _are_alike(one: Inputs, other: Inputs) -> bool:
     """Whether two inputs have tensors in the same places and agree in everything else."""
-    pairs = _by_path(dict(_leaves(tuple(one))), dict(_leaves(tuple(other))))
-    exact = Tolerance()
-    return pairs is not None and all(
-        isinstance(a, Tensor) or are_equal_values(a, b, exact) for a, b in pairs
+    pairs = _by_place(_parts_of(tuple(one)), _parts_of(tuple(other)))
+    return pairs is not None and not any(
+        measure_values(*pair, Tolerance()).num_different
+        for pair in pairs
+        if not isinstance(pair.own, Tensor)
     )
 
 
-def are_equal_values(reference: Leaf, candidate: Leaf, tolerance: Tolerance) -> bool:
-    """Whether two parts that are not tensors are equal."""
-    if reference == candidate:
-        return True
-    if isinstance(reference, torch.dtype) and isinstance(candidate, torch.dtype):
-        # Who tolerates differences of numbers compares two precisions.
-        return not tolerance.is_exact
-    if not (is_number(reference) and is_number(candidate)):
-        return False
-    if reference != reference and candidate != candidate:
-        return True
-    apart = abs(candidate - reference)
-    return math.isfinite(apart) and apart <= tolerance.atol + tolerance.rtol * abs(reference)
-
-
-def is_number(leaf: Leaf) -> bool:
-    """Whether a part that is not a tensor is a number that a tensor can hold."""
-    is_whole = isinstance(leaf, int) and -(1 << 63) <= leaf < 1 << 63
-    return is_whole or isinstance(leaf, float | complex)
-
-
-def _by_path(own: dict[Path, Leaf], other: dict[Path, Leaf]) -> list[tuple[Leaf, Leaf]] | None:
+def _by_place(own: Parts, other: Parts) -> list[PartPair] | None:
     if own.keys() != other.keys():
         return None
-    pairs = [(leaf, other[path]) for path, leaf in own.items()]
+    pairs = [PartPair(part, other[place]) for place, part in own.items()]
     return pairs if all(isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in pairs) else None
 
 
-def _in_order(own: dict[Path, Leaf], other: dict[Path, Leaf]) -> list[tuple[Leaf, Leaf]] | None:
+def _in_order(own: Parts, other: Parts) -> list[PartPair] | None:
     one, two = _tensors_of(own), _tensors_of(other)
-    return list(zip(one, two, strict=True)) if len(one) == len(two) else None
+    return list(map(PartPair, one, two)) if len(one) == len(two) else None
 
 
-def _tensors_of(leaves: dict[Path, Leaf]) -> list[Tensor]:
-    return [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
+def _tensors_of(parts: Parts) -> list[Tensor]:
+    return [part for part in parts.values() if isinstance(part, Tensor)]
 
 
-def _leaves(
-    value: Any, path: Path = (), around: frozenset[int] = frozenset()
-) -> Iterator[tuple[Path, Leaf]]:
-    """Yield the parts of a structure and their places.
+def _parts_of(value: Any) -> Parts:
+    return dict(_walk(value, (), frozenset()))
 
-    None is no part, and neither is a container inside itself.
-    """
+
+def _walk(
+    value: Any, place: tuple[Any, ...], around: frozenset[int]
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the places and parts of a structure; no None, and no container inside itself."""
     if value is None or id(value) in around:
         return
     if isinstance(value, Tensor) and value.is_nested:
         # With strides it has no shape, and a jagged one has a symbol of its own in it.
-        yield (*path, "padded"), dense(value)
-        yield (*path, "shapes"), torch.tensor([part.shape for part in value.unbind()], device="cpu")
+        yield (*place, "padded"), dense(value)
+        shapes = [part.shape for part in value.unbind()]
+        yield (*place, "shapes"), torch.tensor(shapes, device="cpu")
     elif isinstance(value, Tensor | _PLAIN):
-        yield path, value
+        yield place, value
     elif isinstance(value, np.ndarray | np.generic):
         try:
-            yield path, torch.as_tensor(value, device="cpu")
+            yield place, torch.as_tensor(value, device="cpu")
         except TypeError:
             # An array of words, dates or objects.
-            yield path, str(value.tolist())
+            yield place, str(value.tolist())
     else:
-        for place, item in _items(value):
-            yield from _leaves(item, (*path, place), around | {id(value)})
+        for key, item in _items(value):
+            yield from _walk(item, (*place, key), around | {id(value)})
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
