@@ -20,7 +20,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
 from scio_recorder.postprocessors.assigning import Postprocessor, Postprocessors, assign
-from scio_recorder.recompute.run_again import Call, copied, rerun, untouched
+from scio_recorder.recompute.run_again import Rerun, copied, untouched
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors.digests import Weights, digest_of
@@ -51,9 +51,9 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
     with untouched(architecture, wanted):
         for label, targets in wanted.items():
             inputs, output = capture.inputs.peek(label), digest_of(activations.peek(label))
-            moment = moments[label]
-            call = Call(label, inputs, output, moment, moment.explain_change, posts)
-            found.update(rerun(architecture, call, targets))
+            # Its moment knows the weights.
+            call = KeptCall(inputs, moments[label], "", output)
+            found.update(Rerun(architecture, label, call, targets, posts).run())
     return LayerMapping(architecture, found, "activation")
 
 
@@ -146,10 +146,9 @@ class Recomputation:
     def _batch(self, number: int) -> dict[DepthIdx, Any]:
         found: dict[DepthIdx, Any] = {}
         for label, targets in self._wanted.items():
-            kept = self._recording.calls.call(number, label)
-            explain_change = partial(_explain_change, kept, self._weights)
-            call = Call(label, kept.inputs, kept.output, kept.moment, explain_change, self._posts)
-            found.update(rerun(self._architecture, call, targets))
+            call = self._recording.calls.call(number, label)
+            given = self._architecture, label, call, targets, self._posts, self._weights
+            found.update(Rerun(*given).run())
         return found
 
     def _assigned(self, given: Postprocessors | None) -> dict[DepthIdx, Postprocessor]:
@@ -201,14 +200,6 @@ def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
                 f"{tuple(array.shape)}: take it batch by batch from recompute_batches(...)"
             )
         array.copy_(tensor)
-
-
-def _explain_change(kept: KeptCall, weights: Weights, module: nn.Module) -> str | None:
-    change = kept.moment.explain_change(module)
-    # A module with the same output may have worked differently inside.
-    if change is None and weights.digest(module) != kept.weights:
-        return "its weights have changed since the collection: load the original ones"
-    return change
 
 
 def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:

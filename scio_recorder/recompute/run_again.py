@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.hooks import follow, precede, remove_all
+from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import RecomputeError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.state.moment import Moment
 from scio_recorder.nets.state.restoring import preserved_rng, restored
 from scio_recorder.nets.state.sharded import needs_fsdp
 from scio_recorder.postprocessors.assigning import Assigned, Postprocessor
+from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
-from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import flatten, map_tensors
 
 _NOT_KEPT = (
@@ -44,83 +44,6 @@ _OTHER_KERNELS = (
     "or matrix products, other ones where inner modules have hooks, another number of threads or "
     "another version of torch"
 )
-
-
-@dataclass(frozen=True)
-class Call:
-    """A recorded call of a module that can be run again.
-
-    Parameters
-    ----------
-    label : (int, int)
-        The layer.
-    inputs : Inputs
-        The inputs that its forward received.
-    output : str
-        The digest of the call's original output, see `digest_of`.
-    moment : Moment
-        The state at that call.
-    explain_change : callable
-        Says what in a module is known to have changed since; None for nothing.
-    posts : mapping
-        The post-processors of that pass, by label.
-    """
-
-    label: DepthIdx
-    inputs: Inputs
-    output: str
-    moment: Moment
-    explain_change: Callable[[nn.Module], str | None]
-    posts: Mapping[DepthIdx, Postprocessor] = field(default_factory=dict)
-
-
-def rerun(architecture: Architecture, call: Call, targets: set[DepthIdx]) -> dict[DepthIdx, Any]:
-    """Run a recorded call again, and return its output, or the outputs of layers inside it.
-
-    To be called inside `untouched`.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        The layers, with their modules.
-    call : Call
-        The call to run.
-    targets : set of (int, int)
-        Layers inside it; the layer of the call itself may be among them.
-
-    Returns
-    -------
-    dict
-        Label -> activation, copied and off the graph.
-
-    Raises
-    ------
-    RecomputeError
-        The call returns something else now.
-    """
-    layer = architecture[call.label]
-    again, module = _Rerun(architecture, call, targets), layer.module
-    assert module is not None, "the architecture of a recorder has modules"
-    try:
-        change = call.explain_change(module)
-        if change is not None:
-            raise RecomputeError(f"layer {layer} can't be run again: {change}")
-        with again.watching(module), call.moment.entered(module):
-            args, kwargs = _inputs_again(call)
-            module(*args, **kwargs)
-    except RecomputeError:
-        raise
-    except Exception as error:
-        raise RecomputeError(
-            f"layer {layer} failed when it was run again: {type(error).__name__}: {error}"
-        ) from error
-    if again.differs:
-        raise RecomputeError(
-            f"layer {layer} did not return the recorded output when it ran again. Either it "
-            f"depends on something that is not kept: {_NOT_KEPT}. Or other kernels ran: "
-            f"{_OTHER_KERNELS}. Recompute with the same net and the original settings"
-        )
-    return again.found
 
 
 @contextlib.contextmanager
@@ -156,67 +79,128 @@ def _refuse_fsdp(layer: Layer) -> None:
         )
 
 
-class _Rerun:
-    """One re-run: the outputs of layers inside, and whether the call's own output is the same."""
+@dataclass(eq=False)
+class Rerun:
+    """A kept call of a layer that runs again, for its output or for those of layers inside it.
 
-    def __init__(self, architecture: Architecture, call: Call, targets: set[DepthIdx]) -> None:
-        self._call = call
-        self._targets = targets
-        self._posts = Assigned(call.posts)
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers, with their modules.
+    label : (int, int)
+        The layer.
+    call : KeptCall
+        The call to run.
+    targets : set of (int, int)
+        Layers inside it; the layer itself may be among them.
+    posts : mapping
+        The post-processors of that pass, by label.
+    weights : Weights, optional
+        Takes the digest of weights to compare with that of the kept call.
+    """
+
+    architecture: Architecture
+    label: DepthIdx
+    call: KeptCall
+    targets: set[DepthIdx]
+    posts: Mapping[DepthIdx, Postprocessor]
+    weights: Weights | None = None
+
+    def __post_init__(self) -> None:
+        self._layer = layer = self.architecture[self.label]
+        self._posts = Assigned(self.posts)
+        self._found: dict[DepthIdx, Any] = {}
         self._is_other = False
-        self.found: dict[DepthIdx, Any] = {}
-        modules = {architecture[label].module for label in targets | {*call.posts, call.label}}
+        labels = {*self.targets, *self.posts, self.label}
+        modules = {self.architecture[label].module for label in labels}
         # Rows are in the order in which calls start, and a call inside returns before this one.
-        rows, own = list(architecture.values()), architecture[call.label]
-        last = own.completion or 0
+        rows, last = list(self.architecture.values()), layer.completion or 0
         inside = [
             row
-            for row in rows[rows.index(own) :]
+            for row in rows[rows.index(layer) :]
             if row.module in modules and row.completion is not None and row.completion <= last
         ]
         # The calls of each module that are still to come.
         self._starts = _by_module(inside)
         self._returns = _by_module(sorted(inside, key=lambda row: row.completion or 0))
 
-    @property
-    def differs(self) -> bool:
-        """Whether calls are missing or surplus, or the call's own output differs."""
-        return self._is_other or any(self._returns.values())
+    def run(self) -> dict[DepthIdx, Any]:
+        """Run the call, inside `untouched`, and return copies of the targets' outputs.
+
+        Returns
+        -------
+        dict
+            Label -> activation, off the graph.
+
+        Raises
+        ------
+        RecomputeError
+            The call returns something else now.
+        """
+        layer, module = self._layer, self._layer.module
+        assert module is not None, "the architecture of a recorder has modules"
+        try:
+            change = self._change(module)
+            if change is not None:
+                raise RecomputeError(f"layer {layer} can't be run again: {change}")
+            with self._watching(module), self.call.moment.entered(module):
+                args, kwargs = _inputs_again(self.call)
+                module(*args, **kwargs)
+        except RecomputeError:
+            raise
+        except Exception as error:
+            raise RecomputeError(
+                f"layer {layer} failed when it was run again: {type(error).__name__}: {error}"
+            ) from error
+        if self._is_other or any(self._returns.values()):
+            raise RecomputeError(
+                f"layer {layer} did not return the recorded output when it ran again. Either it "
+                f"depends on something that is not kept: {_NOT_KEPT}. Or other kernels ran: "
+                f"{_OTHER_KERNELS}. Recompute with the same net and the original settings"
+            )
+        return self._found
+
+    def _change(self, module: nn.Module) -> str | None:
+        now = self.call.weights if self.weights is None else self.weights.digest(module)
+        change = self.call.moment.explain_change(module)
+        # A module with the same output may have worked differently inside.
+        if change is None and now != self.call.weights:
+            return "its weights have changed since the collection: load the original ones"
+        return change
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
+    def _watching(self, module: nn.Module) -> Iterator[None]:
         """Take the outputs of modules inside the block."""
-        handles = [follow(watched, self._receive) for watched in self._returns]
-        if self._posts.on_inputs:
-            handles += [precede(watched, self._receive_inputs) for watched in self._starts]
+        hooks = CallHooks()
+        before = self._receive_inputs if self._posts.on_inputs else None
+        hooks.add(*(CallHook(one, "", before, self._receive) for one in self._returns))
         # Forward received the recorded inputs, so these hooks have acted on them already.
-        _, hooks = private.forward_hooks(module)
-        before = dict(hooks)
-        hooks.clear()
+        _, own = private.forward_hooks(module)
+        kept = dict(own)
+        own.clear()
         try:
             yield
         finally:
-            hooks.update(before)
-            remove_all(handles)
+            own.update(kept)
+            hooks.remove()
 
-    def _receive_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _receive_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         layer = self._starts[module].popleft() if self._starts[module] else None
-        if layer is None or layer.label == self._call.label:
+        if layer is None or layer is self._layer:
             # The call's own inputs were recorded after the post-processor.
             return None
         return self._posts.before(layer.label, args, kwargs, layer)
 
-    def _receive(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _receive(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._returns[module]:
             self._is_other = True
             return None
         layer = self._returns[module].popleft()
-        label = layer.label
-        handed = self._posts.after(label, output, layer)
-        if label in self._targets:
-            self.found[label] = map_tensors(copied, output)
-        if label == self._call.label:
-            self._is_other |= digest_of(output) != self._call.output
+        handed = self._posts.after(layer.label, output, layer)
+        if layer.label in self.targets:
+            self._found[layer.label] = map_tensors(copied, output)
+        if layer is self._layer:
+            self._is_other |= digest_of(output) != self.call.output
         return None if handed is output else handed
 
 
@@ -228,7 +212,7 @@ def _by_module(rows: Iterable[Layer]) -> dict[nn.Module, deque[Layer]]:
     return found
 
 
-def _inputs_again(call: Call) -> Inputs:
+def _inputs_again(call: KeptCall) -> Inputs:
     """Copy the inputs, as similar to the original ones as possible, in the original state."""
     leaves, rebuild = flatten(call.inputs)
     moment = call.moment
