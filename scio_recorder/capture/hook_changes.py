@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -28,35 +29,13 @@ _PATIENCE_IN_SECONDS = 1.0
 _ONE_AT_A_TIME = threading.RLock()
 
 
-class _Changer:
-    """Runs one change inside a collection that its thread has started."""
+class _Local(threading.local):
+    """Whether this thread runs a change, inside a collection that it has started."""
 
-    # The thread in whose collection a change runs now. There is only one at a time.
-    running_thread: int | None = None
+    is_changing = False
 
-    def __init__(self, change: Callable[[], Any]) -> None:
-        self._change = change
-        self._thread = threading.get_ident()
-        self.is_over = False
-        self.result: Any = None
-        self.error: BaseException | None = None
 
-    def __call__(self, phase: str, info: object) -> None:
-        """Run the change, if this is a callback from a collection of its own thread."""
-        if not self.is_over and self._thread == threading.get_ident():
-            _Changer.running_thread = self._thread
-            try:
-                self.run()
-            finally:
-                _Changer.running_thread = None
-
-    def run(self) -> None:
-        """Run the change. The collector would ignore an error, so it is kept."""
-        self.is_over = True
-        try:
-            self.result = self._change()
-        except BaseException as error:
-            self.error = error
+_LOCAL = _Local()
 
 
 def change_hooks(change: Callable[[], _T], *, waits: bool = True) -> _T:
@@ -77,7 +56,7 @@ def change_hooks(change: Callable[[], _T], *, waits: bool = True) -> _T:
     """
     has_lock = _ONE_AT_A_TIME.acquire(blocking=waits)
     try:
-        if _COLLECTS_INSIDE_INSTRUCTIONS and _Changer.running_thread != threading.get_ident():
+        if _COLLECTS_INSIDE_INSTRUCTIONS and not _LOCAL.is_changing:
             return _in_own_collection(change, waits)
         return change()
     finally:
@@ -86,30 +65,36 @@ def change_hooks(change: Callable[[], _T], *, waits: bool = True) -> _T:
 
 
 def _in_own_collection(change: Callable[[], _T], waits: bool) -> _T:
-    changer = _Changer(change)
+    # Popped in the end: frames that hold an error which holds them live until garbage is collected.
+    outcome: list[Future[_T]] = [Future()]
+    thread = threading.get_ident()
+
+    def run(*collection: object) -> None:
+        if outcome[0].done() or threading.get_ident() != thread:
+            return
+        _LOCAL.is_changing = True
+        try:
+            # The collector would ignore an error.
+            outcome[0].set_result(change())
+        except BaseException as error:
+            outcome[0].set_exception(error)
+        finally:
+            _LOCAL.is_changing = False
+
     deadline = time.monotonic() + (_PATIENCE_IN_SECONDS if waits else 0)
     try:
-        gc.callbacks.append(changer)
+        gc.callbacks.append(run)
         # A collection inside another one does nothing.
         gc.collect(0)
-        while not changer.is_over and time.monotonic() < deadline:
+        while not outcome[0].done() and time.monotonic() < deadline:
             time.sleep(1e-5)
             gc.collect(0)
     finally:
         with contextlib.suppress(ValueError):
-            gc.callbacks.remove(changer)
+            gc.callbacks.remove(run)
         # The time is up, or the user interrupts the wait: hooks must not stay behind.
-        if not changer.is_over:
-            changer.run()
-    error, changer.error = changer.error, None
-    if error is not None:
-        try:
-            raise error
-        finally:
-            # Frames that hold an error which holds them live until garbage is collected.
-            del error
-    result: _T = changer.result
-    return result
+        run()
+    return outcome.pop().result()
 
 
 def entries(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
