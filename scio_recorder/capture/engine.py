@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import TRACED, Hooks, Site
-from scio_recorder.capture.learning import INPUT, OUTPUT, Setting, Settings
+from scio_recorder.capture.keeping import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Options, Program, Sink
 from scio_recorder.capture.watch import Watcher
@@ -80,7 +81,7 @@ class Capture:
         self.has_missed = False
         self._reruns = Reruns()
         self.site = Site(self._reruns)
-        self._hooks = Hooks(self.program.modules, self.site, self.program.options.inputs)
+        self._hooks = Hooks(self.program.modules, self.site, self.options.inputs)
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
@@ -125,7 +126,7 @@ class Capture:
         self._refuse_compiled("gradients")
         if self._latest.gradients is None:
             return self._none("gradient")
-        return self._latest.gradients.records(self.program.architecture)
+        return self._latest.gradients.records(self.architecture)
 
     @property
     def state(self) -> tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]]:
@@ -144,10 +145,8 @@ class Capture:
 
     def acting(self, given: Postprocessors | None) -> Postprocessors | None:
         """Return the post-processors of a call: its own, or those of the innermost block."""
-        if given is None and self.watchers:
-            blocks = (watcher.posts for watcher in tuple(self.watchers)[::-1])
-            given = next((posts for posts in blocks if posts is not None), None)
-        return given
+        blocks = (watcher.posts for watcher in tuple(self.watchers)[::-1])
+        return next((posts for posts in (given, *blocks) if posts is not None), None)
 
     def run(
         self,
@@ -165,17 +164,17 @@ class Capture:
         With a sink, activations go there at once, whether the pass leaves records or not.
         """
         program = self.program
-        if sink is None:
+        if sink is None and self.watchers:
             given = self.acting(given)
         is_observed = records_outputs or sink is not None
-        if self._is_removed or not program.recording or (given is None and not is_observed):
+        if self._is_removed or not self.recording or (given is None and not is_observed):
             self._forget_latest()
             if given is not None:
                 # There is no layer to act on, which is wrong if layers are named.
-                assign(program.architecture, (), given)
+                assign(self.architecture, (), given)
             return self._run_idle(net, args, kwargs)
         refuse_transforms()
-        if is_rerun():
+        if private.backward_pass() != -1 and is_rerun():
             # Checkpointing around the recorder: the re-run pass is recorded already.
             records_outputs = False
         else:
@@ -183,14 +182,14 @@ class Capture:
         stop = stop and self._shards.can_stop
         posts = _NO_POSTS
         if given is not None:
-            assigned = assign(program.architecture, program.order, given)
+            assigned = assign(self.architecture, program.order, given)
             posts = Assigned(assigned, self.site.local.run_aside)
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)
         current = Pass(
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
-        if not self._shards.are_to_be_found:
+        if "torch.distributed.tensor" not in sys.modules or not self._shards.are_to_be_found:
             output = self._run(net, args, kwargs, current)
         else:
             with self._shards.found():
@@ -214,8 +213,10 @@ class Capture:
             with self._lock:
                 # From here on a pass of another thread that fails leaves the hooks where they are.
                 self._active.add(id(current))
-                self._hooks.make_ready(self.program.modules_of(current.posts.on_inputs))
-            self._expect_rerun(current)
+                on_inputs = current.posts.on_inputs
+                self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else set())
+            if self.options.gradients or current.posts.acts:
+                self._expect_rerun(current)
             local.active = current
             local.log = current.log if current.is_fast else None
             output = None
@@ -240,11 +241,12 @@ class Capture:
 
     def _finish(self, current: Pass) -> None:
         activations, inputs = current.finish()
-        current.learn()
+        if not current.is_bare:
+            current.learn()
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs = activations, inputs
-            if self.program.options.copy == "auto":
+            if self.options.copy == "auto":
                 activations.copy_from_now_on = partial(current.setting.copy, OUTPUT)
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
@@ -255,13 +257,11 @@ class Capture:
                     watcher.passes.add(activations)
 
     def _expect_rerun(self, current: Pass) -> None:
-        wanted = self.program.options.gradients
-        if wanted:
-            current.gradients = Gradients(self.gradient_hooks, self.program.options)
-        if wanted or current.posts:
-            given = self.program, current.posts, current.gradients, self._reruns
-            current.rerun = Rerun(*given, Capture._run.__code__)
-            self._reruns.hold(current.rerun)
+        if self.options.gradients:
+            current.gradients = Gradients(self.gradient_hooks, self.options)
+        given = self.program, current.posts, current.gradients, self._reruns
+        current.rerun = Rerun(*given, Capture._run.__code__)
+        self._reruns.hold(current.rerun)
 
     def _new_setting(self, key: object) -> Setting:
         setting = Setting(self.program)
@@ -270,12 +270,12 @@ class Capture:
         self._known[key] = setting
         if not self._has_warned:
             self._has_warned = warn_of_other_kernels(
-                fusable(self.program.architecture), self.program.modules, "recorded"
+                fusable(self.architecture), self.program.modules, "recorded"
             )
         return setting
 
     def _none(self, what: str) -> Records:
-        records = Records(self.program.architecture, what=what)
+        records = Records(self.architecture, what=what)
         if self._latest.is_exported:
             records.why_none = (
                 "the latest call was exported, and an exported program runs elsewhere: call the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -243,8 +244,8 @@ class Hooks:
         Every new handle takes a number, so one comparison shows whether there are new ones. A
         module that has been compiled since then needs its hook outside of the compiled call.
         """
-        added = indices - self._with_inputs
-        is_newly_compiled = private.dynamo_is_loaded() and (
+        added = indices - self._with_inputs if indices else indices
+        is_newly_compiled = private.DYNAMO in sys.modules and (
             any(private.calls_compiled(self._modules[index]) for index in added)
             or any(
                 private.calls_compiled(module)

@@ -1,4 +1,4 @@
-"""Keeping one output so that nothing that runs later can change the record.
+"""Keeping outputs so that nothing that runs later can change the record.
 
 NOTE [What a record holds]
 
@@ -12,25 +12,117 @@ NOTE [What a record holds]
 
 While it is unknown whether a copy is needed (LEARN), one is made, and the tensor that the network
 goes on with is watched. If it was overwritten by the end of the pass, copies are made from then on;
-otherwise references suffice.
+otherwise references suffice. What was learned holds for a *setting*: everything but the data that
+decides what a network does in place.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scio_recorder.capture.learning import BARE, COPY, LEARN, REFERENCE
-from scio_recorder.nets.records import Recorded, copied
+from scio_recorder.capture.program import Program
+from scio_recorder.layer import DepthIdx
+from scio_recorder.nets.records import Recorded
+from scio_recorder.nets.records import copied as as_complete
+from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.ownership import Hold, exchange, own_copy
 from scio_recorder.tensors.structures import Rebuild, flatten, tensors
 
+# The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
+# tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
+# that needs most decides: kinds are in that order.
+LEARN, REFERENCE, BARE, COPY = range(4)
+# The two things of each event that have a kind.
+OUTPUT, INPUT = range(2)
 
-class KeptLeaf:
+_training = operator.itemgetter("training")
+
+
+class Settings:
+    """Distinguishes settings, cheaply: this runs in every pass, however few layers are recorded."""
+
+    def __init__(self, net: nn.Module) -> None:
+        # Flags are read from the instances' dictionaries: attribute access on a module is slow.
+        self._states = [module.__dict__ for module in net.modules() if _may_read_flag(module)]
+
+    def key(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        posts: Assigned,
+        stops: bool,
+    ) -> object:
+        """Return a key that is equal for passes in the same setting."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            inputs: object = args[0].dtype
+        else:
+            inputs = (_structure(args), _structure(kwargs))
+        if posts.acts:
+            inputs = (inputs, posts.signature)
+        return (
+            bytes(map(_training, self._states)),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            private.is_any_autocast_on(),
+            stops,
+            inputs,
+        )
+
+
+class Keeping:
+    """The kinds of all events in one setting; replaced, never changed, when more is learned."""
+
+    __slots__ = ("fast", "is_fast", "kinds")
+
+    def __init__(self, program: Program, kinds: tuple[list[int], list[int]]) -> None:
+        self.kinds = kinds
+        options = program.options
+        is_simple = not (options.inputs or options.gradients or options.offload)
+        self.fast = [
+            is_simple
+            and all(
+                kinds[OUTPUT][at] == BARE and program.labels[at] is not None for at in positions
+            )
+            for positions in program.positions
+        ]
+        self.is_fast = all(self.fast)
+
+
+class Setting:
+    """The knowledge about a network in one setting; it improves from pass to pass."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        kind = REFERENCE if program.options.copy == "never" else LEARN
+        kinds = [kind] * len(program.expected), [kind] * len(program.expected)
+        self.keeping = Keeping(program, kinds)
+
+    def learn(self, before: Keeping, seen: Iterable[tuple[int, int, int]]) -> None:
+        """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""
+        kinds = list(before.kinds[OUTPUT]), list(before.kinds[INPUT])
+        for what, position, kind in seen:
+            kinds[what][position] = max(kinds[what][position], kind)
+        # Another thread may have learned more in the meantime.
+        if kinds != before.kinds and before is self.keeping:
+            self.keeping = Keeping(self._program, kinds)
+
+    def copy(self, what: int, label: DepthIdx) -> None:
+        """Copy a layer's output or inputs, from the next pass on."""
+        self.learn(self.keeping, [(what, self._program.labels.index(label), COPY)])
+
+
+class KeptTensor:
     """One tensor of a record until the pass ends."""
 
     __slots__ = ("exposed_by", "tensor", "used", "used_version", "version")
@@ -43,7 +135,7 @@ class KeptLeaf:
         self.used = used
         self.used_version = version_of(used)
         # The exchange without which the network would work on this tensor's memory.
-        self.exposed_by: KeptLeaf | None = None
+        self.exposed_by: KeptTensor | None = None
 
     @property
     def is_overwritten(self) -> bool:
@@ -57,12 +149,12 @@ class KeptLeaf:
         )
 
 
-class Kept:
+class KeptValue:
     """One recorded structure until the pass ends."""
 
     __slots__ = ("is_tensor", "leaves", "rebuild")
 
-    def __init__(self, leaves: list[KeptLeaf], rebuild: Rebuild, is_tensor: bool) -> None:
+    def __init__(self, leaves: list[KeptTensor], rebuild: Rebuild, is_tensor: bool) -> None:
         self.leaves = leaves
         self.rebuild = rebuild
         self.is_tensor = is_tensor
@@ -84,59 +176,57 @@ class Kept:
         return reference
 
 
-NOTHING = Kept([], lambda leaves: None, is_tensor=False)
+NOTHING = KeptValue([], lambda leaves: None, is_tensor=False)
 
 
-class Keeper:
-    """Keeps the inputs and outputs of modules in one pass."""
+def keep(
+    value: Any, kind: int, copied: dict[int, KeptTensor], onward: Any = None
+) -> tuple[KeptValue, list[Tensor]]:
+    """Keep an input or output, and return it with the tensors that have its place on the graph.
 
-    __slots__ = ("copied",)
+    ``copied`` holds what the pass has kept, by the ids of tensors: modules often return what an
+    inner module returned, and one copy serves both. ``onward`` is what the network goes on with
+    instead of an output, if anything. Inputs, for which it is left out, are never exchanged: a
+    forward must receive what it was given.
+    """
+    leaves, rebuild = flatten(value)
+    is_output = onward is not None
+    if kind in (REFERENCE, BARE) and is_output and onward is not value:
+        # A tensor that a post-processor made from the record itself could change it later.
+        memory = {private.memory_of(tensor) for tensor in tensors(onward)}
+        kind = COPY if any(private.memory_of(leaf) in memory for leaf in leaves) else kind
+    kept = [_keep_tensor(leaf, kind, copied, is_output) for leaf in leaves]
+    pairs = zip(kept, leaves, strict=True)
+    places = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
+    return KeptValue(kept, rebuild, isinstance(value, Tensor)), places
 
-    def __init__(self) -> None:
-        # Modules often return what an inner module returned: one copy serves both.
-        self.copied: dict[int, KeptLeaf] = {}
 
-    def keep(self, value: Any, kind: int, onward: Any = None) -> tuple[Kept, list[Tensor]]:
-        """Keep a structure, and return the record and the tensors that have its place on the graph.
-
-        ``onward`` is what the network goes on with instead of an output, if anything. Inputs, for
-        which it is left out, are never exchanged: a forward must receive what it was given.
-        """
-        leaves, rebuild = flatten(value)
-        is_output = onward is not None
-        if kind in (REFERENCE, BARE) and is_output and onward is not value:
-            # A tensor that a post-processor made from the record itself could change it later.
-            memory = {private.memory_of(tensor) for tensor in tensors(onward)}
-            kind = COPY if any(private.memory_of(leaf) in memory for leaf in leaves) else kind
-        kept = [self._keep(leaf, kind, is_output) for leaf in leaves]
-        pairs = zip(kept, leaves, strict=True)
-        places = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
-        return Kept(kept, rebuild, isinstance(value, Tensor)), places
-
-    def _keep(self, leaf: Tensor, kind: int, is_output: bool) -> KeptLeaf:
-        known = self.copied.get(id(leaf))
-        if known is not None and (
-            not known.used_version == version_of(leaf) >= 0
-            # A tensor that an inner module returned inside an autograd Function comes onto the
-            # graph later.
-            or known.tensor.requires_grad != leaf.requires_grad
-        ):
-            known = None
-        if known is None and kind in (REFERENCE, BARE) and not leaf.is_inference():
-            return KeptLeaf(leaf, leaf)
-        view = inner = None
-        if is_output and leaf.grad_fn is not None:
-            # Nothing here may hold the base of the view. The caller of an inner module holds it
-            # until it returns, and then the same view comes once more, so this is tried again.
-            inner = self.copied.get(id(private.base_of(leaf)))
-            view = exchange(leaf, own_references=inner is not None)
-        if known is None:
-            known = self.copied[id(leaf)] = KeptLeaf(own_copy(leaf) if view is None else view, leaf)
-        elif view is not None:
-            known.tensor, known.version = view, version_of(view)
-        if view is not None and inner is not None:
-            inner.exposed_by = known
-        return known
+def _keep_tensor(
+    leaf: Tensor, kind: int, copied: dict[int, KeptTensor], is_output: bool
+) -> KeptTensor:
+    known = copied.get(id(leaf))
+    if known is not None and (
+        not known.used_version == version_of(leaf) >= 0
+        # A tensor that an inner module returned inside an autograd Function comes onto the
+        # graph later.
+        or known.tensor.requires_grad != leaf.requires_grad
+    ):
+        known = None
+    if known is None and kind in (REFERENCE, BARE) and not leaf.is_inference():
+        return KeptTensor(leaf, leaf)
+    view = inner = None
+    if is_output and leaf.grad_fn is not None:
+        # Nothing here may hold the base of the view. The caller of an inner module holds it
+        # until it returns, and then the same view comes once more, so this is tried again.
+        inner = copied.get(id(private.base_of(leaf)))
+        view = exchange(leaf, own_references=inner is not None)
+    if known is None:
+        known = copied[id(leaf)] = KeptTensor(own_copy(leaf) if view is None else view, leaf)
+    elif view is not None:
+        known.tensor, known.version = view, version_of(view)
+    if view is not None and inner is not None:
+        inner.exposed_by = known
+    return known
 
 
 def offload(value: Any) -> Recorded:
@@ -150,7 +240,7 @@ def offload(value: Any) -> Recorded:
         copies = [_to_host(leaf.detach()) for leaf in leaves]
     devices = {leaf.device for leaf in leaves if leaf.device.type == "cuda"}
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
-    return copied(rebuild(copies), events)
+    return as_complete(rebuild(copies), events)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -158,3 +248,45 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _may_read_flag(module: nn.Module) -> bool:
+    """Whether a module may behave differently in training.
+
+    Most never do, and reading all flags is most of the cost of a pass with few recorded layers. If
+    this is mistaken, verification still fails, so no record is wrong.
+    """
+    if "training" not in module.__dict__:
+        # A scripted part, which keeps its flag elsewhere.
+        return False
+    hooks = private.forward_hooks(module)
+    is_patched = "forward" in module.__dict__ or any(hooks)
+    is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
+    kind: Any = type(module)
+    return is_patched or not is_readable or _mentions_flag(kind)
+
+
+@cache
+def _mentions_flag(kind: Any) -> bool:
+    own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
+    members = [member for base in own for member in vars(base).values()]
+    functions = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
+    return any(_mentions(code) for code in codes if code is not None)
+
+
+def _mentions(code: CodeType) -> bool:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    named = "training" in code.co_names or "training" in code.co_consts
+    return named or any(map(_mentions, inner))
+
+
+def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype
+    is_mapping = isinstance(value, Mapping)
+    if (is_mapping or isinstance(value, list | tuple)) and id(value) not in around:
+        # Not every mapping yields its keys: a TensorDict yields its rows.
+        parts = (*value.keys(), *value.values()) if is_mapping else value
+        return (type(value), *[_structure(part, (*around, id(value))) for part in parts])
+    return value if isinstance(value, str) else type(value)

@@ -11,8 +11,18 @@ from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
 from scio_recorder.capture.gradients import Gradients, Place
-from scio_recorder.capture.keeping import NOTHING, Keeper, Kept, offload
-from scio_recorder.capture.learning import COPY, INPUT, LEARN, OUTPUT, Setting
+from scio_recorder.capture.keeping import (
+    COPY,
+    INPUT,
+    LEARN,
+    NOTHING,
+    OUTPUT,
+    KeptTensor,
+    KeptValue,
+    Setting,
+    keep,
+    offload,
+)
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx, Layer
@@ -66,19 +76,19 @@ class Pass:
         # The number of selected events before the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
-        is_simple = not posts and records_outputs and sink is None and not stops
+        is_simple = not posts.acts and records_outputs and sink is None and not stops
         self.fast = self.keeping.fast if is_simple else program.never_fast
         self.is_fast = is_simple and self.keeping.is_fast
         # The receivers to which hooks hand outputs directly, by module.
         self.receivers = program.no_receivers
         is_kept = records_outputs or options.inputs or options.gradients
-        if sink is not None and not (stops or posts or is_kept):
+        if sink is not None and not (stops or posts.acts or is_kept):
             self.receivers = [label and sink.receivers[label] for label in program.single]
         self.log: list[Any] = []
-        self.keeper = Keeper()
+        self._copied: dict[int, KeptTensor] = {}
         # By position; a position has several only if calls are not counted. The call that received
         # inputs is known only when it returns.
-        self._inputs: list[tuple[int, Kept | Recorded]] = []
+        self._inputs: list[tuple[int, KeptValue | Recorded]] = []
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
         self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
@@ -87,13 +97,13 @@ class Pass:
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every event so far took the fast path, which logs bare tensors.
-        self._is_bare = True
+        self.is_bare = True
         self._counts: dict[int, int] = {}
         self._positions: Sequence[int] = ()
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
-        self._is_bare = False
+        self.is_bare = False
         positions, count = self.program.positions[index], self._counts.get(index, 0)
         self._counts[index] = count + 1
         number = 0
@@ -158,7 +168,7 @@ class Pass:
             kept = offload(value)
         else:
             kinds = {self.keeping.kinds[INPUT][at] for at in self.program.positions[index]}
-            kept, _ = self.keeper.keep(value, LEARN if LEARN in kinds else max(kinds))
+            kept, _ = keep(value, LEARN if LEARN in kinds else max(kinds), self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted else None
         self._pending.setdefault(index, []).append((args, kept, moment))
@@ -172,7 +182,7 @@ class Pass:
 
     def abandon(self) -> None:
         """Drop everything: a traceback may keep this object alive."""
-        for held in (self.log, self._inputs, self._pending, self.moments, self.keeper.copied):
+        for held in (self.log, self._inputs, self._pending, self.moments, self._copied):
             held.clear()
         self.gradients = None
         self.rerun = None
@@ -191,7 +201,7 @@ class Pass:
             _refuse_unkeepable(output, self.program.architecture[label])
             # A value that a sink receives at the end of the pass must not have changed by then.
             kind = COPY if self._sink is not None else self.keeping.kinds[OUTPUT][position]
-            kept, places = self.keeper.keep(output, kind, handed)
+            kept, places = keep(output, kind, self._copied, handed)
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
@@ -208,12 +218,16 @@ class Pass:
         FlowError
             A module with a selected layer ran more or less often than at labelling.
         """
-        program, modules = self.program, self.log[::3]
+        program, log = self.program, self.log
+        modules, is_as_labelled = log[::3], True
         self._positions = range(len(modules))
         if modules != program.expected:
             if program.counts_calls:
                 self._check_counts(modules)
-            self._positions = self._told_apart(modules)
+            self._positions, is_as_labelled = self._positions_of(modules), False
+        if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
+            values, versions = log[1::3], log[2::3]
+            return Records.of_tensors(program.architecture, program.order, values, versions), None
         hold = holder()
         activations = self._activations(hold)
         if self._sink is not None and not self._hands_on:
@@ -227,7 +241,7 @@ class Pass:
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""
         options = self.program.options
-        keeps_nothing = (self._is_bare or self._sink is not None) and not self._inputs
+        keeps_nothing = self._sink is not None and not self._inputs
         if keeps_nothing or options.copy == "always" or options.offload:
             return
         events = [(OUTPUT, *event) for event in zip(self._positions, self.log[1::3], strict=True)]
@@ -243,11 +257,11 @@ class Pass:
             [
                 (what, position, kept.next_kind(kinds[what][position], lasting))
                 for what, position, kept in events
-                if type(kept) is Kept and kept is not NOTHING
+                if type(kept) is KeptValue and kept is not NOTHING
             ],
         )
 
-    def _told_apart(self, modules: list[int]) -> list[int]:
+    def _positions_of(self, modules: list[int]) -> list[int]:
         """Return the positions of the events, in a pass whose modules returned in another order."""
         seen: Counter[int] = Counter()
         positions = []
@@ -281,12 +295,9 @@ class Pass:
             )
 
     def _activations(self, hold: Hold) -> Records:
-        program, values, versions = self.program, self.log[1::3], self.log[2::3]
         if not self._keeps_outputs:
-            return Records(program.architecture)
-        if self._is_bare and type(self._positions) is range and program.counts_calls:
-            return Records.of_tensors(program.architecture, program.order, values, versions)
-        events = zip(self._positions, values, versions, strict=True)
+            return Records(self.program.architecture)
+        events = zip(self._positions, self.log[1::3], self.log[2::3], strict=True)
         return self._records([event for event in events if event[1] is not NOTHING], hold)
 
     def _records(
@@ -298,7 +309,7 @@ class Pass:
         for position, value, version in events:
             label = program.labels[position]
             if label is not None:
-                entry = value.record(hold) if type(value) is Kept else value
+                entry = value.record(hold) if type(value) is KeptValue else value
                 entry = hold(value, version) if isinstance(value, Tensor) else entry
                 calls.setdefault(label, []).append(entry)
         entries: dict[Any, Entry]

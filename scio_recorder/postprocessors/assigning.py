@@ -139,6 +139,8 @@ class Assigned:
 
     Attributes
     ----------
+    acts : bool
+        Whether there is any.
     on_inputs : set of (int, int)
         The layers whose inputs are changed, instead of their outputs.
 
@@ -159,12 +161,10 @@ class Assigned:
     ) -> None:
         self.functions = functions
         self._run = run
+        self.acts = bool(functions)
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
         # The post-processors that changed a shape or dtype, each with its layer, and how.
         self._changes: dict[str, str] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.functions)
 
     @property
     def signature(self) -> object:

@@ -270,7 +270,7 @@ class Recorder(AnalysisMethods, Watching, Outlined, private_distributed.NotRepli
             return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
         # Attributes of a module that are modules are found last, which takes a microsecond.
         net: Any = self._modules["_net"]
-        run: Any = self._runner.run
+        run: Any = (self._capture if self._collected is None else self._collected).run
         if private.compiler_around():
             # Dynamo can't follow this call, but would compile the modules inside, whose hooks then
             # record nothing.

@@ -240,9 +240,8 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
 # -- compiled code ---------------------------------------------------------------------------------
 
 
-def dynamo_is_loaded() -> bool:
-    """Whether anything can have been compiled: only then was dynamo imported, which is slow."""
-    return "torch._dynamo.eval_frame" in sys.modules
+# The module of the compiler, which is only imported when something is compiled, since that is slow.
+DYNAMO = "torch._dynamo.eval_frame"
 
 
 # Returns what compiles the functions that the caller calls, if anything does and this version says
@@ -257,7 +256,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` wrapped, or the module itself."""
-    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    wrapper = getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())
     return module._orig_mod if isinstance(module, wrapper) else module
 
 

@@ -198,7 +198,7 @@ def quiet() -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
         stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
         # If nothing was compiled, this would import the compiler.
-        if private.dynamo_is_loaded():
+        if private.DYNAMO in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
