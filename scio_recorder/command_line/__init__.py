@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-
-from scio_recorder.command_line.status import INTERRUPTED
 
 __all__ = ["main"]
+
+FAILED = 1
+# The status with which diff and cmp report a difference.
+DIFFERENT = 1
+# The status with which argparse itself exits.
+WRONG_USE = 2
+# The statuses that shells report for a process that Ctrl-C or SIGTERM ended.
+INTERRUPTED, TERMINATED = 130, 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,12 +54,8 @@ def _leaving_when_interrupted() -> Iterator[None]:
     if not is_usual or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from scio_recorder.command_line.arguments import (
+from scio_recorder.command_line import FAILED, INTERRUPTED, TERMINATED, WRONG_USE
+from scio_recorder.command_line.command_arguments import (
     BrokenOffError,
     FailureError,
     Parser,
@@ -37,10 +38,14 @@ from scio_recorder.command_line.arguments import (
     size,
     whole_from,
 )
-from scio_recorder.command_line.comparing import add_compare, compare
-from scio_recorder.command_line.inspecting import WIDTH, layer_table, plain
-from scio_recorder.command_line.status import FAILED, INTERRUPTED, TERMINATED, WRONG_USE
-from scio_recorder.command_line.wording import spoken, warnings_spoken
+from scio_recorder.command_line.command_output import (
+    WIDTH,
+    layer_table,
+    plain,
+    spoken,
+    warnings_spoken,
+)
+from scio_recorder.command_line.compare_command import add_compare, compare
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import counted

@@ -142,7 +142,7 @@ TROUBLE = {
     "a match of nothing": ([*NETS, *DATA, "--match", "8=0"], "'8'"),
     "a layer": ([*NETS, *DATA, "--layers", "8"], "8"),
     "a page": ([*NETS, *DATA, "--report", "nowhere/page.html"], "can't write"),
-    "nothing in common": ([*NETS[:2], "torch.nn:ReLU", *DATA, "--match", "0=1"], "Give --match"),
+    "nothing in common": ([*NETS[:2], "torch.nn:ReLU", *DATA, "--match", "0=1"], "Write --match"),
     "a word for rows": ([*NETS, *DATA, "--rows", "lines"], "tokens"),
 }
 

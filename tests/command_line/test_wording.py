@@ -15,7 +15,7 @@ import pytest
 import scio_recorder
 from scio_recorder import Recorder
 from scio_recorder.command_line import main
-from scio_recorder.command_line.wording import spoken, warnings_spoken
+from scio_recorder.command_line.command_output import spoken, warnings_spoken
 
 PACKAGE = Path(scio_recorder.__file__).parent
 
@@ -54,17 +54,17 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLAIN = ("unfit_nets:net", "--input-size", "2,4")
 OF_TEXTS = ("torch.nn:Tanh", "--input-size", "2,5,4")
-PYTHON = "write Recorder(net, ...).collect(batches, {}=...) in Python"
+PYTHON = "In Python, write Recorder(net, ...).collect(batches, {}=...)"
 INPUTS = "let --data give what the net takes"
 # A net, its batches, further arguments, and words of the message.
 UNFIT = {
-    "nothing": (PLAIN, "nothing", [], ["--data gave no batch"]),
-    "a tensor": (PLAIN, "single", [], ["--data is a single tensor", "give [x]"]),
+    "nothing": (PLAIN, "nothing", [], ["--data is empty: it gave no batch"]),
+    "a tensor": (PLAIN, "single", [], ["--data is a single tensor", "write [x]"]),
     "samples": (PLAIN, "samples", [], ["DataLoader", PYTHON.format("sample_ids")]),
     "texts": (PLAIN, "texts", [], ["batch 0 is a str", INPUTS]),
     "widths": (PLAIN, "wide", [], ["[3, 5]", INPUTS]),
     "keywords": (PLAIN, "keywords", [], ["'id'", INPUTS]),
-    "lengths": (OF_TEXTS, "lengths", [], ["give --rows tokens", PYTHON.format("transform")]),
+    "lengths": (OF_TEXTS, "lengths", [], ["write --rows tokens", PYTHON.format("transform")]),
     "rows": (PLAIN, "data", ["--rows", "tokens"], ["--rows needs", PYTHON.format("transform")]),
     "names": (OF_TEXTS, "lengths", ["--rows", "unfit_nets:words"], ["--rows has", "'mask'"]),
     "a dict": (
@@ -73,16 +73,16 @@ UNFIT = {
         [],
         ["choose one with transform", PYTHON.format("transform")],
     ),
-    "a mapping": (PLAIN, "mapping", [], ["--data is a mapping", "give [x] if it is one batch"]),
+    "a mapping": (PLAIN, "mapping", [], ["--data is a mapping", "write [x] if it is one batch"]),
     "flow": (
         ("unfit_nets:Flow", "--input-size", "2,4"),
         "data",
         [],
-        ["give --allow-dynamic-flow"],
+        ["write --allow-dynamic-flow"],
     ),
 }
-# What only Python knows, unless a message says that it is Python.
-KEYWORDS = re.compile(r"(?<!in Python, write )\b(to_inputs|sample_ids|rows|resume|force_\w+)=\B")
+# Keywords for which there are options.
+KEYWORDS = re.compile(r"(?<![-\w])(rows|resume|every|dtypes?|batches|max_batches|force_\w+)=")
 
 
 @pytest.mark.parametrize("what", UNFIT)
@@ -96,7 +96,7 @@ def test_messages_name_options_and_say_what_needs_python(
     assert said.count("\n") == 1
     for word in words:
         assert word in said
-    assert KEYWORDS.findall(said.replace("batches, sample_ids=", "")) == []
+    assert KEYWORDS.findall(said) == []
 
 
 ROOMS = ("capture", "nets", "postprocessors", "recording", "stores")
@@ -118,8 +118,7 @@ def messages() -> Iterator[str]:
 
 
 def test_no_message_leaves_a_keyword_of_python_unexplained() -> None:
-    methods = [Recorder.collect, Recorder.record]
-    keywords = {name for one in methods for name in inspect.signature(one).parameters} - {"store"}
+    keywords = set(inspect.signature(Recorder.collect).parameters) - {"store"}
     keywords |= {"input_size", "input_data", "dtypes", "force_static_flow"}
     found = 0
     for text in messages():
@@ -127,8 +126,7 @@ def test_no_message_leaves_a_keyword_of_python_unexplained() -> None:
         for keyword in re.findall(r"(?<![-\w])(\w+)=(?!=)", said):
             if keyword in keywords:
                 found += 1
-                hint = INPUTS if keyword == "to_inputs" else f"{keyword}=..."
-                assert hint in said, text
+                assert f"{keyword}=..." in said.partition("In Python, write ")[2], text
     assert found > 20
 
 

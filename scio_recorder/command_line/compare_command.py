@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from torch import nn
 
-from scio_recorder.command_line.arguments import (
+from scio_recorder.command_line import DIFFERENT, WRONG_USE
+from scio_recorder.command_line.command_arguments import (
     FailureError,
     UsageError,
     made,
@@ -22,7 +23,6 @@ from scio_recorder.command_line.arguments import (
     said,
     whole_from,
 )
-from scio_recorder.command_line.status import DIFFERENT, WRONG_USE
 from scio_recorder.errors import RecorderError
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors

@@ -1,0 +1,161 @@
+"""What commands print: messages in the words of the command line, and the table of a recording."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from scio_recorder.display.outline import full_name, short_name, visible
+from scio_recorder.errors import CollectWarning
+
+Row: TypeAlias = Mapping[str, Any]
+# Columns of characters into which tables fit.
+WIDTH = 100
+_SHORTEST = 12
+_FIGURES, _FAULTS = ("bytes", "mean", "std", "min", "max", "zeros"), ("nan", "inf")
+
+# Keywords of the library, and the options of the command that stand for them.
+_OPTIONS = {
+    "dtype": "--keep-dtype",
+    "dtypes": "--dtype",
+    "every": "--every",
+    "floor": "--floor",
+    "match": "--match",
+    "max_batches": "--max-batches",
+    "rows": "--rows",
+}
+# What is written otherwise on the command line, after keywords became options.
+_WORDS = (
+    (r'store="disk:PATH"', "--out PATH"),
+    (r"resume=True", "--resume"),
+    (r"force_static_flow=False", "--allow-dynamic-flow"),
+    (r"call net\.eval\(\) before collect\(\.\.\.\)", "leave out --train"),
+    (r"the same call goes on", "the same command goes on"),
+    (r"open_recording\((['\"].+?['\"])\)", r"scio-recorder inspect \1"),
+    (r"with open_recording", "with scio-recorder inspect"),
+    (r"^(make_)?batches is\b", "--data is"),
+    (r"\b(batches=(?=\S)|input_data=(?=x\.))", ""),
+    (r"\binput_(size|data)\b", r"--input-\1"),
+    (r"=\[torch\.long\]", " int64"),
+    (r"=Tokens\(\)", " tokens"),
+    (r"=Nodes\(\)", " nodes"),
+    (r"[ =]\{['\"]([^'\"]+)['\"]: ['\"]([^'\"]+)['\"]\}", r" '\1=\2'"),
+    (r"\b[Ww]rite (?=to_inputs=)", "let --data give what the net takes, or write "),
+)
+
+
+def spoken(text: str) -> str:
+    """Return a message that names options in place of keywords, and says what has no option.
+
+    Examples
+    --------
+    >>> spoken("the folder holds a recording: resume it with resume=True, or give rows=")
+    'the folder holds a recording: resume it with --resume, or give --rows'
+    >>> spoken("the shapes differ: pad them by transform=")
+    'the shapes differ: ... In Python, write Recorder(net, ...).collect(batches, transform=...)'
+    """
+    # Imported here so that --help and wrong use answer at once.
+    from scio_recorder.recorder.recorder import Recorder
+
+    # A value follows an equals sign.
+    keyword = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=(.?))")
+    text = keyword.sub(lambda f: _OPTIONS[f[1]] + ("" if f[2] in " ,;:.)" else "="), text)
+    for pattern, words in _WORDS:
+        text = re.sub(pattern, words, text)
+    keywords = inspect.signature(Recorder.collect).parameters
+    named = [name for name in keywords if re.search(rf"(?<![\w-]){name}=(?!=)", text)]
+    if named:
+        given = ", ".join(f"{name}=..." for name in named)
+        call = f"Recorder(net, ...).collect(batches, {given})"
+        text = f"{text.removesuffix('.')}. In Python, write {call}"
+    return text
+
+
+@contextmanager
+def warnings_spoken() -> Iterator[None]:
+    """Print this library's warnings in one line each inside the block, and others as ever."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
+            if issubclass(category, CollectWarning):
+                print(f"scio-recorder: warning: {spoken(str(message))}", file=sys.stderr)
+            else:
+                usual(message, category, *where, **options)
+
+        warnings.showwarning = show
+        yield
+
+
+def layer_table(recording: Any, title: str, console: Console) -> Table:
+    """Return the table of a recording's layers, in the order of execution.
+
+    In a narrow table figures are shorter, and names keep their ends, which distinguish layers.
+    """
+    rows = recording.layer_rows()
+    names = [full_name(recording.architecture[row["label"]]) for row in rows]
+    table = _table(title, rows, names, is_wide=True)
+    if _width(table, console) > console.width:
+        bare = _table(title, rows, [""] * len(rows), is_wide=False)
+        longest = max(_SHORTEST, console.width - _width(bare, console) + len("name"))
+        # Some characters are two columns wide.
+        names = [short_name(name, longest + len(name) - cell_len(name)) for name in names]
+        table = _table(title, rows, names, is_wide=False)
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _table(title: str, rows: Sequence[Row], names: Sequence[str], *, is_wide: bool) -> Table:
+    """Return a table; a narrow one leaves out columns that are empty, or the same for all."""
+    dtypes = {row["dtype"] for row in rows if "dtype" in row}
+    has_dtypes = is_wide or len(dtypes) != 1
+    faults = [one for one in _FAULTS if is_wide or any(row.get(one) for row in rows)]
+    figures = [*_FIGURES, *faults]
+    title = title if has_dtypes else f"{title}, {dtypes.pop()}"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("label", "name", "type", "shape", *["dtype"] * has_dtypes):
+        table.add_column(heading, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, no_wrap=True, justify="right")
+    for row, name in zip(rows, names, strict=True):
+        kind = row["type"] if is_wide else _cut(row["type"])
+        # Reduced layers have no samples to describe.
+        shape = str(list(row["shape"])) if "shape" in row else "reduced"
+        texts = [row["label"], name, kind, shape, *[row.get("dtype", "")] * has_dtypes]
+        cells = (_figure(one, row.get(one), is_wide=is_wide) for one in figures)
+        table.add_row(*map(plain, texts), *cells)
+    return table
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHORTEST else f"{text[: _SHORTEST - 1]}…"
+
+
+def plain(text: str) -> str:
+    """Return a text, perhaps from an untrusted recording, without control characters."""
+    return escape(visible(text))
+
+
+def _figure(name: str, value: float | None, *, is_wide: bool) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return decimal(value) if name == "bytes" and not is_wide else f"{value:,}"
+    if is_wide:
+        return f"{value:.4g}"
+    return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
