@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -14,7 +15,7 @@ from scio_recorder import Recorder
 from tests.oracle import freeze, generator_states, scalar_loss, seed_everything, tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tests.zoo.base import Case
 
@@ -52,6 +53,15 @@ class Mode:
 
 
 MODES = tuple(Mode(training, context) for training in (False, True) for context in CONTEXTS)
+
+
+def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:
+    """Return parameters for a test: named cases, and for the campaign all others."""
+    chosen = set(names)
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.campaign] * (case.name not in chosen))
+        for case in cases
+    ]
 
 
 def make_recorder(

@@ -375,6 +375,7 @@ def test_states_of_generators_out_of_bounds_are_refused(tmp_path: Path) -> None:
     assert open_recording(tmp_path / "right").recompute(rnet, "2.first")
 
 
+@pytest.mark.campaign
 def test_after_any_fault_samples_and_inputs_agree_and_can_be_resumed(tmp_path: Path) -> None:
     rnet, data = recorder("2", inputs=True), batches(2, 1, 2)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from scio_recorder import open_recording
@@ -99,6 +100,7 @@ def kill_at_random_instants(folder: Path) -> None:
     assert sum(0 < count < 23 for count in found) > KILLS // 2, found
 
 
+@pytest.mark.campaign
 def test_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.recompute.test_kills_of_collected", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -11,13 +11,21 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, RecomputeError, Recorder, SelectorTypeError
 from scio_recorder.postprocessors import GaussianNoise
-from tests.harness import MODES, Mode, executed, make_recorder, run_pass, trace
+from tests.harness import MODES, Mode, by_default, executed, make_recorder, run_pass, trace
 from tests.oracle import Watch, differences, freeze, leaves, same_bits
 from tests.zoo import CASES, Case
 from tests.zoo.base import Net
 from tests.zoo.graphs import Mark, marked_graphs
 
 STATIC = [case for case in CASES if case.static_flow]
+# Those in which more happens than calls of modules.
+TELLING = {
+    *("recursive_module", "shared_container", "inplace_relu", "change_of_own_input"),
+    "counts_its_calls",
+    *("parameter_and_buffer_returned", "nested_output", "mixed_inputs", "lstm_packed"),
+    *("batch_norm", "dropout", "random_noise", "spectral_norm_hook", "multihead_attention"),
+    *("channels_last", "checkpointed_reentrant", "forward_hooks_of_the_user"),
+}
 
 
 def truth_of(case: Case, mode: Mode, seed: int) -> dict[tuple[str, int], Any]:
@@ -34,7 +42,7 @@ def plain(tree: Any) -> Any:
     return tree
 
 
-@pytest.mark.parametrize("case", STATIC, ids=repr)
+@pytest.mark.parametrize("case", by_default(STATIC, TELLING))
 def test_all_layers_from_the_root(case: Case) -> None:
     for mode in (mode for mode in MODES if mode.allows(case) and str(mode) in CHOSEN):
         net = case.fresh().train(mode.training)

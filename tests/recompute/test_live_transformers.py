@@ -21,7 +21,12 @@ from tests.zoo.transformers import CASES
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 CHOSEN = [
-    pytest.param(case, training, id=f"{case.name}-{'train' if training else 'eval'}")
+    pytest.param(
+        case,
+        training,
+        id=f"{case.name}-{'train' if training else 'eval'}",
+        marks=[pytest.mark.campaign] * (case.name not in ("gpt2", "vit")),
+    )
     for number, case in enumerate(CASES)
     for training in (False, True)
     if FULL or training == bool(number % 2)
