@@ -1,7 +1,8 @@
-"""The rows of a net, as a table on a terminal and as a tree in HTML that folds without a script."""
+"""Texts that show results: the rows of a net as a table and as a tree in HTML, and other tables."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from itertools import chain, repeat
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -391,3 +392,72 @@ class Outlined:
         """
         tree = "".join(tree_html(self._outline()))
         return f"<style>\n{asset('tree.css')}</style>{tree}<script>\n{asset('tree.js')}</script>"
+
+
+# A longer column of text would push figures out of sight.
+_WIDEST, _SHORT = 36, 8
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The printed lines.
+
+    Parameters
+    ----------
+    title : str
+        A sentence or two.
+    texts, numbers : sequence of str
+        Names of columns, those of text first. Long texts are cut off if there is no room.
+    rows : sequence of sequence of str
+        A cell for each column.
+    marked : collection of int
+        The rows that stand out.
+    notes : sequence of str
+        Remarks below the table.
+    """
+
+    title: str
+    texts: Sequence[str]
+    numbers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: Collection[int] = ()
+    notes: Sequence[str] = ()
+
+    def __rich__(self) -> Group:
+        """Return the table for rich."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+        for place, name in enumerate(self.texts):
+            width = max(len(name), *(len(row[place]) for row in self.rows), 0)
+            # Short words are never cut off.
+            least = width if width <= _SHORT or not place else None
+            table.add_column(_cell(name), min_width=least, max_width=_WIDEST)
+        for name in self.numbers:
+            table.add_column(name, justify="right", no_wrap=True)
+        for place, row in enumerate(self.rows):
+            style = "bold" if place in self.marked else ""
+            table.add_row(*map(_line, row), style=style)
+        title = Text(visible(self.title), "bold")
+        return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
+
+
+def _cell(text: str) -> Text:
+    return Text(visible(text), no_wrap=True, overflow="ellipsis")
+
+
+class Listed:
+    """An object that prints itself as a table."""
+
+    def _listing(self) -> Listing:
+        """Return the listing to print."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a table that fits the console."""
+        yield self._listing()
+
+    def __str__(self) -> str:
+        """Return the table at its full width."""
+        console = Console(file=io.StringIO(), width=10_000, color_system=None)
+        with console.capture() as capture:
+            console.print(self._listing())
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())

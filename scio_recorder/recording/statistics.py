@@ -83,7 +83,7 @@ class RunningStatistics:
     >>> statistics = RunningStatistics()
     >>> statistics.update([torch.tensor([0.0, 1.0]), torch.tensor([5.0, 6.0, math.inf])])
     >>> statistics.scalars()
-    {'mean': 3.0, 'std': 2.9439..., 'norm': 7.8740..., 'zeros': 0.2, 'nonfinite': 1}
+    {'mean': 3.0, 'norm': 7.8740..., 'std': 2.9439..., 'zeros': 0.2, 'nonfinite': 1}
     """
 
     def __init__(self, type_name: str | None = None) -> None:
@@ -126,9 +126,9 @@ class RunningStatistics:
         """Mean, spread and extremes of the finite values alone."""
         if not self.num_finite:
             return ValueStatistics()
-        moments = self._moments.compute()
+        _, mean, variance = map(float, self._moments.compute())
         low, high = float(self._low.compute()), float(self._high.compute())
-        return ValueStatistics(float(moments.mean), math.sqrt(moments.variance), low, high)
+        return ValueStatistics(mean, math.sqrt(variance), low, high)
 
     @property
     def values(self) -> ValueStatistics:
@@ -146,6 +146,15 @@ class RunningStatistics:
         return replace(found, zeros=zeros, nans=self.nans, infinities=infinities)
 
     @property
+    def span(self) -> tuple[float, float] | None:
+        """The range of a histogram: all finite values, but not far from the mean."""
+        one = self.finite
+        if one.mean is None or one.std is None or one.low is None or one.high is None:
+            return None
+        reach = _REACH * one.std if math.isfinite(one.std) else math.inf
+        return widened(max(one.low, one.mean - reach), min(one.high, one.mean + reach))
+
+    @property
     def units(self) -> AliveResult | None:
         """Statistics of units; None if there were no values."""
         return None if self._alive is None else self._alive.compute()
@@ -160,14 +169,11 @@ class RunningStatistics:
         found: dict[str, float] = {}
         count, nonfinite = self.num_finite, self.nans + self._below + self._above
         if count:
-            finite = self.finite
-            assert finite.mean is not None
-            assert finite.std is not None
-            apart = finite.std * math.sqrt(count - 1) if count > 1 else 0.0
-            norm = math.hypot(apart, finite.mean * math.sqrt(count))
-            found = {"mean": finite.mean, "std": finite.std, "norm": norm}
-        if count == 1:
-            del found["std"]
+            _, mean, variance = map(float, self._moments.compute())
+            squares = variance * (count - 1) if count > 1 else 0.0
+            found = {"mean": mean, "norm": math.sqrt(squares + count * mean * mean)}
+        if count > 1:
+            found["std"] = math.sqrt(variance)
         if count + nonfinite:
             found |= {"zeros": self._zeros / (count + nonfinite), "nonfinite": nonfinite}
         if (units := self.units) is not None:
@@ -225,19 +231,22 @@ def _of_samples(
     recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
 ) -> LayerSummary:
     samples, layer = recording[label], recording.architecture[label]
-    statistics = RunningStatistics(layer.type_name)
-    for part in recording.parts(label):
+    found, histogram = RunningStatistics(layer.type_name), None
+    for part in _parts(recording, label, advance):
         for piece in torch.split(part, max(1, _PIECE // max(1, part[0].numel()))):
-            statistics.update(piece)
-        advance(0, part.nbytes, 0)
-    values, finite, units = statistics.values, statistics.finite, statistics.units
-    bars = _bars_of_samples(recording, label, statistics, bins, advance) if bins else None
+            found.update(piece)
+    values, units = found.values, found.units
+    if bins is not None and found.span is not None:
+        histogram = Histogram(bins, range=found.span)
+        for part in _parts(recording, label, advance):
+            for numbers in real_tensors(part):
+                histogram.update(numbers[~numbers.isnan()] if found.nans else numbers)
     advance(0, 0)
     lost = recording.relative_errors.get(label)
     notes = (
         ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
         ("no values", not samples.numel()),
-        ("no finite value", samples.numel() and finite.mean is None),
+        ("no finite value", samples.numel() and not found.num_finite),
         (f"rounded, relative error {lost or 0.0:.1e}", lost),
     )
     return LayerSummary(
@@ -247,29 +256,18 @@ def _of_samples(
         dtype=dtype_name(samples.dtype),
         num_bytes=samples.nbytes,
         values=values,
-        finite=finite if values.infinities else None,
+        finite=found.finite if values.infinities else None,
         # A single sample does not show whether a unit is dead.
-        units=units and _units(units, statistics.dimension) if len(samples) > 1 else None,
-        bars=bars,
+        units=units and _units(units, found.dimension) if len(samples) > 1 else None,
+        bars=None if histogram is None else _bars(histogram.compute()),
         notes=[text for text, is_so in notes if is_so],
     )
 
 
-def _bars_of_samples(
-    recording: Readable, label: DepthIdx, found: RunningStatistics, bins: int, advance: Advance
-) -> Bars | None:
-    """Count values in bins from the smallest to the largest, but not far from the mean."""
-    finite = found.finite
-    if finite.mean is None or finite.std is None or finite.low is None or finite.high is None:
-        return None
-    reach = _REACH * finite.std if math.isfinite(finite.std) else math.inf
-    span = widened(max(finite.low, finite.mean - reach), min(finite.high, finite.mean + reach))
-    histogram = Histogram(bins, range=span)
+def _parts(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
     for part in recording.parts(label):
-        for values in real_tensors(part):
-            histogram.update(values[~values.isnan()] if found.nans else values)
+        yield part
         advance(0, part.nbytes, 0)
-    return _bars(histogram.compute())
 
 
 def _bars(result: HistogramResult) -> Bars:

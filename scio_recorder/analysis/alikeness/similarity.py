@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.alikeness.cka import Features, linear_cka
-from scio_recorder.display.charts import Matrix, draw_matrix, matrix_html
-from scio_recorder.display.listing import Listed, Listing
-from scio_recorder.display.outline import full_name
+from scio_recorder.display.figure import Matrix, draw_matrix, matrix_html
+from scio_recorder.display.outline import Listed, Listing, full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
 from scio_recorder.layer import DepthIdx, Layer, counted, label_of

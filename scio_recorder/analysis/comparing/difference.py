@@ -16,9 +16,8 @@ from scio_recorder.analysis.comparing.showing import (
     profile,
     sentence,
 )
-from scio_recorder.display.charts import draw_profile
-from scio_recorder.display.listing import Listed, Listing
-from scio_recorder.display.outline import Outline, Outlined
+from scio_recorder.display.figure import draw_profile
+from scio_recorder.display.outline import Listed, Listing, Outline, Outlined
 from scio_recorder.display.page import check_page, write_page
 from scio_recorder.errors import ComparisonError, needing
 

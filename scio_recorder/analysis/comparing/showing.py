@@ -15,9 +15,8 @@ from scio_recorder.analysis.comparing.findings import (
     LayerDifference,
     Number,
 )
-from scio_recorder.display.charts import Profile
-from scio_recorder.display.listing import Listing
-from scio_recorder.display.outline import full_name, visible
+from scio_recorder.display.figure import Profile
+from scio_recorder.display.outline import Listing, full_name, visible
 from scio_recorder.display.page import number_text
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, counted

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.display.charts import EffectMap, draw_effects
-from scio_recorder.display.listing import Listed, Listing
-from scio_recorder.display.outline import full_name, visible
+from scio_recorder.display.figure import EffectMap, draw_effects
+from scio_recorder.display.outline import Listed, Listing, full_name, visible
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx, Layer, counted, text_of
 from scio_recorder.nets.architecture import Architecture
