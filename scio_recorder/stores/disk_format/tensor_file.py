@@ -12,7 +12,6 @@ compares.
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,11 +117,13 @@ def table_from_json(value: Any) -> dict[str, TensorSpec]:
 
 
 def _spec_from_json(value: Any) -> TensorSpec:
-    shape = [expect(size, int) for size in expect(value["shape"], list)]
-    if len(shape) >= MAX_DIMENSIONS or not all(0 <= size <= MAX_SIZE for size in shape):
-        raise ValueError(f"{shape} is not a shape")
-    if math.prod(size for size in shape if size) > MAX_SIZE:
-        raise ValueError(f"{shape} is too large")
+    shape, product = expect(value["shape"], list), 1
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"{shape} is not a shape")
+        product *= size or 1
+    if len(shape) >= MAX_DIMENSIONS or product > MAX_SIZE:
+        raise ValueError(f"a shape of {len(shape)} dimensions, or of a size, that no tensor has")
     dtype = DTYPES[expect(value["dtype"], str)]
     if dtype not in _FORMAT_NAMES:
         raise ValueError(f"no file holds {dtype}")
@@ -146,47 +147,42 @@ class Layout:
     ----------
     table : mapping of str to TensorSpec
         The tensors in the file.
+    content : mapping of str to JSON
+        The rest of the content; `ValueError` if it is too large.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, content: Mapping[str, JSON]) -> None:
         self.table = table
+        text = dump({"tensors": table_to_json(table), **content}).decode()
         # For each tensor, in the file's order: its offset behind the header, and the number of its
         # first block.
         self.starts: dict[str, tuple[int, int]] = {}
         self.num_bytes = self.num_blocks = 0
+        entries = {}
         for name, spec in sorted(table.items(), key=lambda item: -item[1].dtype.itemsize):
-            self.starts[name] = self.num_bytes, self.num_blocks
-            self.num_bytes += spec.nbytes
-            self.num_blocks += -(-spec.nbytes // BLOCK_BYTES)
-
-    def header(self, content: Mapping[str, JSON], blocks: str | None = None) -> bytes:
-        """Return the header, whose length does not depend on the checksums of blocks.
-
-        Parameters
-        ----------
-        content : mapping of str to JSON
-            The rest of the content; `ValueError` if it is too large.
-        blocks : str, optional
-            The checksums of all blocks in one text.
-        """
-        text = dump({"tensors": table_to_json(self.table), **content}).decode()
-        entries = dump({name: self._entry(name) for name in self.starts})
-        known = "0" * DIGITS * self.num_blocks if blocks is None else blocks
-        after = _BEFORE_BLOCKS + known.encode("ascii") + _BEFORE_CONTENT + dump(text) + b"}"
-        after += (b"," if self.starts else b"") + entries[1:]
-        after += b" " * (-(_CHECKSUM_AT + DIGITS + len(after)) % _PAGE_BYTES)
-        num_bytes = _CHECKSUM_AT + DIGITS + len(after)
+            start, num_bytes = self.num_bytes, spec.nbytes
+            self.starts[name] = start, self.num_blocks
+            self.num_bytes += num_bytes
+            self.num_blocks += -(-num_bytes // BLOCK_BYTES)
+            known = _FORMAT_NAMES[spec.dtype]
+            shape = list(spec.shape) if known else [*spec.shape, spec.dtype.itemsize]
+            offsets = [start, self.num_bytes]
+            entries[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": offsets}
+        # The header behind the checksums of blocks.
+        self._rest = _BEFORE_CONTENT + dump(text) + b"}" + (b"," if entries else b"")
+        self._rest += dump(entries)[1:]
+        num_bytes = _BLOCKS_AT + DIGITS * self.num_blocks + len(self._rest)
+        padding = -num_bytes % _PAGE_BYTES
+        self._rest += b" " * padding
+        self.header_bytes = num_bytes + padding
         if num_bytes > MAX_FILE_BYTES:
             raise ValueError(f"{num_bytes} bytes besides data: keep fewer settings, samples or ids")
-        before = (num_bytes - 8).to_bytes(8, "little") + _BEFORE_CHECKSUM
-        return before + checksum(before + after).encode() + after
 
-    def _entry(self, name: str) -> dict[str, JSON]:
-        spec, start = self.table[name], self.starts[name][0]
-        known = _FORMAT_NAMES[spec.dtype]
-        shape = list(spec.shape) if known else [*spec.shape, spec.dtype.itemsize]
-        offsets: list[JSON] = [start, start + spec.nbytes]
-        return {"dtype": known or "U8", "shape": [*shape], "data_offsets": offsets}
+    def header(self, blocks: str) -> bytes:
+        """Return the header, given the checksums of all blocks in one text."""
+        before = (self.header_bytes - 8).to_bytes(8, "little") + _BEFORE_CHECKSUM
+        after = _BEFORE_BLOCKS + blocks.encode("ascii") + self._rest
+        return before + checksum(before + after).encode() + after
 
 
 def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
@@ -194,8 +190,8 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     blocks, _, rest = header[_BLOCKS_AT:].decode("ascii").partition(_BEFORE_CONTENT.decode())
     text, _ = JSONDecoder().raw_decode(rest)
     content = expect(parse(expect(text, str).encode("ascii")), dict)
-    layout = Layout(table_from_json(content.pop("tensors")))
-    if layout.header(content, blocks) != header or len(blocks) != DIGITS * layout.num_blocks:
+    layout = Layout(table_from_json(content.pop("tensors")), content)
+    if layout.header(blocks) != header or len(blocks) != DIGITS * layout.num_blocks:
         raise ValueError("its header does not match its checksum, or contradicts itself")
     return layout, blocks, content
 
@@ -215,18 +211,14 @@ def prepared(
     Values that no file can hold are a `ValueError` or `TypeError` before anything is written.
     ``checksums`` are those of `block_checksums`, of tensors of which they are known already.
     """
-    layout = Layout(table_of(tensors))
-    layout.header(content)
-    return partial(
-        _write, tensors=tensors, layout=layout, content=content, checksums=checksums or {}
-    )
+    layout = Layout(table_of(tensors), content)
+    return partial(_write, tensors=tensors, layout=layout, checksums=checksums or {})
 
 
 def _write(
     write_at: WriteAt,
     tensors: Mapping[str, Tensor],
     layout: Layout,
-    content: Mapping[str, JSON],
     checksums: Mapping[str, Sequence[str]],
 ) -> str:
     """Write a file from the tensors' own memory.
@@ -235,14 +227,14 @@ def _write(
     copied to that of the system.
     """
     blocks = []
-    done = len(layout.header(content))
+    done = layout.header_bytes
     for name in layout.starts:
         known = iter(checksums.get(name, ()))
         for block in _blocks_of(tensors[name]):
             blocks.append(next(known, None) or checksum(block))
             write_at(done, block)
             done += len(block)
-    header = layout.header(content, "".join(blocks))
+    header = layout.header("".join(blocks))
     write_at(0, header)
     return _checksum_of(header)
 
@@ -300,15 +292,16 @@ class TensorFile:
         self._medium = medium
         with parsing(self.path), medium.open(name) as file:
             header = _read_header(file)
-            self._layout, self._blocks, self.content = _parsed(header)
-            self.num_bytes = len(header) + self._layout.num_bytes
+            layout, self._blocks, self.content = _parsed(header)
+            self.num_bytes = len(header) + layout.num_bytes
             if file.num_bytes != self.num_bytes:
                 raise ValueError(f"{file.num_bytes} bytes long, {self.num_bytes} were written")
             self._stamp = file.stamp
         self._begin = len(header)
         self.checksum = _checksum_of(header)
-        self.table = self._layout.table
-        self._verified = bytearray(self._layout.num_blocks)
+        # The layout itself holds the text of the header.
+        self.table, self._starts = layout.table, layout.starts
+        self._verified = bytearray(layout.num_blocks)
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
@@ -352,7 +345,7 @@ class TensorFile:
     ) -> None:
         """Copy the bytes of the blocks in ``span``, which are read in one go."""
         length = self.table[name].nbytes
-        offset, first_block = self._layout.starts[name]
+        offset, first_block = self._starts[name]
         low, high = max(start, span), min(start + len(out), span + self._medium.span_bytes)
         blocks = range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES))
         is_known = self._verified[first_block + blocks.start : first_block + blocks.stop]
@@ -383,4 +376,5 @@ def _read_header(file: OpenFile) -> bytes:
     length = 8 + int.from_bytes(first[:8], "little")
     if not _PAGE_BYTES <= length <= MAX_FILE_BYTES:
         raise ValueError(f"its header is said to have {length} bytes")
-    return first + file.read(_PAGE_BYTES, length - _PAGE_BYTES)
+    more = length - _PAGE_BYTES
+    return first + file.read(_PAGE_BYTES, more) if more else first
