@@ -37,8 +37,7 @@ from scio_recorder.stores.disk_format.description import (
     manifest_name,
 )
 from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.index import put_together
-from scio_recorder.stores.disk_format.run import scan
+from scio_recorder.stores.disk_format.run import put_together, scan
 from scio_recorder.stores.disk_format.tensor_file import prepared
 from scio_recorder.workers.holders import progress_of
 from scio_recorder.workers.leases import Lease, seconds

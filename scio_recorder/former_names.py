@@ -11,9 +11,9 @@ from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
 MOVED = {
+    "stores.disk_format.row_reader": "stores.disk_format.reader",
+    "stores.joined": "stores.disk_format.reader",
     "stores.column": "stores.buffers",
-    "stores.disk_format.claims": "workers.leases",
-    "stores.disk_format.lease": "workers.leases",
     "stores.disk_format.progress": "workers.holders",
     "integrations.statistics": "recording.statistics",
     "recording.collect.nodes": "recording.nodes",

@@ -318,7 +318,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
 
 
 def _progress(path: str) -> Progress:
-    from scio_recorder.stores.disk_format.places import medium_at
+    from scio_recorder.stores.disk_format.description import medium_at
     from scio_recorder.workers.holders import progress_of
 
     with closing(medium_at(path)) as medium:

@@ -24,8 +24,7 @@ from scio_recorder.recording import Recording, open_recording
 from scio_recorder.recording.options import Reduce, Transforms
 from scio_recorder.recording.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk_format.description import complete_ranks
-from scio_recorder.stores.disk_format.places import for_others, medium_at
+from scio_recorder.stores.disk_format.description import complete_ranks, for_others, medium_at
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.parts import check_make_batches
 

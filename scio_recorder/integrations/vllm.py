@@ -22,7 +22,7 @@ from scio_recorder.stores import Held
 from scio_recorder.stores.disk_format.description import SAMPLE, row_column
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.disk_format.medium import accessing
-from scio_recorder.stores.disk_format.row_reader import RowReader
+from scio_recorder.stores.disk_format.reader import RowReader
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 

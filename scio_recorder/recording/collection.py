@@ -38,8 +38,8 @@ from scio_recorder.recording.resuming import (
 from scio_recorder.recording.rows import Source
 from scio_recorder.reductions.base import several
 from scio_recorder.stores import Job, State, Store, as_store
+from scio_recorder.stores.disk import check_copies
 from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.joined import check_copies
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
 

@@ -8,9 +8,8 @@ from itertools import chain, pairwise
 from typing import Any
 
 from scio_recorder.errors import CollectError
-from scio_recorder.stores.disk_format.description import complete_ranks, read_description
+from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
 from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.disk_format.places import medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 
 

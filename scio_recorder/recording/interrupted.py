@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 from scio_recorder.errors import RecorderError
 from scio_recorder.recording.recording import open_recording
 from scio_recorder.stores import Store, as_store
-from scio_recorder.stores.disk_format.description import complete_ranks
-from scio_recorder.stores.disk_format.places import medium_at
+from scio_recorder.stores.disk_format.description import complete_ranks, medium_at
 
 
 @contextmanager

@@ -18,19 +18,27 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
-from scio_recorder.stores.disk_format import places
-from scio_recorder.stores.disk_format.beginning import agree, check_settings
 from scio_recorder.stores.disk_format.bucket import is_url
+from scio_recorder.stores.disk_format.description import (
+    agree,
+    check_settings,
+    check_writable,
+    holds_recording,
+    medium_at,
+    place_of,
+)
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.medium import Medium
@@ -38,7 +46,6 @@ from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
-from scio_recorder.stores.joined import check_shards
 from scio_recorder.stores.kept_inputs import KeptCalls
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import Place
@@ -103,7 +110,7 @@ class Disk(Store):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.path = places.place_of(path)
+        self.path = place_of(path)
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
         self._is_placed = world_size is not None
         given = (0 if rank is None else rank), (1 if world_size is None else world_size)
@@ -164,7 +171,7 @@ class Disk(Store):
                 "collect_parts decides which process writes what: leave rank= and world_size= "
                 "out of Disk(...)"
             )
-        medium = places.medium_at(self.path, makes_it=True)
+        medium = medium_at(self.path, makes_it=True)
         medium.check_writable(0)
         agree(medium, num_parts, header)
         return medium
@@ -228,10 +235,10 @@ class DiskWriter(StoreWriter):
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
         check_shards(self._architecture, self._header, store)
-        if places.holds_recording(store.path):
+        if holds_recording(store.path):
             self._go_on(job.resume)
         elif not store.is_part:
-            places.check_writable(store.path, store.rank)
+            check_writable(store.path, store.rank)
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
@@ -363,7 +370,7 @@ class DiskWriter(StoreWriter):
         if self._found is None:
             # A worker can look for another part meanwhile.
             until = time.monotonic() + (0 if self._store.is_part else _SECONDS_OF_WAITING)
-            while not places.holds_recording(self._path):
+            while not holds_recording(self._path):
                 if time.monotonic() >= until:
                     raise EmptyPartError(
                         "there are no samples here, and no other process has recorded a batch yet, "
@@ -401,3 +408,79 @@ class DiskWriter(StoreWriter):
             if not reader.complete:
                 # Opened at once, so that another active writer is noticed before any pass.
                 self._writer = self._resumed()
+
+
+def check_shards(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
+    """Refuse to write shards that could not be put together again.
+
+    Call it before all passes, and once the first pass has shown which layers are shards. The first
+    chunk would be too late: processes write it at different times, so one would leave others in a
+    pass.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    settings : dict
+        The settings of the recording.
+    store : Disk
+        Knows the rank that writes, and the number of ranks.
+
+    Raises
+    ------
+    CollectError
+        A layer is a shard, and the arrangement of the ranks' shards can't be known. Or no layer is
+        a shard, and several ranks would write the same rows.
+    """
+    if not store.is_shared:
+        return
+    check_copies(architecture, settings["layers"], store)
+    layers = [architecture[name] for name in settings["layers"]]
+    place = None if store.is_part else (store.rank, store.world_size)
+    for layer in layers:
+        shard, name = layer.shard, str(layer.label)
+        if shard is None:
+            continue
+        changed = name in settings["transforms"] or name in settings["reductions"]
+        problem = None
+        if shard.dim is None:
+            problem = "such shards can't be put together: record the layer that makes it"
+        elif shard.dim == 0:
+            problem = "dimension 0 counts samples: collect it in each process by itself"
+        elif (shard.index, shard.count) != place:
+            problem = (
+                f"this process writes part {store.rank} of {store.world_size}: write as many parts "
+                "as there are shards, each with its index as rank="
+            )
+        elif changed or settings["inputs"]:
+            problem = "transform=, reduce= and inputs=True work on shards alone: leave them out"
+        if problem is not None:
+            raise CollectError(f"layer {layer} returns {shard}, and {problem}")
+
+
+def check_copies(architecture: Architecture, layers: Iterable[DepthIdx | str], store: Any) -> None:
+    """Refuse to write the same rows in several ranks: all of them have all of these layers.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    layers : iterable
+        The recorded layers.
+    store : Disk
+        Knows the number of ranks.
+
+    Raises
+    ------
+    CollectError
+        As many ranks write as there are processes, and some of these see the same samples.
+    """
+    count = architecture.num_sharing
+    if not store.is_shared or any(architecture[layer].shard for layer in layers):
+        return
+    if count > 1 and store.world_size * count > torch.distributed.get_world_size():
+        raise CollectError(
+            f"{count} processes of this net see the same samples and have all of these layers, so "
+            f"that there would be {count} of each row: let one of them write, as in "
+            'store=Disk(path) if rank == 0 else "host"'
+        )

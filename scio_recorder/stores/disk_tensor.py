@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.base import Held
 from scio_recorder.stores.disk_format.description import row_column
-from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.row_reader import RowReader
+from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
-from scio_recorder.stores.joined import joined
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
@@ -197,3 +195,27 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
         rows,
         None if whole.rows is None else whole.num_rows,
     )
+
+
+def joined(reader: RunReader, architecture: Architecture) -> RunReader | JoinedReader:
+    """Return a reader that puts a recording's shards together, and remove their marks."""
+    if reader.rank is not None or reader.world_size == 1:
+        # A process by itself keeps what it has, which may be a shard of any kind.
+        return reader
+    rows = [architecture[name] for name in reader.layers]
+    axes = {str(row.label): _axis(row) for row in rows if row.shard is not None}
+    if not axes:
+        return reader
+    for row in rows:
+        if row.shard is not None and row.shard.count != reader.world_size:
+            raise ValueError(f"layer {row} has {row.shard.count} shards, not {reader.world_size}")
+    made = JoinedReader(reader, axes)
+    architecture.mark(dict.fromkeys((row.label for row in rows), None))
+    return made
+
+
+def _axis(layer: Layer) -> int:
+    dim, shape = layer.shard and layer.shard.dim, layer.output_shape
+    if not dim or not isinstance(shape, tuple) or dim >= len(shape):
+        raise ValueError(f"layer {layer} is sharded along a dimension that it does not have")
+    return dim - len(shape)

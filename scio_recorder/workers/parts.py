@@ -27,9 +27,9 @@ from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
-from scio_recorder.stores.disk_format.index import put_together
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import put_together
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import Claims, Keeper, Lease, machine, seconds

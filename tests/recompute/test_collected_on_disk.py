@@ -24,8 +24,8 @@ from scio_recorder import (
 )
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
+from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.jsons import decode, encode
-from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import KeptBatches, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.recording.nets import batches, recorder

@@ -1,4 +1,4 @@
-"""The description of a recording, and the names of its files."""
+"""The description of a recording: its place, its files, and the settings that writers agree in."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import errno
 import glob
 import os
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec, few
-from scio_recorder.stores.disk_format.jsons import JSON, expect
-from scio_recorder.stores.disk_format.medium import Medium, parsing
+from scio_recorder.layer import TensorSpec, counted, few
+from scio_recorder.stores.disk_format.bucket import Bucket, is_url
+from scio_recorder.stores.disk_format.jsons import JSON, differences, dump, expect, parse
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
+    prepared,
     table_from_json,
     table_to_json,
 )
@@ -33,6 +37,12 @@ _MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.M
 # The name in a chunk of the values that are kept of its batches.
 VALUES = "#values"
 _SHOWN = 10
+PARTS_NAME = "parts.safetensors"
+# Names that may exist before there is a recording, left by killed writers too.
+_REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
+_REMAINS_OF_PARTS = re.compile(r"lease-.*|parts\.safetensors(\..*\.tmp)?", re.ASCII)
+# A URL may have lost a slash on its way through a path object.
+_PREFIX = re.compile(r"disk:|[a-z][a-z0-9+.-]*:/+", re.ASCII | re.IGNORECASE)
 
 
 def row_column(name: str) -> str:
@@ -161,3 +171,175 @@ def recordings_inside(path: str) -> str:
     found = [os.path.join(path, os.path.dirname(name)) for name in names]
     shown = few(found, _SHOWN, "open_recording({!r})".format)
     return f", but folders in it hold recordings: {shown}" if found else ""
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Return the name of a place; a URL of another kind must not become the name of a folder.
+
+    Raises
+    ------
+    RecordingError
+        It names neither a folder nor a place in a bucket.
+
+    Examples
+    --------
+    >>> place_of("runs/one")
+    'runs/one'
+    """
+    place = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    prefix = _PREFIX.match(place)
+    if not place or (prefix is not None and not is_url(place)):
+        # The rest of a URL may hold a password.
+        given = f'"{prefix[0]}..."' if prefix else repr(path)
+        raise RecordingError(
+            f'{given} names no folder and no bucket: write "runs/one" for a folder, or a URL '
+            'such as "s3://bucket/run" (also "gs://", "az://")'
+        )
+    return place
+
+
+def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium:
+    """Return the open medium at a place.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A folder, or a URL such as ``"s3://bucket/run"``.
+    makes_it : bool, default False
+        Whether to create missing folders.
+
+    Raises
+    ------
+    RecordingError
+        There is no such folder, the URL is invalid, or the system has no such folders.
+    """
+    place = place_of(path)
+    if sys.byteorder != "little":
+        raise RecordingError("recordings can only be used on little-endian machines")
+    if is_url(place):
+        return Bucket(place)
+    try:
+        from scio_recorder.stores.disk_format.folder import Folder, make_folder
+    except ImportError as error:
+        raise RecordingError(
+            f"{place}: a recording in a folder needs locks of files, which this system lacks "
+            f'({error}): write store="host", reduce=..., or the URL of a bucket'
+        ) from None
+    with accessing(place):
+        if makes_it:
+            make_folder(place)
+        return Folder(place)
+
+
+def holds_recording(path: str | os.PathLike[str]) -> bool:
+    """Whether there is something at this place to open or to resume.
+
+    Examples
+    --------
+    >>> holds_recording("/nonexistent")
+    False
+    """
+    if not is_url(path):
+        return os.path.lexists(os.path.join(path, DESCRIPTION_NAME))
+    with closing(medium_at(path)) as medium:
+        return medium.has(DESCRIPTION_NAME)
+
+
+def check_writable(path: str, rank: int) -> None:
+    """Refuse a bucket that is not writable; creating a folder shows whether it is."""
+    if is_url(path):
+        with closing(medium_at(path)) as medium:
+            medium.check_writable(rank)
+
+
+def for_others(path: str) -> str:
+    """Return the name of a place for processes with other working directories.
+
+    Examples
+    --------
+    >>> for_others("s3://bucket/run")
+    's3://bucket/run'
+    """
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
+    """Begin a recording in parts before anything has run, or join the processes that have.
+
+    Raises
+    ------
+    RecordingError
+        They have another number of parts or other settings, or there is something else.
+    """
+    given = parse(dump({"parts": num_parts, "header": header}))
+    stored = agreed(medium)
+    if stored is None:
+        check_empty(medium, is_in_parts=True)
+        with accessing(medium.path), suppress(FileExistsError):
+            medium.put(PARTS_NAME, "parts", prepared({}, given))
+        stored = agreed(medium)
+    if stored is None or stored["parts"] != num_parts:
+        found = 0 if stored is None else stored["parts"]
+        raise RecordingError(
+            f"{medium.path} is a recording in {counted(found, 'part')}, and num_parts is "
+            f"{num_parts} here: give the same number, or choose another folder"
+        )
+    check_settings(medium.path, stored["header"], given["header"])
+
+
+def agreed(medium: Medium) -> dict[str, Any] | None:
+    """Return the settings of a recording in parts, even if only ranks have begun it."""
+    if medium.has(PARTS_NAME):
+        with parsing(medium.path_of(PARTS_NAME)):
+            said = TensorFile(medium, PARTS_NAME).content
+            return {"parts": expect(said["parts"], int), "header": expect(said["header"], dict)}
+    if medium.has(DESCRIPTION_NAME):
+        found = read_description(medium)
+        return {"parts": found.world_size, "header": found.header}
+    return None
+
+
+def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse to continue or to join a recording with other settings."""
+    there, here = _briefly(stored), _briefly(given)
+    if there["architecture"] != here["architecture"]:
+        raise RecordingError(
+            f"{path} was recorded from another network, whose layers differ: give that network, or "
+            "choose another folder"
+        )
+    # Digests tell nothing to a reader.
+    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
+    found = differences(there, here)
+    if has_other_weights and not found:
+        raise RecordingError(
+            f"{path} was recorded with other weights: give the network with the weights that it "
+            "had, or choose another folder"
+        )
+    if found:
+        way = ""
+        if stored.get("world_size") != given.get("world_size"):
+            way = "; collect_parts goes on with any number of processes"
+        elif stored.get("process") != given.get("process"):
+            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        raise RecordingError(
+            f"{path} was recorded with other {'weights, and other ' * has_other_weights}settings: "
+            f"{shown}. Give the same settings, or choose another folder{way}"
+        )
+
+
+def _briefly(header: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that must agree, with the fingerprint in place of the architecture."""
+    architecture = header.get("architecture")
+    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+    return {**header, "architecture": fingerprint}
+
+
+def check_empty(medium: Medium, *, is_in_parts: bool) -> None:
+    """Refuse a place that holds anything but the beginning of a recording."""
+    with accessing(medium.path):
+        others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
+    if is_in_parts:
+        others = [name for name in others if not _REMAINS_OF_PARTS.fullmatch(name)]
+    if others and DESCRIPTION_NAME not in others:
+        raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")

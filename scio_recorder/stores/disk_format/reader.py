@@ -1,27 +1,115 @@
-"""Reading a recording, complete or interrupted, lazily and verified."""
+"""Reading a recording, complete or interrupted, lazily and verified.
+
+NOTE [Shards of activations]
+
+Under tensor parallelism all processes see the same samples, and each has a shard of some layers.
+Each writes its values as a rank of the recording, with the ids of the same samples. The kept
+architecture says which layers are shards, and along which dimension. So the rows of such a layer
+are those of all ranks side by side, in the order of ranks. The rows of other layers are those of
+the first rank.
+"""
 
 from __future__ import annotations
 
+import abc
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.chunk import Chunk
-from scio_recorder.stores.disk_format.description import SAMPLE, VALUES
+from scio_recorder.errors import LayerNotFoundError, RecordingError
+from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.description import SAMPLE, VALUES, for_others, medium_at
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, parsing
-from scio_recorder.stores.disk_format.places import for_others, medium_at
-from scio_recorder.stores.disk_format.row_reader import RowReader
-from scio_recorder.stores.disk_format.run import scan
-from scio_recorder.stores.disk_format.tensor_file import Table, TensorFile
+from scio_recorder.stores.disk_format.run import Chunk, scan
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, Table, TensorFile, memory
+from scio_recorder.tensors.threads import for_each
+
+
+class RowReader(abc.ABC):
+    """Rows that lie in several files, one after the other.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    table : dict of str to TensorSpec
+        Shape and dtype of one row of everything that can be read.
+    starts : sequence of int
+        The number of rows before each file, and of all rows.
+    """
+
+    path: str
+    table: Table
+    starts: Sequence[int]
+    # The best number of bytes to read at a time, and of files at once.
+    span_bytes = BLOCK_BYTES
+    num_readers = 1
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return self.starts[-1]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``start`` to ``stop`` in new memory.
+
+        Raises
+        ------
+        LayerNotFoundError, IndexError
+            If there is no such name or there are no such rows.
+        RecordingError
+            If the data differs from the written data.
+        """
+        spec = self._spec(name)
+        if not 0 <= start <= stop <= self.num_rows:
+            raise IndexError(f"rows {start} to {stop} of {self.num_rows} in {self.path}")
+        data = memory((stop - start) * spec.nbytes)
+        self.read_into(data.numpy(), name, start)
+        return data.view(spec.dtype).view(stop - start, *spec.shape)
+
+    def read_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
+        """Fill memory with the bytes of rows from ``start`` on; see `read`."""
+        row_bytes = self._spec(name).nbytes
+        stop = start + len(out) // max(1, row_bytes)
+        if start == stop:
+            return
+        numbers = range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+
+        def fill(number: int) -> None:
+            first, last = max(start, self.starts[number]), min(stop, self.starts[number + 1])
+            part = out[(first - start) * row_bytes : (last - start) * row_bytes]
+            self._fill(part, number, name, first - self.starts[number])
+
+        for_each(fill, numbers, self.num_readers)
+
+    @abc.abstractmethod
+    def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
+        """Fill memory with the bytes of rows of one file, counted from its first."""
+
+    def distrust(self) -> None:  # noqa: B027 - without checksums there is nothing to forget
+        """Forget which data was verified: it is verified again at its next read."""
+
+    def fingerprint(self) -> str:
+        """Return a digest that distinguishes these rows, in their present state, from others.
+
+        It is empty if only the values of rows show that, as without checksums.
+        """
+        return ""
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self.table:
+            known = ", ".join(map(repr, self.table)) or "none"
+            raise LayerNotFoundError(f"{self.path} has no layer {name!r}; it has {known}")
+        return self.table[name]
 
 
 class KeptBatches(NamedTuple):
@@ -268,3 +356,62 @@ def _report(name: str, verify: Callable[[], int]) -> FileReport:
         return FileReport(name, verify(), None)
     except RecordingError as error:
         return FileReport(name, 0, str(error))
+
+
+class JoinedReader(RowReader):
+    """Reads the ranks of a recording side by side; see the NOTE.
+
+    Parameters
+    ----------
+    whole : RunReader
+        All ranks, one after the other.
+    axes : dict of str to int
+        For each sharded layer, the sharded dimension of a row, counted from the last.
+
+    Raises
+    ------
+    ValueError
+        Ranks have different samples, or rows without such a dimension.
+    """
+
+    def __init__(self, whole: RunReader, axes: dict[str, int]) -> None:
+        self._axes = axes
+        self._parts = [RunReader(whole.path, rank=rank) for rank in range(whole.world_size)]
+        # An interrupted recording has the rows that all ranks have.
+        shortest = min(self._parts, key=lambda part: (part.num_samples, part.num_rows))
+        ids = list(shortest.sample_ids)
+        if any(list(part.sample_ids[: len(ids)]) != ids for part in self._parts):
+            raise ValueError("its ranks hold shards of layers, but have different samples")
+        self.path, self.header, self.rows = whole.path, whole.header, whole.rows
+        self.complete, self.sample_ids = whole.complete, shortest.sample_ids
+        self.starts = shortest.starts
+        self.layers = {name: self._joined(name, spec) for name, spec in whole.layers.items()}
+        self.table = {**whole.table, **self.layers}
+
+    def _joined(self, name: str, spec: TensorSpec) -> TensorSpec:
+        if name not in self._axes:
+            return spec
+        shape, axis = list(spec.shape), self._axes[name]
+        if -axis > len(shape):
+            raise ValueError(f"layer {name} has no dimension {axis}, along which it is sharded")
+        shape[axis] *= len(self._parts)
+        return TensorSpec(tuple(shape), spec.dtype)
+
+    def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
+        spec, start = self._spec(name), start + self.starts[number]
+        if name not in self._axes:
+            self._parts[0].read_into(out, name, start)
+            return
+        stop = start + len(out) // max(1, spec.nbytes)
+        # Not every dtype can be concatenated, but bytes can.
+        shards = [part.read(name, start, stop).view(torch.uint8) for part in self._parts]
+        out[:] = torch.cat(shards, self._axes[name]).view(-1).numpy()
+
+    def distrust(self) -> None:
+        """Forget which blocks were verified: each is verified again at its next read."""
+        for part in self._parts:
+            part.distrust()
+
+    def fingerprint(self) -> str:
+        """Return a digest that distinguishes this recording, at its present length, from others."""
+        return "".join(part.fingerprint() for part in self._parts)

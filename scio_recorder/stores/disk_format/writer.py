@@ -7,30 +7,31 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.beginning import begun
-from scio_recorder.stores.disk_format.chunk import said_of
 from scio_recorder.stores.disk_format.description import (
+    DESCRIPTION_NAME,
     SAMPLE,
     VALUES,
     Description,
+    check_empty,
+    check_settings,
     chunk_name,
     manifest_name,
+    medium_at,
     read_description,
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
-from scio_recorder.stores.disk_format.medium import WriteAt, accessing
-from scio_recorder.stores.disk_format.places import medium_at
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 from scio_recorder.stores.disk_format.reader import KeptBatches
-from scio_recorder.stores.disk_format.run import scan
-from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of
+from scio_recorder.stores.disk_format.run import Run, said_of, scan
+from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of, table_to_json
 
 _STATE = re.compile(r"state-\d{5}-[0-9a-f]{16}\.safetensors", re.ASCII)
 
@@ -397,3 +398,40 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     parse(text)
     tensors = {f"#{number}": tensor for number, tensor in enumerate(kept.tensors)}
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: bool = False) -> Run:
+    """Return the recording of this description, created now or by another rank.
+
+    If several create it at once, the first one does, and the others join it.
+    """
+    if not folder.has(DESCRIPTION_NAME):
+        check_empty(folder, is_in_parts=is_in_parts)
+        with suppress(FileExistsError):
+            folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
+    run = scan(folder, rank)
+    if run.description.run != description.run:
+        _check_joining(folder.path, run, description, rank)
+    return run
+
+
+def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
+    """Refuse a rank that can't join the recording that another has created."""
+    if given.world_size == run.description.world_size == 1:
+        raise RecordingError(
+            f"{path} already holds a recording; resume it or choose another folder"
+        )
+    check_settings(path, _settings(run.description), _settings(given))
+    if run.chunks[rank] or run.closed:
+        raise RecordingError(
+            f"{path} already holds samples of rank {rank}: resume it, or choose another folder"
+        )
+
+
+def _settings(description: Description) -> dict[str, Any]:
+    """Return what ranks must agree in: the settings, and shapes and dtypes, in any order."""
+    return {
+        **description.header,
+        "world_size": description.world_size,
+        "values": dict(table_to_json(description.table)),  # type: ignore[arg-type]  # a table is pairs
+    }

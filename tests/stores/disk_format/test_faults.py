@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.places import holds_recording
+from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (

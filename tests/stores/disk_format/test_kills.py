@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (

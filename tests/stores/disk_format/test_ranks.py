@@ -15,7 +15,7 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.places import holds_recording, medium_at
+from scio_recorder.stores.disk_format.description import holds_recording, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.workers.leases import Lease

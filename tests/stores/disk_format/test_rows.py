@@ -12,9 +12,8 @@ import torch
 
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.description import SAMPLE, row_column
+from scio_recorder.stores.disk_format.description import SAMPLE, holds_recording, row_column
 from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.places import holds_recording
 from scio_recorder.stores.disk_format.reader import KeptBatches, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
