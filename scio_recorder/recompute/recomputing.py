@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.nets.selection import select
@@ -127,9 +127,9 @@ class Recomputation:
             for number, count in enumerate(rows):
                 for target, value in self._batch(number).items():
                     if target not in found:
-                        found[target] = map_tensors(partial(_room, sum(rows)), value)
+                        found[target] = map_tensors(partial(_empty_array, sum(rows)), value)
                     place = slice(start, start + count)
-                    _put(str(self._architecture[target]), value, found[target], place)
+                    _put(self._architecture[target], value, found[target], place)
                 start += count
         return self._mapping(found)
 
@@ -178,28 +178,27 @@ class Recomputation:
         return nearest
 
 
-def _room(rows: int, like: Tensor) -> Tensor:
+def _empty_array(rows: int, like: Tensor) -> Tensor:
     # Tensors made in inference mode could not be used outside of it.
     with torch.inference_mode(False):
         return like.new_empty((rows, *like.shape[1:]), device="cpu")
 
 
-def _put(name: str, value: Any, arrays: Any, place: slice) -> None:
-    """Copy a layer's output for a batch to its place."""
+def _put(layer: Layer, value: Any, arrays: Any, place: slice) -> None:
+    """Copy a layer's output for a batch to its place in the arrays of all batches."""
     found, places = tensors(value), [array[place] for array in tensors(arrays)]
-    if len(found) != len(places):
+    if _kinds(found) != _kinds(places):
         raise RecomputeError(
-            f"layer {name} returned {len(places)} tensors for one batch and {len(found)} for "
-            "another: take it batch by batch from recompute_batches(...)"
+            f"layer {layer} returned {_kinds(found)} for a batch of {place.stop - place.start} "
+            f"samples, which does not fit into one array with {_kinds(places)}: take it batch by "
+            "batch from recompute_batches(...)"
         )
     for tensor, array in zip(found, places, strict=True):
-        if tensor.shape != array.shape or tensor.dtype != array.dtype:
-            raise RecomputeError(
-                f"layer {name} returned {tensor.dtype} {tuple(tensor.shape)} for a batch of "
-                f"{len(array)} samples, which does not fit into one array with {array.dtype} "
-                f"{tuple(array.shape)}: take it batch by batch from recompute_batches(...)"
-            )
         array.copy_(tensor)
+
+
+def _kinds(found: list[Tensor]) -> str:
+    return " and ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in found)
 
 
 def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
