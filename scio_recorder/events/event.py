@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas
 
 
-# Holds the stash of one event, or nothing yet.
-Place: TypeAlias = list[Any]
+# A place in a log: the stash of one event, or nothing yet.
+Entry: TypeAlias = list[Any]
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Event(Stash):
     kwargs: dict[str, Any]
 
 
-class Journal:
+class EventLog:
     """The log of one tracker.
 
     Parameters
@@ -84,43 +84,43 @@ class Journal:
 
     Examples
     --------
-    >>> journal = Journal(lambda event: event)
-    >>> journal.add("a")
-    >>> later = journal.keep_place()
-    >>> journal.add("c")
-    >>> journal.stashes
+    >>> log = EventLog(lambda event: event)
+    >>> log.add("a")
+    >>> later = log.reserve()
+    >>> log.add("c")
+    >>> log.stashes
     ['a', 'c']
-    >>> journal.add("b", later)
-    >>> journal.stashes
+    >>> log.add("b", later)
+    >>> log.stashes
     ['a', 'b', 'c']
     """
 
     def __init__(self, stash: Callable[[Event], Any]) -> None:
         self._stash = stash
-        self._places: list[Place] = []
-        self._warned: set[str] = set()
-        # Names of modules with missing gradients.
+        self._entries: list[Entry] = []
+        # Names of modules with missing gradients, and those of which a warning has been given.
         self.lost: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def stashes(self) -> list[Any]:
         """The stashes of the events so far."""
-        return [stash for place in self._places for stash in place]
+        return [stash for entry in self._entries for stash in entry]
 
-    def add(self, event: Event, place: Place | None = None) -> None:
+    def add(self, event: Event, entry: Entry | None = None) -> None:
         """Keep the stash of an event, at the end or in its place."""
         stash = self._stash(event)
-        (self.keep_place() if place is None else place).append(stash)
+        (self.reserve() if entry is None else entry).append(stash)
 
-    def keep_place(self) -> Place:
+    def reserve(self) -> Entry:
         """Reserve a place after all events so far."""
-        place: Place = []
-        self._places.append(place)
-        return place
+        entry: Entry = []
+        self._entries.append(entry)
+        return entry
 
     def clear(self) -> None:
-        """Forget all events; pending events enter the new log."""
-        self._places = [place for place in self._places if not place]
+        """Forget all events; those whose gradients are still to come enter the new log."""
+        self._entries = [entry for entry in self._entries if not entry]
 
     def warn_of_lost(self) -> None:
         """Name modules whose gradients are missing, each once."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scio_recorder.events.event import Event, Journal, Place
+from scio_recorder.events.event import Entry, Event, EventLog
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter, version_of
 from scio_recorder.tensors.structures import tensors
@@ -32,8 +32,8 @@ from scio_recorder.tensors.structures import tensors
 class GradientListeners:
     """The listeners of one log, to which the graph has weak references only."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = weakref.ref(journal)
+    def __init__(self, log: EventLog) -> None:
+        self._log = weakref.ref(log)
         # Hooks on leaves, such as parameters, would stay as long as these.
         self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
 
@@ -43,7 +43,7 @@ class GradientListeners:
         # As in torch's backward hooks, the entry of an item that is not a tensor is None.
         found = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
         awaited = {id(t): t for t in found if t is not None and t.requires_grad}
-        call = _Call(name, kind, [id(tensor) for tensor in found], awaited, self._journal)
+        call = _TrackedCall(name, kind, [id(tensor) for tensor in found], awaited, self._log)
         for key, tensor in awaited.items():
             self._listener(tensor, name).calls.append((call, key))
 
@@ -65,7 +65,7 @@ class _Listener:
 
     def __init__(self, tensor: Tensor) -> None:
         # Each with the key of the tensor in it.
-        self.calls: list[tuple[_Call, int]] = []
+        self.calls: list[tuple[_TrackedCall, int]] = []
         self.is_over = False
         self._is_on_leaf = tensor.grad_fn is None
         hook = unserializable_hook(partial(_receive, weakref.ref(self)))  # type: ignore[no-untyped-call]  # torch leaves it without types
@@ -90,15 +90,15 @@ def _receive(listener: weakref.ref[_Listener], gradient: Tensor | None) -> None:
         alive.receive(gradient)
 
 
-class _Gradients(dict[int, "Tensor | None"]):
+class _PendingGradients(dict[int, "Tensor | None"]):
     """The gradients of one call in one backward pass so far, and their place in the log."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, entry: Entry) -> None:
         super().__init__()
-        self.place = place
+        self.entry = entry
 
 
-class _Call:
+class _TrackedCall:
     """One call of a module whose output can be differentiated."""
 
     def __init__(
@@ -107,16 +107,16 @@ class _Call:
         kind: type[nn.Module],
         items: list[int],
         awaited: Mapping[int, Tensor],
-        journal: weakref.ref[Journal],
+        log: weakref.ref[EventLog],
     ) -> None:
         self.name = name
         self._kind = kind
         # The keys of everything that it returned, and the number of those with gradients.
         self._items = items
         self._num_awaited = len(awaited)
-        self._journal = journal
+        self._log = log
         # By backward pass, whose engine holds them: a pass that fails leaves nothing.
-        self._received: weakref.WeakValueDictionary[int, _Gradients]
+        self._received: weakref.WeakValueDictionary[int, _PendingGradients]
         self._received = weakref.WeakValueDictionary()
         self._is_logged = not awaited
         inner = [tensor for tensor in awaited.values() if tensor.grad_fn is not None]
@@ -125,31 +125,31 @@ class _Call:
 
     def receive(self, key: int, gradient: Tensor | None) -> None:
         """Take the gradient of one tensor."""
-        task, journal = private.backward_pass(), self._journal()
+        task, log = private.backward_pass(), self._log()
         gradients = self._received.get(task)
         if gradients is None:
-            gradients = _Gradients([] if journal is None else journal.keep_place())
+            gradients = _PendingGradients([] if log is None else log.reserve())
             self._received[task] = gradients
-            private.call_at_end_of_backward(partial(self._log, gradients))
+            private.call_at_end_of_backward(partial(self._end, gradients))
         gradients[key] = gradient
         if len(gradients) == self._num_awaited:
-            self._log(gradients)
+            self._end(gradients)
 
-    def _log(self, gradients: _Gradients) -> None:
+    def _end(self, gradients: _PendingGradients) -> None:
         """Log the gradients that have come, once."""
-        received, journal = dict(gradients), self._journal()
+        received, log = dict(gradients), self._log()
         gradients.clear()
         self._is_logged |= bool(received)
-        if journal is not None and any(gradient is not None for gradient in received.values()):
+        if log is not None and any(gradient is not None for gradient in received.values()):
             self._check_views()
             value = tuple(map(received.get, self._items))
-            journal.add(Event(self.name, self._kind, True, value, (), {}), gradients.place)
-            journal.warn_of_lost()
+            log.add(Event(self.name, self._kind, True, value, (), {}), gradients.entry)
+            log.warn_of_lost()
 
     def _check_views(self) -> None:
-        journal = self._journal()
-        if journal is not None and any(version_of(view) != then for view, then in self._views):
-            journal.lost.add(self.name)
+        log = self._log()
+        if log is not None and any(version_of(view) != then for view, then in self._views):
+            log.lost.add(self.name)
 
     def __del__(self) -> None:
         # When a view is changed, autograd drops its node, and the listener with it.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
-from scio_recorder.events.event import Event, Journal, Stash, Statistic, event_frame
+from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
 from scio_recorder.events.gradient_events import GradientListeners
 from scio_recorder.layer import counted
 from scio_recorder.nets.absent import closest, closest_are
@@ -43,7 +43,7 @@ StashValue: TypeAlias = Callable[[Tensor], Any]
 StashEvent: TypeAlias = Callable[[Event], Any]
 
 
-class _Mark:
+class _SeenRegion:
     """One region of one log."""
 
 
@@ -59,7 +59,7 @@ class _Regions(Marks):
         found = [at.kept for at in regions() if at.is_reentrant and not at.is_rerun]
         for region in found:
             if self.on(region) is None:
-                self.hold(self.put(region, _Mark()))
+                self.hold(self.put(region, _SeenRegion()))
         return bool(found)
 
 
@@ -88,8 +88,8 @@ class Tracker:
     """
 
     def __init__(self, stash: StashEvent) -> None:
-        self._journal = Journal(stash)
-        self._listeners = GradientListeners(self._journal)
+        self._log = EventLog(stash)
+        self._listeners = GradientListeners(self._log)
         self._hooks = CallHooks()
         self._regions = _Regions()
         # The names of modules that ran inside regions, and the hooks that stay on them afterwards.
@@ -102,7 +102,7 @@ class Tracker:
     @property
     def stashes(self) -> list[Any]:
         """The stashes of the events so far, in time order."""
-        return self._journal.stashes
+        return self._log.stashes
 
     def register(self, module: nn.Module, name: str = "", grad: bool = True) -> None:
         """Log the calls of one module.
@@ -162,12 +162,12 @@ class Tracker:
         if self._regions:
             inside = [(module, name) for module, names in self._inside.items() for name in names]
             self._for_reruns.add(*(CallHook(*one, after=self._take_rerun) for one in inside))
-        self._journal.warn_of_lost()
+        self._log.warn_of_lost()
         self._warn_of_compiled()
 
     def clear(self) -> None:
         """Clear the log."""
-        self._journal.clear()
+        self._log.clear()
 
     def to_frame(
         self,
@@ -230,14 +230,14 @@ class Tracker:
         self._hooks.add(*(CallHook(one, name, after=take) for name, one in modules.items()))
 
     def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._journal.warn_of_lost()
+        self._log.warn_of_lost()
         if private.transform_around() is not None:
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
                 "tensors die with it and can't be logged: end the block of track() before"
             )
         if not is_rerun():
-            self._journal.add(Event(name, type(module), False, output, args, kwargs))
+            self._log.add(Event(name, type(module), False, output, args, kwargs))
 
     def _take_call_and_gradients(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
