@@ -50,6 +50,20 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+def add_flow(command: argparse.ArgumentParser) -> None:
+    """Add the option that lets nets of dynamic flow be labelled."""
+    text = "label nets although their control flow depends on the data"
+    command.add_argument("--allow-dynamic-flow", action="store_true", help=text)
+
+
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Add the options that say how nets run over batches."""
+    add = command.add_argument
+    add("--max-batches", type=whole_from(1), metavar="N", help="stop after so many taken batches")
+    add("--rows", metavar="ROWS", help="a row, if not a sample: tokens, nodes, or MODULE:NAME")
+    add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
+
+
 def load(target: str) -> Any:
     """Import the object that ``MODULE:NAME`` names."""
     module_name, colon, name = target.partition(":")

@@ -146,6 +146,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHORTEST else f"{text[: _SHORTEST - 1]}…"
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is, in one line of any length."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def plain(text: str) -> str:
     """Return a text, perhaps from an untrusted recording, without control characters."""
     return escape(visible(text))

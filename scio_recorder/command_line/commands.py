@@ -27,6 +27,8 @@ from scio_recorder.command_line.command_arguments import (
     FailureError,
     Parser,
     UsageError,
+    add_flow,
+    add_run,
     current_folder_on_path,
     dtype_of,
     load,
@@ -42,6 +44,7 @@ from scio_recorder.command_line.command_output import (
     WIDTH,
     layer_table,
     plain,
+    print_line,
     spoken,
     warnings_spoken,
 )
@@ -122,19 +125,15 @@ def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_collect(_command(commands, collect))
     for run in (status, inspect, verify, report):
         command = _command(commands, run)
-        command.add_argument(
-            "path", metavar="PATH", help="the recording: a folder, or a URL such as s3://bucket/run"
-        )
+        what = "the recording: a folder, or a URL such as s3://bucket/run"
+        command.add_argument("path", metavar="PATH", help=what)
     command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
     command.add_argument("--title", help="its heading; by default the type of the net")
     add_compare(_command(commands, compare))
     command = _command(commands, demo)
-    command.add_argument(
-        "--seed", type=whole_from(0), default=0, help="decides everything random (0)"
-    )
-    command.add_argument(
-        "--epochs", type=whole_from(1), default=15, help="length of the training (15)"
-    )
+    add = command.add_argument
+    add("--seed", type=whole_from(0), default=0, help="decides everything random (0)")
+    add("--epochs", type=whole_from(1), default=15, help="length of the training (15)")
     parser.commands = commands.choices
     for one in (parser, *commands.choices.values()):
         one.words = words
@@ -160,72 +159,30 @@ def _command(commands: Any, run: Callable[..., int | None]) -> argparse.Argument
 def _add_net(command: argparse.ArgumentParser) -> None:
     command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
     given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--input-size",
-        type=size,
-        action="append",
-        metavar="N,C,...",
-        help="shape of an input, batch first, such as 1,3,32,32; once for each input",
-    )
-    given.add_argument(
-        "--input-data",
-        metavar="MODULE:NAME",
-        help="the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it",
-    )
-    command.add_argument(
-        "--dtype",
-        type=dtype_of,
-        action="append",
-        help="dtype of the inputs of --input-size, such as int64; once for all or once for each",
-    )
-    command.add_argument(
-        "--allow-dynamic-flow",
-        action="store_true",
-        help="label a net although its control flow depends on the data",
-    )
+    what = "shape of an input, batch first, such as 1,3,32,32; once for each input"
+    given.add_argument("--input-size", type=size, action="append", metavar="N,C,...", help=what)
+    what = "the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it"
+    given.add_argument("--input-data", metavar="MODULE:NAME", help=what)
+    what = "dtype of the inputs of --input-size, such as int64; once for all or once for each"
+    command.add_argument("--dtype", type=dtype_of, action="append", help=what)
+    add_flow(command)
 
 
 def _add_collect(command: argparse.ArgumentParser) -> None:
     _add_net(command)
+    add_run(command)
     add, number = command.add_argument, whole_from(1)
-    add(
-        "--data",
-        metavar="MODULE:NAME",
-        required=True,
-        help="the batches: an iterable such as a DataLoader, or a function that makes one",
-    )
-    add(
-        "--parts",
-        type=number,
-        metavar="N",
-        help="fill the folder together with others that run this command; --data is then a "
-        "function of the part, from 0 to N - 1",
-    )
-    add(
-        "--layers",
-        nargs="+",
-        required=True,
-        metavar="LAYER",
-        help="labels such as 1-3, qualified names, or globs over names such as 'layer4.*'",
-    )
-    add(
-        "--rows",
-        metavar="ROWS",
-        help="a row, if not a sample: tokens, nodes, or MODULE:NAME of Tokens(...) or Nodes(...)",
-    )
-    add(
-        "--out",
-        "--store",
-        dest="out",
-        required=True,
-        metavar="PATH",
-        help="the folder to write, or a place in a bucket such as s3://bucket/run",
-    )
+    what = "the batches: an iterable such as a DataLoader, or a function that makes one"
+    add("--data", metavar="MODULE:NAME", required=True, help=what)
+    what = "fill the folder together with others that run this command; --data is then a function "
+    add("--parts", type=number, metavar="N", help=f"{what}of the part, from 0 to N - 1")
+    what = "labels such as 1-3, qualified names, or globs over names such as 'layer4.*'"
+    add("--layers", nargs="+", required=True, metavar="LAYER", help=what)
+    what = "the folder to write, or a place in a bucket such as s3://bucket/run"
+    add("--out", "--store", dest="out", required=True, metavar="PATH", help=what)
     add("--every", type=number, metavar="N", default=1, help="take every n-th batch (1)")
-    add("--max-batches", type=number, metavar="N", help="stop after this number of taken batches")
     add("--keep-dtype", type=dtype_of, metavar="DTYPE", help="kept dtype, such as bfloat16")
     add("--resume", action="store_true", help="continue an interrupted recording")
-    add("--train", action="store_true", help="leave the net in its mode; by default it is eval")
 
 
 def summary(parsed: argparse.Namespace, console: Console) -> None:
@@ -312,7 +269,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
         rate = found.samples_per_second
         text += f"{rate:,.0f} samples/s, " if rate or not held else "rate and "
         text += "time left unknown" if left is None else f"{timedelta(seconds=round(left))} left"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, text)
     if found.holders:
         console.print(table)
 
@@ -358,7 +315,7 @@ def verify(parsed: argparse.Namespace, console: Console) -> None:
     num_bytes = sum(one.num_bytes for one in reports)
     state = "complete" if reader.complete else "interrupted: collect --resume goes on"
     text = f"{counted(len(reports), 'file')}, {decimal(num_bytes)}: all checksums match; {state}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_line(console, text)
 
 
 def report(parsed: argparse.Namespace, console: Console) -> None:
@@ -372,7 +329,7 @@ def report(parsed: argparse.Namespace, console: Console) -> None:
     # Beside the folder, which holds only the recording; for a bucket, in the current folder.
     beside = os.path.basename(path.rstrip("/")) if is_url(path) else os.path.normpath(path)
     page = open_recording(path).report(parsed.output or f"{beside}.html", title=parsed.title)
-    console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"wrote {page}")
 
 
 def _title(recording: Any) -> str:

@@ -16,13 +16,15 @@ from scio_recorder.command_line import DIFFERENT, WRONG_USE
 from scio_recorder.command_line.command_arguments import (
     FailureError,
     UsageError,
+    add_flow,
+    add_run,
     made,
     net_of,
     recording_at,
     rows_of,
     said,
-    whole_from,
 )
+from scio_recorder.command_line.command_output import print_line
 from scio_recorder.errors import RecorderError
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
@@ -41,41 +43,17 @@ def add_compare(command: argparse.ArgumentParser) -> None:
     add("reference", metavar="REFERENCE", help=what)
     add("candidate", metavar="CANDIDATE", help=what)
     add("--floor", metavar="RUN", help="a third run, whose differences from REFERENCE are noise")
-    add(
-        "--data",
-        metavar="MODULE:NAME",
-        help="the batches, if nets run: an iterable, or a function that makes one",
-    )
-    add(
-        "--layers",
-        nargs="+",
-        metavar="LAYER",
-        help="the layers to compare, if REFERENCE is a net, as for collect; by default all",
-    )
-    add(
-        "--match",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=NAME",
-        help="names or globs of the reference and their names in the candidate",
-    )
+    what = "the batches, if nets run: an iterable, or a function that makes one"
+    add("--data", metavar="MODULE:NAME", help=what)
+    what = "the layers to compare, if REFERENCE is a net, as for collect; by default all"
+    add("--layers", nargs="+", metavar="LAYER", help=what)
+    what = "names or globs of the reference and their names in the candidate"
+    add("--match", nargs="+", action="extend", default=[], metavar="NAME=NAME", help=what)
     add("--rtol", type=_tolerance, default=0.0, help="relative tolerance (0: bit for bit)")
     add("--atol", type=_tolerance, default=0.0, help="absolute tolerance (0: bit for bit)")
-    add("--rows", metavar="ROWS", help="what a row is, if nets run, as for collect")
-    add(
-        "--max-batches",
-        type=whole_from(1),
-        metavar="N",
-        help="stop after this number of batches",
-    )
     add("--report", metavar="FILE", help="write a page that shows the differences")
-    add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
-    add(
-        "--allow-dynamic-flow",
-        action="store_true",
-        help="label nets although their control flow depends on the data",
-    )
+    add_run(command)
+    add_flow(command)
 
 
 def _tolerance(text: str) -> float:
@@ -126,9 +104,9 @@ def compare(parsed: argparse.Namespace, console: Console) -> int:
     if console.is_terminal:
         console.print(difference)
     else:
-        console.print(str(difference), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, str(difference))
     if page is not None:
-        console.print(f"wrote {page}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"wrote {page}")
     return 0 if difference.first is None else DIFFERENT
 
 

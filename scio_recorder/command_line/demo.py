@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from scio_recorder.analysis.scores import mahalanobis
+from scio_recorder.command_line.command_output import print_line
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import needing
 from scio_recorder.postprocessors import Clip
@@ -99,14 +100,12 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     negative = (seen["embed"] < 0).double().mean().item()
     layers = [rnet.architecture[label] for label in seen]
     labels = ", ".join(f"{layer.name} ({layer.label})" for layer in layers)
-    console.print(
+    print_line(
+        console,
         f"Trained on {len(digits.train.labels)} images of the digits 0 to {KNOWN - 1}. "
-        f"Accuracy: {right:.1%} of the test images.\n"
-    )
-    console.print(str(rnet), markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"\nRecorded: {labels}. An in-place ReLU overwrites what embed returns; "
-        f"{negative:.0%} of the recorded values are negative, as embed returned them.\n"
+        f"Accuracy: {right:.1%} of the test images.\n\n{rnet}\n\n"
+        f"Recorded: {labels}. An in-place ReLU overwrites what embed returns; "
+        f"{negative:.0%} of the recorded values are negative, as embed returned them.\n",
     )
     results = detect(rnet, digits)
     console.print(_table(results, len(digits.test.labels), len(digits.unknown.labels)))
