@@ -11,6 +11,7 @@ from types import ModuleType
 
 # Former name of a module -> its present name, both inside the package.
 MOVED = {
+    "stores.base": "stores.store",
     "stores.disk_format.row_reader": "stores.disk_format.reader",
     "stores.joined": "stores.disk_format.reader",
     "stores.column": "stores.buffers",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 from moto.server import ThreadedMotoServer
 
-from scio_recorder.stores.disk_format import requests
+from scio_recorder.stores.disk_format import bucket
 
 # What can happen to a request, besides nothing, which is "", and that it is "denied".
 FAULTS = (
@@ -32,11 +32,7 @@ FAULTS = (
     "late",  # it arrives later
     "twice",  # it arrives twice, and the second answer is the one that is seen
     "halved",  # half of the answer is seen
-    "repeated",  # the answer is seen twice
     "silent",  # it does not arrive, and there is no answer as long as anybody waits
-    # The answer is that to an earlier request: if it reads an object, to the first one that did; if
-    # it puts one, to the put before by the same client, and the put does not arrive.
-    "crossed",
 )
 
 
@@ -58,12 +54,6 @@ class Traffic:
     requests: list[Request] = field(default_factory=list)
     number: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # The first answer to a request that reads an object.
-    earlier: Any = None
-    # Of many clients, requests on one connection come from the same one. One alone can use several.
-    has_one_client: bool = False
-    # The answers to puts.
-    puts: list[Any] = field(default_factory=list)
     # One at a time writes or lists.
     writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -75,8 +65,7 @@ class Traffic:
 
     def clear(self) -> None:
         with self.lock:
-            self.requests, self.number, self.earlier, self.puts = [], 0, None, []
-            self.has_one_client = False
+            self.requests, self.number = [], 0
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -88,11 +77,6 @@ class Proxy(BaseHTTPRequestHandler):
     wbufsize = -1
     traffic: Traffic
     port: int
-
-    def setup(self) -> None:
-        super().setup()
-        # The answers to puts on this connection.
-        self.puts: list[Any] = []
 
     def handle_one_request(self) -> None:
         with suppress(ConnectionError):
@@ -116,26 +100,15 @@ class Proxy(BaseHTTPRequestHandler):
             return
         if fate == "late":
             time.sleep(0.3)
-        puts = self.traffic.puts if self.traffic.has_one_client else self.puts
-        if fate == "crossed" and self.command == "PUT" and puts:
-            status, headers, answer = puts[-1]
-        else:
-            for _ in range(2 if fate == "twice" else 1):
-                status, headers, answer = self._forward(body)
+        for _ in range(2 if fate == "twice" else 1):
+            status, headers, answer = self._forward(body)
         self._log(len(body), len(answer))
-        if self.command == "PUT" and status == 200:
-            puts.append((status, headers, answer))
-        if self.command == "GET" and "?" not in self.path and status in (200, 206):
-            self.traffic.earlier = self.traffic.earlier or (status, headers, answer)
-            if fate == "crossed":
-                status, headers, answer = self.traffic.earlier
         if fate == "unanswered":
             self._cut()
         elif fate == "halved":
             self._answer(status, headers, answer, cut_at=len(answer) // 2)
         else:
-            for _ in range(2 if fate == "repeated" else 1):
-                self._answer(status, headers, answer)
+            self._answer(status, headers, answer)
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _handle  # noqa: N815 - as the base wants it
 
@@ -214,8 +187,8 @@ def impatient_store() -> Iterator[tuple[str, Traffic]]:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment(url).items():
                 patch.setenv(name, value)
-            patch.setattr(requests, "_FIRST_PAUSE", 0.001)
-            patch.setattr(requests, "_SECONDS", 1)
+            patch.setattr(bucket, "_FIRST_PAUSE", 0.001)
+            patch.setattr(bucket, "_SECONDS", 1)
             yield url, traffic
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.description import (
@@ -47,6 +46,7 @@ from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.kept_inputs import KeptCalls
+from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import Place
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.base import Held
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
 from scio_recorder.stores.kept_inputs import Calls
+from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 from scio_recorder.tensors.threads import for_each

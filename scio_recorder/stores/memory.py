@@ -12,7 +12,6 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, TensorSpec
-from scio_recorder.stores.base import Held, Job, State, Store, StoreWriter
 from scio_recorder.stores.buffers import (
     Column,
     DeviceBuffer,
@@ -22,6 +21,7 @@ from scio_recorder.stores.buffers import (
 )
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.room import Plan, make_plan
+from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 
 # The number of batches to make room for at first, if their number is not known.
 _GUESSED_BATCHES = 8

@@ -218,14 +218,15 @@ def test_workers_killed_at_random_moments():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loading_in_processes_that_are_forked(place, rnet, workers):
+def test_loading_in_processes(place, rnet, workers):
     recording = rnet.collect(DATA, store=Disk(f"s3://{place}", chunk_bytes=1), progress=False)
     loader = DataLoader(
         recording.loader("0", batch_size=2, shuffle=True),
         batch_size=None,
         num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
+        multiprocessing_context="spawn" if workers else None,
         timeout=600 if workers else 0,
     )
     rows = torch.cat(list(loader))

@@ -22,7 +22,7 @@ import torch
 from scio_recorder import RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import requests, system
+from scio_recorder.stores.disk_format import bucket, system
 from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.workers import leases
 from scio_recorder.workers.leases import STALE_AFTER
@@ -112,9 +112,9 @@ def serve(dice: random.Random) -> int:
     child = forked(work)
     os.environ.update(environment(os.read(ours, 100).decode()))
     hasten_leases()
-    requests._FIRST_PAUSE /= 50
+    bucket._FIRST_PAUSE /= 50
     # As long as a lease: whoever meets silence loses what it holds.
-    requests._SECONDS = 1
+    bucket._SECONDS = 1
     return child
 
 

@@ -7,29 +7,30 @@ the answer can be lost, and a request can arrive twice. Then the put has acted, 
 a failure, or an existing object, as if another writer had been first. So each put carries a unique
 text, which the object keeps beside its content: a writer that finds its own text there was first.
 
-If something between here and the store answers twice, the second answer can be taken for that to
-the next request. The text ends with the object's name, so a reader that finds another name asks
-again. The answer to a put has nothing but the object's tag: a writer that has met the tag before
-looks whether its own text is there.
-
 An object exists as a whole or not at all, and is durable when it exists. There are no locks: only
 the put keeps two writers apart.
+
+Errors say why a request was refused, and reveal no secret: credentials come from the environment,
+and only parts of a store's answer that can't hold them are quoted.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import random
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scio_recorder.errors import RecordingError
+from scio_recorder.errors import RecordingError, needing
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
-from scio_recorder.stores.disk_format.requests import NUM_REQUESTS, PassingError, Requests, was_met
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -43,7 +44,33 @@ _MAX_BYTES = 5_000_000_000
 _PUT_BY = "scioput"
 # The number of names that one request lists.
 _PAGE = 1000
-_TO_ANOTHER = "the answer is to another request"
+# The first pause in seconds, and each is twice the one before: six seconds in all.
+_FIRST_PAUSE, _TRIES = 0.1, 7
+# The time limit of a small request in seconds, and the bytes for which a large one has one second
+# more.
+_SECONDS, _BYTES_A_SECOND = 15, 1 << 20
+# The most requests at once in this process: each holds the bytes that it reads in memory.
+_NUM_REQUESTS = 16
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<\n]{1,200})")
+# Secrets that a URL can hold: a password before an @, a signature after a question mark.
+_CONFIDENTIAL = re.compile(r"(?<=//)[^/\s@]*@|\?[^\s)]*")
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
+_SECRET = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|SECRET|TOKEN|PASSWORD|CREDENTIALS|SIGNATURE)")
+# Answers after which another try may succeed.
+_PASSING = {"408", "409", "425", "429"}
+_PASSING_CODES = {"RequestTimeout", "OperationAborted"}
+# The address where machines in a cloud ask for credentials if the environment has none.
+_ASKED_FOR_CREDENTIALS = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal")
+# In a process that was forked from one that made requests, their threads don't exist.
+_user: int | None = None
+_slots = threading.BoundedSemaphore(_NUM_REQUESTS)
+
+
+class PassingError(Exception):
+    """An answer after which another try may succeed."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -73,7 +100,7 @@ class Bucket(Medium):
 
     # Beside its fixed time, a request takes as long as reading this many bytes.
     span_bytes = 16 << 20
-    num_readers = NUM_REQUESTS
+    num_readers = _NUM_REQUESTS
 
     def __init__(self, url: str) -> None:
         scheme, _, place = url.partition("://")
@@ -86,8 +113,9 @@ class Bucket(Medium):
             )
         self.path = "/".join((f"{scheme}://{bucket}", *folders))
         self._folder = "".join(f"{folder}/" for folder in folders)
-        self._requests = Requests(f"{scheme}://{bucket}")
+        self._url = f"{scheme}://{bucket}"
         self._process: int | None = os.getpid()
+        _library(self._url)
 
     def close(self) -> None:
         """End all use."""
@@ -99,40 +127,63 @@ class Bucket(Medium):
         return self._process == os.getpid()
 
     def make(
-        self, name: str, request: Callable[[ModuleType, ObjectStore, str], _T], num_bytes: int = 0
+        self, name: str, request: Callable[[Any, ObjectStore, str], _T], num_bytes: int = 0
     ) -> _T:
-        """Make a request about an object; see `Requests.make`."""
+        """Make a request about an object until it is answered, and return the answer.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        request : callable
+            ``obstore, store, path -> answer``. It can act more than once: even a failed one may
+            have acted.
+        num_bytes : int, default 0
+            The number of sent or received bytes, which extend the time limit.
+
+        Raises
+        ------
+        FileNotFoundError, FileExistsError, PermissionError
+            The answer says so.
+        OSError
+            There is another answer, or none after several tries.
+        """
         if self._process is None:
             raise RecordingError(f"{self.path} has been closed; open it again")
-        path = self._folder + name
-        return self._requests.make(lambda library, store: request(library, store, path), num_bytes)
+        library, client = _library(self._url), _client_for(self._url, num_bytes)
+        for attempt in range(_TRIES):
+            if attempt:
+                # Randomly, so that many clients don't all come back at once.
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+            try:
+                with _slots:
+                    return request(library, client, self._folder + name)
+            except Exception as error:
+                problem, is_passing = _understood(error)
+            if not is_passing:
+                break
+        # Outside of the block, so that the error does not show the answer itself.
+        raise problem
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin so, sorted."""
-        found: list[str] = []
-        pages: Iterator[Any] | None = None
+        found: set[str] = set()
         last = self._folder + prefix
 
-        def next_page(library: ModuleType, store: ObjectStore, folder: str) -> Any:
-            nonlocal pages
-            if pages is None:
-                # Names come in order, on request from the middle of the list on.
-                begin = {"offset": last} if last else {}
-                pages = iter(library.list(store, folder or None, chunk_size=_PAGE, **begin))
-            try:
-                return next(pages, ())
-            except BaseException:
-                # The rest is requested again.
-                pages = None
-                raise
+        def note(library: Any, store: ObjectStore, folder: str) -> None:
+            nonlocal last
+            # Names come in order, on request from the middle of the list on.
+            begin = {"offset": last} if last else {}
+            for page in library.list(store, folder or None, chunk_size=_PAGE, **begin):
+                names = [one["path"][len(folder) :] for one in page]
+                found.update(name.partition("/")[0] for name in names if name.startswith(prefix))
+                if not names[-1].startswith(prefix):
+                    break
+                # If the next page fails, it is requested again.
+                last = page[-1]["path"]
 
-        while page := self.make("", next_page):
-            last = page[-1]["path"]
-            names = [one["path"][len(self._folder) :] for one in page]
-            found += [name.partition("/")[0] for name in names if name.startswith(prefix)]
-            if not names[-1].startswith(prefix):
-                break
-        return sorted(set(found))
+        self.make("", note)
+        return sorted(found)
 
     @contextmanager
     def open(self, name: str, stamp: object = None) -> Iterator[Object]:
@@ -180,21 +231,14 @@ class Bucket(Medium):
                 "a smaller chunk_bytes"
             )
 
-        def put(library: ModuleType, store: ObjectStore, path: str) -> None:
+        def put(library: Any, store: ObjectStore, path: str) -> None:
             content: Any = iter(pieces) if pieces else b""
             try:
-                answer = library.put(
-                    store, path, content, mode="create", attributes={_PUT_BY: ours}
-                )
+                library.put(store, path, content, mode="create", attributes={_PUT_BY: ours})
             except Exception as error:
                 is_there = type(error).__name__ == "AlreadyExistsError"
-                if not is_there or _put_by(library, store, path, name) != ours:
+                if not is_there or _put_by(library, store, path) != ours:
                     raise
-            else:
-                # A store that keeps no texts has nothing to compare.
-                is_known = was_met(answer["e_tag"])
-                if is_known and _put_by(library, store, path, name) not in (None, ours):
-                    raise PassingError(_TO_ANOTHER)
 
         try:
             self.make(name, put, num_bytes)
@@ -203,21 +247,14 @@ class Bucket(Medium):
             raise FileExistsError(error.errno, f"{name} {problem}") from None
 
 
-def _put_by(library: ModuleType, store: ObjectStore, path: str, name: str) -> str | None:
+def _put_by(library: Any, store: ObjectStore, path: str) -> str | None:
     """Return the text of the put that made an object; see the NOTE."""
     try:
         answer = library.get(store, path, options={"head": True})
     except FileNotFoundError:
         # Two simultaneous puts can hinder each other.
         raise PassingError("an object that is there already is not there") from None
-    return _text(answer, name)
-
-
-def _text(answer: Any, name: str) -> str | None:
-    """Return the text that an object keeps, if the answer is about the object of the name."""
     found: str | None = answer.attributes.get(_PUT_BY)
-    if found is not None and found.partition(" ")[2] not in ("", name):
-        raise PassingError(_TO_ANOTHER)
     return found
 
 
@@ -277,15 +314,92 @@ class Object:
         tag = None if self._stamp is None else self.stamp[1]
         wanted = {**options, **({} if tag is None else {"if_match": tag})}
 
-        def get(library: ModuleType, store: ObjectStore, path: str) -> Any:
+        def get(library: Any, store: ObjectStore, path: str) -> Any:
             answer = library.get(store, path, options=wanted)
-            _text(answer, self._name)
             return answer.meta, b"" if "head" in options else answer.bytes()
 
         meta, data = self._bucket.make(self._name, get, num_bytes)
-        was_met(meta["e_tag"])
         stamp = meta["size"], meta["e_tag"]
         if self._stamp not in (None, stamp):
             raise RecordingError(f"{self.path} was replaced since it was opened")
         self._stamp = stamp
         return data
+
+
+def _understood(error: Exception) -> tuple[OSError, bool]:
+    """Return an error that explains an answer, and whether another try may succeed."""
+    kind, text = type(error).__name__, str(error)
+    said = _in_words(text)
+    if "NoSuchBucket" in text or "ContainerNotFound" in text:
+        return OSError(errno.ENXIO, f"there is no such bucket ({said})"), False
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
+        return FileNotFoundError(errno.ENOENT, "there is no such object"), False
+    if isinstance(error, FileExistsError) or kind == "AlreadyExistsError":
+        return FileExistsError(errno.EEXIST, "the object exists already"), False
+    if kind == "PreconditionError":
+        return OSError(errno.ESTALE, "was replaced since it was opened"), False
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        problem = f"no permission ({said}); credentials are taken from the environment"
+        return PermissionError(errno.EACCES, problem), False
+    if _ASKED_FOR_CREDENTIALS.search(text):
+        problem = "there are no credentials in the environment, such as AWS_ACCESS_KEY_ID"
+        return PermissionError(errno.EACCES, problem), False
+    if kind not in ("GenericError", "JoinError", PassingError.__name__):
+        return OSError(errno.EINVAL, f"{kind}: {said}"), False
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status is not None and status[1] == "416":
+        return OSError(errno.ENODATA, "it ends before the requested bytes"), False
+    is_refused = status is not None and status[1].startswith("4") and status[1] not in _PASSING
+    if is_refused and not (code is not None and code[1] in _PASSING_CODES):
+        return OSError(errno.EIO, f"the store refuses the request ({said})"), False
+    return OSError(errno.EIO, f"{_TRIES} requests have failed, the last with: {said}"), True
+
+
+def _in_words(text: str) -> str:
+    """Return the message of an answer without secrets."""
+    found = [pattern.search(text) for pattern in (_STATUS, _CODE, _MESSAGE)]
+    words = [match[1] for match in found if match is not None]
+    said = _CONFIDENTIAL.sub("", ": ".join(words) or text.partition("\n")[0])
+    for name, value in os.environ.items():
+        if len(value) > 3 and _SECRET.fullmatch(name):
+            said = said.replace(value, "***")
+    return said[:300]
+
+
+def _library(url: str) -> Any:
+    """Return obstore, unless its threads were left behind by a fork."""
+    global _user
+    _user = _user or os.getpid()
+    if _user != os.getpid():
+        raise RecordingError(
+            f"{url}: a process that was forked from one that uses buckets can't use them, since it "
+            'lacks the threads: start processes by "spawn" or "forkserver", as in '
+            'DataLoader(..., multiprocessing_context="spawn")'
+        )
+    with needing("cloud", f"a recording on {url}"):
+        return importlib.import_module("obstore")
+
+
+def _client_for(url: str, num_bytes: int) -> ObjectStore:
+    # Rounded up, so that there are few different limits.
+    more = num_bytes // _BYTES_A_SECOND
+    seconds = 1 << (2 * _SECONDS + more).bit_length() if more else _SECONDS
+    # The environment may change: by tests, or by users with new credentials.
+    environment = (item for item in os.environ.items() if item[0].startswith(_SETTINGS))
+    try:
+        return _client(url, seconds, frozenset(environment))
+    except Exception as error:
+        # The environment's settings did not even allow a request.
+        raise OSError(errno.EINVAL, _in_words(str(error))) from None
+
+
+@cache
+def _client(url: str, seconds: int, environment: frozenset[tuple[str, str]]) -> ObjectStore:
+    store: Any = importlib.import_module("obstore.store")
+    options: dict[str, Any] = {"timeout": f"{seconds}s", "connect_timeout": "5s"}
+    if any("ENDPOINT" in name and value.startswith("http://") for name, value in environment):
+        options["allow_http"] = True
+    # Only one place repeats requests, since it knows which may have acted.
+    no_retries = {"max_retries": 0}
+    found: ObjectStore = store.from_url(url, client_options=options, retry_config=no_retries)
+    return found
