@@ -77,6 +77,10 @@ class AroundPlain(Around):
             return self.run_copy(called, args, kwargs)
         return self.run(args, kwargs)
 
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """Call the module as it would be called without this."""
+        return (self.inner or self._plain)(*args, **kwargs)
+
     def run(self, args: Any, kwargs: Any) -> Any:
         """Stand for a call of the module."""
         raise NotImplementedError

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
@@ -146,14 +147,14 @@ class _AroundLayer(AroundPlain):
 
     def __init__(self, module: nn.Module, block: SavedTensors) -> None:
         super().__init__(module)
-        self._block = block
+        self._hooks = partial(block.hooks, module)
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        with self._block.hooks(self._module):
-            return (self.inner or self._plain)(*args, **kwargs)
+        with self._hooks():
+            return self.call(args, kwargs)
 
     def run_traced(self, args: Any, kwargs: Any) -> Any:
-        return (self.inner or self._plain)(*args, **kwargs)
+        return self.call(args, kwargs)
 
 
 class _Packer:
