@@ -24,8 +24,8 @@ from scio_recorder.errors import (
 from scio_recorder.former_names import find_former_names
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.alikeness.similarity import similarity
     from scio_recorder.analysis.comparing.compare import compare
+    from scio_recorder.analysis.similarity import similarity
     from scio_recorder.events import Tracker, track
     from scio_recorder.layer import DepthIdx, Layer
     from scio_recorder.nets.architecture import Architecture
@@ -83,7 +83,7 @@ _HOMES = {
     "Tracker": "events",
     "compare": "analysis.comparing.compare",
     "open_recording": "recording",
-    "similarity": "analysis.alikeness.similarity",
+    "similarity": "analysis.similarity",
     "track": "events",
 }
 _ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")

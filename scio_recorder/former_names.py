@@ -14,6 +14,8 @@ MOVED = {
     "stores.base": "stores.store",
     "stores.disk_format.row_reader": "stores.disk_format.reader",
     "stores.joined": "stores.disk_format.reader",
+    "analysis.alikeness": "analysis",
+    "analysis.alikeness.similarity": "analysis.similarity",
     "stores.column": "stores.buffers",
     "stores.disk_format.progress": "workers.holders",
     "integrations.statistics": "recording.statistics",

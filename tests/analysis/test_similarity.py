@@ -22,8 +22,8 @@ from scio_recorder import (
     open_recording,
     similarity,
 )
-from scio_recorder.analysis.alikeness import cka
-from scio_recorder.analysis.alikeness.similarity import Similarity
+from scio_recorder.analysis import similarity as room
+from scio_recorder.analysis.similarity import Similarity
 from scio_recorder.reductions import Mean
 
 SAMPLES = torch.Generator().manual_seed(0)
@@ -88,11 +88,11 @@ FORMS = {"rows": True, "features": False}
 def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms of the norm, in one block and in many of uneven sizes."""
     form, size = request.param
-    monkeypatch.setattr(cka, "_is_cheaper_by_rows", lambda *sides: FORMS[form])
+    monkeypatch.setattr(room, "_is_cheaper_by_rows", lambda *sides: FORMS[form])
     if size == "parts":
-        monkeypatch.setattr(cka, "_SUMS", 17**2 * 9)
-        monkeypatch.setattr(cka, "_FACTORS", 500)
-        monkeypatch.setattr(cka, "_READ_BYTES", 1300)
+        monkeypatch.setattr(room, "_SUMS", 17**2 * 9)
+        monkeypatch.setattr(room, "_FACTORS", 500)
+        monkeypatch.setattr(room, "_READ_BYTES", 1300)
 
 
 @pytest.mark.usefixtures("every_way")
@@ -227,10 +227,10 @@ def tensors(values: Any) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_matrix_is_there_as_a_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cka, "_is_cheaper_by_rows", lambda *sides: FORMS[form])
-    monkeypatch.setattr(cka, "_SUMS", 1 << 14)
-    monkeypatch.setattr(cka, "_FACTORS", 1 << 13)
-    monkeypatch.setattr(cka, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(room, "_is_cheaper_by_rows", lambda *sides: FORMS[form])
+    monkeypatch.setattr(room, "_SUMS", 1 << 14)
+    monkeypatch.setattr(room, "_FACTORS", 1 << 13)
+    monkeypatch.setattr(room, "_READ_BYTES", 1 << 14)
     wide = recorded(nn.Identity(), torch.randn(700, 600, generator=SAMPLES))
     other = recorded(nn.Identity(), torch.randn(700, 500, generator=SAMPLES))
     wanted = expected(wide, other)
@@ -243,9 +243,9 @@ def test_no_matrix_is_there_as_a_whole(form: str, monkeypatch: pytest.MonkeyPatc
 def test_the_cheaper_form_is_chosen(first: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
     for name in ("_by_rows", "_by_features"):
-        form = getattr(cka, name)
+        form = getattr(room, name)
         monkeypatch.setattr(
-            cka, name, lambda *sides, form=form, name=name: chosen.append(name) or form(*sides)
+            room, name, lambda *sides, form=form, name=name: chosen.append(name) or form(*sides)
         )
     similarity(first, first)  # 90 rows, and up to 64 features in each of six layers
     similarity(*[recorded(nn.Identity(), IMAGES[:5])] * 2)

@@ -1,1 +1,0 @@
-"""The similarity of the layers of two recordings."""

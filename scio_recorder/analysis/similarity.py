@@ -1,0 +1,484 @@
+"""How alike the layers of two recordings are: linear centred kernel alignment (CKA).
+
+NOTE [Two forms of one number]
+
+With the rows of two layers as matrices X [rows, p] and Y [rows, q] whose columns are centred,
+linear CKA is |XᵀY|² / (|XᵀX| |YᵀY|), in Frobenius norms (Kornblith et al., "Similarity of neural
+network representations revisited", ICML 2019). The same norms are inner products of the matrices of
+inner products of rows: |XᵀY|² = <XXᵀ, YYᵀ>. The first form costs rows · p · q for each pair of
+layers, the second rows² · p for each layer and rows² for each pair. Both are sums over blocks, of
+features in the first form and of rows in the second, so no such matrix is ever built as a whole.
+
+The cheaper form is chosen once for all layers. A choice for each pair could not save much: a
+layer that has more features than there are rows needs the second form for its own norm, and once
+that is paid for, pairs with other layers are cheaper in it too.
+
+Columns are centred before anything is multiplied, although that takes a separate reading.
+Subtracting products of means afterwards would lose as many digits as the mean exceeds the spread
+by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from scio_recorder.display.figure import Matrix, draw_matrix, matrix_html
+from scio_recorder.display.outline import Listed, Listing, full_name
+from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import ArgumentError, ComparisonError, needing
+from scio_recorder.layer import DepthIdx, Layer, counted, label_of
+from scio_recorder.recording import Recording
+from scio_recorder.recording.loader import rows_of
+from scio_recorder.reductions.base import undisturbed
+from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_NAMES = ("recording_a", "recording_b")
+# The number of ids that a message names.
+_FEW = 5
+# The number of sums of products at a time, and of numbers of each factor, in float64.
+_SUMS, _FACTORS = 1 << 25, 1 << 24
+# Bytes that are read at once if values must be copied to be contiguous.
+_READ_BYTES = 1 << 26
+_Pairs: TypeAlias = Sequence[tuple[int, int]]
+
+
+def similarity(
+    recording_a: Recording, recording_b: Recording, *, layers: object = None
+) -> Similarity:
+    """Return the linear CKA of each layer of a recording with each layer of another one.
+
+    Centred kernel alignment is 1 if the rows of two layers are alike up to a rotation, a shift
+    and one scale for all features. It is 0 if no feature of one is correlated with a feature of
+    the other. Layers may have any shapes and dtypes; all dimensions but the first are features.
+    CKA is computed in float64, part by part, so recordings on disk may be larger than memory.
+
+    Parameters
+    ----------
+    recording_a, recording_b : Recording
+        Two recordings of the same samples, which are paired by id, in any order. Rows of
+        ``collect(rows=...)`` are paired by the id of the sample and the position in it. One
+        recording given twice is read once.
+    layers : selector, or sequence of selectors, optional
+        The layers of both, as in ``record``. By default, all that were not reduced.
+
+    Returns
+    -------
+    Similarity
+        ``values`` is [layers of a, layers of b], in the order of the recordings.
+
+    Raises
+    ------
+    ComparisonError
+        The samples are not the same, there are fewer than two rows, or layers were reduced.
+    LayerNotFoundError
+        A selector matches no layer of a recording.
+
+    Notes
+    -----
+    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019.
+    With fewer rows than features, CKA is large whatever the layers do. Take several times as many
+    samples as the narrower layer has features before you call two layers alike.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scio_recorder import Recorder, similarity
+    >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.ReLU()), input_size=(1, 2))
+    >>> rnet.record("0", "1")
+    >>> recording = rnet.collect([torch.tensor([[-1.0, 2.0], [3.0, -4.0], [-5.0, -6.0]])])
+    >>> similarity(recording, recording).values
+    tensor([[1.0000, 0.7124],
+            [0.7124, 1.0000]], dtype=torch.float64)
+    """
+    for name, one in zip(_NAMES, (recording_a, recording_b), strict=True):
+        if not isinstance(one, Recording):
+            raise ComparisonError(
+                f"{name} is of type {type(one).__name__}, but similarity takes recordings: write "
+                "rnet.collect(batches) or open_recording(path)"
+            )
+    # A recording that is given twice is examined once.
+    recordings = [recording_a] if recording_a is recording_b else [recording_a, recording_b]
+    samples = [
+        _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
+    ]
+    if recording_a.num_rows < 2:
+        raise ComparisonError(
+            f"recording_a has {counted(recording_a.num_rows, 'row')}, but similarity needs at "
+            "least two"
+        )
+    orders = [None, *(_paired_rows(recording_a, one) for one in recordings[1:])]
+    device = _device([values for side in samples for values in side.values()])
+    with undisturbed(device.type):
+        sides = [_features(*given, device) for given in zip(samples, orders, strict=True)]
+        values = _values(sides[0], sides[-1]).cpu()
+    named = [
+        tuple(one.architecture[label] for label in side)
+        for one, side in zip(recordings, samples, strict=True)
+    ]
+    notes = [
+        f"{layer} of {name} {features.trouble}"
+        for layers_of_one, side, name in zip(named, sides, _NAMES, strict=False)
+        for layer, features in zip(layers_of_one, side, strict=True)
+        if features.trouble
+    ]
+    is_of_one = len(recordings) == 1
+    return Similarity(values, named[0], named[-1], recording_a.num_rows, tuple(notes), is_of_one)
+
+
+@dataclass(frozen=True, eq=False)
+class Similarity(Listed):
+    """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
+
+    For each layer of the first recording, ``print`` shows the layer of the second that is most
+    alike; with one recording, the most similar other layer. A notebook shows a heat map.
+
+    Attributes
+    ----------
+    values : Tensor
+        Linear CKA from 0 to 1, [layers of a, layers of b] in float64, on the CPU. NaN if a layer
+        is the same in all rows, or has NaNs or infinities.
+    layers_a : tuple of Layer
+        The layers of the rows of ``values``, in the order of the first recording.
+    layers_b : tuple of Layer
+        The layers of the columns, in the order of the second recording.
+    num_rows : int
+        The number of compared rows of the recordings: samples, tokens or nodes.
+    notes : tuple of str
+        Why some values are NaN.
+    is_of_one : bool
+        Whether one recording was given twice.
+    """
+
+    values: Tensor
+    layers_a: tuple[Layer, ...]
+    layers_b: tuple[Layer, ...]
+    num_rows: int
+    notes: tuple[str, ...] = ()
+    is_of_one: bool = False
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the values with the names of layers.
+
+        Returns
+        -------
+        pandas.DataFrame
+            [layers of a, layers of b], indexed by qualified names on both sides. The net itself
+            is "(root)", and later calls of a module have their number after the name.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, similarity
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten()), input_size=(1, 2))
+        >>> rnet.record("0")
+        >>> recording = rnet.collect([torch.eye(3, 2)])
+        >>> similarity(recording, recording).to_frame().loc["0", "0"].item()
+        1.0
+        """
+        with needing("frame", "a frame"):
+            import pandas as pd
+
+        names = ([full_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
+        rows, columns = (pd.Index(own, name=name) for own, name in zip(names, _NAMES, strict=True))
+        return pd.DataFrame(self.values.numpy(), rows, columns)
+
+    def plot(self) -> Figure:
+        """Draw a heat map with the names of layers on both axes, in the order in which they return.
+
+        The first layers are at the lower left, and the diagonal rises from there. A dot marks, for
+        each layer of the first recording, the one of the second that is most alike.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Made without pyplot, so it need not be closed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder, similarity
+        >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten()), input_size=(1, 2))
+        >>> rnet.record("*")
+        >>> recording = rnet.collect([torch.eye(3, 2)])
+        >>> similarity(recording, recording).plot().axes[0].get_title()
+        'Linear CKA of 2 x 2 layers over 3 rows'
+        """
+        return draw_matrix(self._matrix())
+
+    def __repr__(self) -> str:
+        return f"<{self._title()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a heat map for a notebook."""
+        return matrix_html(self._matrix())
+
+    def _title(self) -> str:
+        sides = f"{len(self.layers_a)} x {len(self.layers_b)} layers"
+        return f"Linear CKA of {sides} over {self.num_rows:,} rows"
+
+    def _matrix(self) -> Matrix:
+        return Matrix(
+            self._title(),
+            self.values.numpy(),
+            list(map(full_name, self.layers_a)),
+            list(map(full_name, self.layers_b)),
+            _NAMES,
+            self.notes,
+            self.is_of_one,
+        )
+
+    def _listing(self) -> Listing:
+        lines = []
+        for layer, row, peak in zip(self.layers_a, self.values, self._matrix().peaks, strict=True):
+            alike = ["", "", ""]
+            if peak is not None:
+                other = self.layers_b[peak]
+                alike = [str(other.label), full_name(other), f"{float(row[peak]):.4f}"]
+            lines.append([str(layer.label), full_name(layer), layer.type_name, *alike])
+        texts = ("Label", "Name", "Type", "Label", "Most alike")
+        return Listing(self._title(), texts, ("CKA",), lines, notes=self.notes)
+
+
+def _samples_of(recording: Recording, layers: object, name: str) -> dict[DepthIdx, Tensor]:
+    """Return the values of the layers to be compared."""
+    selectors: Sequence[object] = () if layers is None else (layers,)
+    if isinstance(layers, list | tuple) and label_of(layers) is None:
+        selectors = layers
+    try:
+        return rows_of(recording, selectors)
+    except ArgumentError as error:
+        raise ComparisonError(f"{name}: {error}") from error
+
+
+def _device(samples: Sequence[Tensor]) -> torch.device:
+    """Return the GPU that holds all values, if any; not every device has float64."""
+    found = {values.device for values in samples}
+    is_one = len(found) == 1 and next(iter(found)).type == "cuda"
+    return found.pop() if is_one else torch.device("cpu")
+
+
+def _features(
+    samples: Mapping[DepthIdx, Tensor], order: Tensor | None, device: torch.device
+) -> list[_Features]:
+    found = []
+    with progress_bar("reading layers", len(samples)) as advance:
+        for values in samples.values():
+            found.append(_Features(values, order, device))
+            advance(0, values.nbytes)
+    return found
+
+
+class _Features:
+    """The rows of a layer, centred and scaled, [rows, features] in float64, read part by part.
+
+    Parameters
+    ----------
+    samples : Tensor
+        The values of all rows, which may lie on disk.
+    order : Tensor or None
+        The index in ``samples`` of each row; None if they are in order.
+    device : torch.device
+        Where to compute.
+
+    Attributes
+    ----------
+    width : int
+        The number of features; a complex number counts as two.
+    trouble : str
+        Why no similarity can be computed; empty if one can.
+    """
+
+    def __init__(self, samples: Tensor, order: Tensor | None, device: torch.device) -> None:
+        self._samples = samples
+        self._order = order
+        self.device = device
+        self.num_rows = len(samples)
+        self.width = samples.shape[1:].numel() * (1 + samples.dtype.is_complex)
+        is_view = order is None and not isinstance(samples, DiskTensor)
+        most = _READ_BYTES // max(1, bytes_of_row(samples))
+        # The number of rows that may be opened at once.
+        self._at_once = self.num_rows if is_view else max(1, most)
+        low, high, self._mean = self._survey()
+        spread = float((high - low).amax()) if self.width else 0.0
+        self.trouble = "" if spread else "is the same in all rows"
+        if not math.isfinite(spread):
+            held = bool(low.isfinite().all() and high.isfinite().all())
+            self.trouble = "spreads beyond float64" if held else "has values that are not finite"
+        # The scale cancels out. It keeps fourth powers of large values from overflowing. The
+        # reciprocal of the smallest numbers would overflow itself.
+        self._scale = 1.0 if self.trouble else spread
+
+    def centred(self, rows: range, columns: slice = slice(None)) -> Tensor:
+        """Return some features of some rows, ready to be multiplied."""
+        values = [
+            self._opened(part)[:, columns].to(self.device, torch.float64)
+            for part in _parts(rows, self._at_once)
+        ]
+        return (torch.cat(values) - self._mean[columns]).div_(self._scale)
+
+    def _opened(self, rows: range) -> Tensor:
+        """Return the unscaled values of some rows, [rows, features]."""
+        chosen: slice | Tensor = slice(rows.start, rows.stop)
+        if self._order is not None:
+            chosen = self._order[chosen].to(self._samples.device)
+        found = self._samples[chosen].detach()
+        if found.is_complex():
+            found = torch.view_as_real(found.resolve_conj())
+        return found.reshape(len(found), self.width)
+
+    def _survey(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the smallest and the largest value and the mean of each feature."""
+        total = torch.zeros(self.width, dtype=torch.float64, device=self.device)
+        low, high = total + math.inf, total - math.inf
+        step = max(1, min(self._at_once, _FACTORS // max(1, self.width)))
+        for rows in _parts(range(self.num_rows), step):
+            values = self._opened(rows).to(self.device, torch.float64)
+            low, high = low.minimum(values.amin(0)), high.maximum(values.amax(0))
+            total += values.sum(0)
+        # Rounding must not give a constant feature a spread.
+        return low, high, torch.where(low == high, low, total / self.num_rows)
+
+
+def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
+    """Return linear CKA of each pair of layers; NaN where one has trouble."""
+    device = first[0].device
+    found = torch.full((len(first), len(second)), torch.nan, dtype=torch.float64, device=device)
+    own = [place for place, one in enumerate(first) if not one.trouble]
+    other = [place for place, one in enumerate(second) if not one.trouble]
+    if not (own and other):
+        return found
+    layers = [first[place] for place in own]
+    if first is not second:
+        layers += [second[place] for place in other]
+    pairs = [
+        (one, two)
+        for one, two in combinations_with_replacement(range(len(layers)), 2)
+        if one == two or first is second or one < len(own) <= two
+    ]
+    norms_of = _by_rows if _is_cheaper_by_rows(layers, pairs) else _by_features
+    norms = norms_of(layers, pairs).triu()
+    norms += norms.triu(1).T
+    squares = norms.diagonal().sqrt()
+    # Rounding may exceed the range a little.
+    values = (norms / (squares[:, None] * squares)).clamp_(max=1.0)
+    rows = torch.tensor(own, device=device)[:, None]
+    found[rows, torch.tensor(other, device=device)] = values[: len(own), -len(other) :]
+    return found
+
+
+def _is_cheaper_by_rows(layers: Sequence[_Features], pairs: _Pairs) -> bool:
+    num_rows, widths = layers[0].num_rows, [one.width for one in layers]
+    products = sum(widths[one] * widths[two] for one, two in pairs)
+    return num_rows * (sum(widths) + len(widths) ** 2) < products
+
+
+def _by_rows(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
+    """Return the squared norm of each product of two layers, from products of rows."""
+    widest = max(one.width for one in layers)
+    step = max(1, min(math.isqrt(_SUMS // len(layers)), _FACTORS // widest))
+    blocks = list(combinations_with_replacement(_parts(range(layers[0].num_rows), step), 2))
+    norms = torch.zeros(len(layers), len(layers), dtype=torch.float64, device=layers[0].device)
+    with progress_bar("comparing layers", len(blocks) * len(layers)) as advance:
+        for rows, others in blocks:
+            products = norms.new_empty(len(layers), len(rows), len(others))
+            for sums, layer in zip(products, layers, strict=True):
+                left = layer.centred(rows)
+                right = left if rows == others else layer.centred(others)
+                torch.mm(left, right.T, out=sums)
+                advance(0, 0)
+            flat = products.flatten(1)
+            norms.addmm_(flat, flat.T, alpha=1 if rows == others else 2)
+    return norms
+
+
+def _by_features(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
+    """Return the squared norm of each product of two layers, from products of features."""
+    norms = torch.zeros(len(layers), len(layers), dtype=torch.float64, device=layers[0].device)
+    with progress_bar("comparing layers", len(pairs)) as advance:
+        for one, two in pairs:
+            norms[one, two] = _squared_norm(layers[one], layers[two])
+            advance(0, 0)
+    return norms
+
+
+def _squared_norm(one: _Features, two: _Features) -> Tensor:
+    most, total = math.isqrt(_SUMS), torch.zeros((), dtype=torch.float64, device=one.device)
+    step = max(1, _FACTORS // min(most, max(one.width, two.width)))
+    for piece in _parts(range(one.width), most):
+        for other in _parts(range(two.width), most):
+            left, right = slice(piece.start, piece.stop), slice(other.start, other.stop)
+            sums = total.new_zeros(len(piece), len(other))
+            for rows in _parts(range(one.num_rows), step):
+                sums.addmm_(one.centred(rows, left).T, two.centred(rows, right))
+            total += sums.square_().sum()
+    return total
+
+
+def _parts(whole: range, step: int) -> Iterator[range]:
+    return (whole[start : start + step] for start in range(0, len(whole), step))
+
+
+def _paired_rows(first: Recording, second: Recording) -> Tensor | None:
+    """Return, for each row of a recording, the matching row of another one.
+
+    None if both have the same rows in the same order.
+
+    Raises
+    ------
+    ComparisonError
+        A row of one is missing from the other, or only one of them has parts of samples.
+    """
+    if first.has_rows != second.has_rows:
+        kinds = ["parts of samples" if one.has_rows else "samples" for one in (first, second)]
+        raise ComparisonError(
+            f"the rows of {_NAMES[0]} are {kinds[0]}, those of {_NAMES[1]} are {kinds[1]}: collect "
+            "both with the same rows="
+        )
+    columns = ("sample", "position") if first.has_rows else ()
+    if list(first.sample_ids) == list(second.sample_ids) and all(
+        torch.equal(first.rows[name][:].cpu(), second.rows[name][:].cpu()) for name in columns
+    ):
+        return None
+    own, others = _keys(first), _keys(second)
+    kind = "rows" if first.has_rows else "samples"
+    _expect(kind, own, others, _NAMES)
+    _expect(kind, others, own, _NAMES[::-1])
+    places = {key: place for place, key in enumerate(others)}
+    return torch.tensor([places[key] for key in own], device="cpu")
+
+
+def _keys(recording: Recording) -> list[object]:
+    """Return what identifies each row: the id of its sample, and the position in it."""
+    ids = recording.sample_ids
+    if not recording.has_rows:
+        return list(ids)
+    samples, positions = (recording.rows[name][:].tolist() for name in ("sample", "position"))
+    return [(ids[sample], at) for sample, at in zip(samples, positions, strict=True)]
+
+
+def _expect(
+    kind: str, own: Sequence[object], others: Sequence[object], names: tuple[str, ...]
+) -> None:
+    """Raise an error that counts and shows the keys of the first that the second lacks."""
+    known = set(others)
+    lost = [key for key in own if key not in known]
+    if not lost:
+        return
+    shown = ", ".join(map(repr, lost[:_FEW])) + ", ..." * (len(lost) > _FEW)
+    is_all = len(lost) == len(own)
+    how_many = f"none of the {len(own):,}" if is_all else f"{len(lost):,} of {len(own):,}"
+    raise ComparisonError(
+        f"{how_many} {kind} of {names[0]} {'is' if is_all else 'are not'} in {names[1]}, by id: "
+        f"{shown}. Collect both from the same data, with the same sample_ids= if you gave any"
+    )
