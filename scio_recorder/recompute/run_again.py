@@ -25,8 +25,8 @@ from scio_recorder.errors import RecomputeError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.state.restoring import preserved_rng, restored
 from scio_recorder.nets.state.sharded import needs_fsdp
+from scio_recorder.nets.state.untouched import untouched as net_untouched
 from scio_recorder.postprocessors.assigning import Assigned, Postprocessor
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors import private
@@ -64,10 +64,9 @@ def untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterato
     for layer in layers:
         _refuse_fsdp(layer)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved_rng())
         for module in {layer.module for layer in layers}:
             if module is not None:
-                stack.enter_context(restored(module, keep_hooks=True))
+                stack.enter_context(net_untouched(module))
         yield
 
 

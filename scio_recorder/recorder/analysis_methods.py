@@ -138,12 +138,12 @@ class AnalysisMethods(Collecting):
         positions: Literal["all"] | Iterable[int] | None = None,
         *,
         estimate: bool = False,
-        whole_runs: bool = False,
+        whole_runs: bool | None = None,
     ) -> Effects:
         """Measure the effect of each recorded layer: activation patching.
 
         The network runs on the corrupted inputs once for each layer. In that run, the layer's
-        output is replaced by its output in the clean run. Every run
+        output is replaced by its output in the clean run. Every run is a whole one, and
         starts in the same state, random numbers included. Afterwards the network and the recorder
         are as before, and gradients have not changed.
 
@@ -161,10 +161,8 @@ class AnalysisMethods(Collecting):
         estimate : bool, default False
             Estimate the effects to first order, from gradients of one backward pass: attribution
             patching. The metric must be differentiable.
-        whole_runs : bool, default False
-            Start each run at its beginning. Otherwise modules ahead of the patched layer don't
-            run again if their calls have no side effects: they return their outputs of the
-            corrupted run. Changes of global variables can't be seen.
+        whole_runs : bool, optional
+            Does nothing, and warns if it is given: every run is a whole one.
 
         Returns
         -------
@@ -178,7 +176,9 @@ class AnalysisMethods(Collecting):
             ``estimate`` or ``whole_runs`` is not True or False.
         ComparisonError
             Nothing is recorded; a layer returns other shapes in the two runs; there is no such
-            position; or the metric returns no number, or no gradient if one is needed.
+            position; the metric returns no number, or no gradient if one is needed; or the
+            corrupted run, made again at the end, has another metric than at first: the network
+            keeps state that can't be put back.
         FlowError
             A module with a recorded layer ran more or less often than at labelling.
         UnsupportedNetError

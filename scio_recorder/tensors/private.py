@@ -147,6 +147,16 @@ def memory_of(tensor: Tensor) -> int:
         return -id(tensor)
 
 
+@needs("torch.autograd._unsafe_preserve_version_counter", "running a net without a trace")
+def restoring_version(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that sets a tensor's version counter to what it is now."""
+    if tensor.is_inference():
+        return lambda: None
+    # Made for a block, whose end sets the counter, as often as it is called.
+    block = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return lambda: block.__exit__()
+
+
 @needs("Tensor._is_view", "recording with gradients")
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the base of a view; None for other tensors."""
@@ -196,15 +206,19 @@ def forward_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict
     return hooks  # type: ignore[no-any-return]  # ordered, which torch's own type does not say
 
 
-@needs("torch.nn.modules.module._global_forward_hooks", "guarding")
-def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the live dictionaries of all hooks that act on a call besides `forward_hooks`."""
+@needs("torch.nn.modules.module._global_forward_hooks", "labelling")
+def hooks_on_all_modules() -> tuple[dict[int, Any], ...]:
+    """Return the live dictionaries of hooks that act on calls of all modules of the process."""
     of_all: Any = torch.nn.modules.module
     return (
-        *(module._backward_hooks, module._backward_pre_hooks),
         *(of_all._global_forward_hooks, of_all._global_forward_pre_hooks),
         *(of_all._global_backward_hooks, of_all._global_backward_pre_hooks),
     )
+
+
+def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the live dictionaries of all hooks that act on a call besides `forward_hooks`."""
+    return (module._backward_hooks, module._backward_pre_hooks, *hooks_on_all_modules())
 
 
 @needs("Module._forward_hooks_always_called", "guarding")

@@ -27,7 +27,7 @@ from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedN
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
-from scio_recorder.nets.state import restoring
+from scio_recorder.nets.state import copying
 from tests.garbage import garbage_left
 from tests.zoo import BY_NAME, CASES
 from tests.zoo.base import Net, linear
@@ -180,9 +180,9 @@ def test_a_net_that_changes_its_own_state_in_forward_is_left_as_it_was():
 
 
 def test_parameters_of_a_large_net_are_not_cloned(monkeypatch):
-    monkeypatch.setattr(restoring, "CLONED_PARAMETER_BYTES", 16)
+    monkeypatch.setattr(copying, "CLONED_BYTES", 16)
     net = nn.Sequential(linear(), nn.BatchNorm1d(4))
-    twin = restoring.copy_net(net)
+    twin = copying.copy_net(net)
     assert twin[0].weight is not net[0].weight
     assert twin[0].weight.data_ptr() == net[0].weight.data_ptr()
     assert twin[1].running_mean.data_ptr() != net[1].running_mean.data_ptr()
@@ -601,8 +601,13 @@ def test_keywords_of_torchinfo_override_the_defaults():
 
 def test_a_net_without_parameters_stays_on_the_cpu():
     devices = []
-    net = Net(lambda net, x: devices.append(x.device.type) or x)
-    label_net(net, input_size=(1, 4), force_static_flow=False)
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            devices.append(x.device.type)
+            return x
+
+    label_net(Noting(), input_size=(1, 4), force_static_flow=False)
     assert devices == ["cpu"]
 
 
@@ -658,7 +663,7 @@ def test_buffers_that_share_memory_share_it_in_the_copy():
     net = linear()
     net.register_buffer("whole", torch.zeros(4))
     net.register_buffer("front", net.whole[:2])
-    twin = restoring.copy_net(net)
+    twin = copying.copy_net(net)
     twin.front.fill_(1)
     assert twin.whole.tolist() == [1, 1, 0, 0]
     assert net.whole.tolist() == [0, 0, 0, 0]
@@ -666,7 +671,7 @@ def test_buffers_that_share_memory_share_it_in_the_copy():
 
 def test_of_a_slice_of_a_dataset_only_the_slice_is_copied():
     dataset = torch.zeros(1000, 4)
-    copied = restoring.copy_inputs([dataset[:2]])[0]
+    copied = copying.copy_inputs([dataset[:2]])[0]
     assert copied.untyped_storage().nbytes() == 2 * 4 * 4
 
 

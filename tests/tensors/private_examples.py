@@ -112,6 +112,26 @@ def finds_both_hooks(hooks: Callable[[nn.Module], Any]) -> bool:
     return bool(hooks(module) == ({after.id: nothing}, {before.id: nothing}))
 
 
+def finds_hooks_on_all(hooks_on_all_modules: Callable[[], tuple[dict[int, Any], ...]]) -> bool:
+    # Other threads may call it, and it does nothing.
+    handle = nn.modules.module.register_module_forward_hook(nothing)
+    try:
+        return handle.id in hooks_on_all_modules()[0]
+    finally:
+        handle.remove()
+
+
+def puts_back_version(restoring_version: Callable[[Tensor], Callable[[], None]]) -> bool:
+    tensor = torch.zeros(1).add_(1)
+    put_back = restoring_version(tensor)
+    versions = []
+    for _ in range(2):
+        tensor.add_(1)
+        put_back()
+        versions.append(tensor._version)
+    return versions == [1, 1]
+
+
 def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]]) -> bool:
     module = nn.Identity()
     own = hooks_besides(module)
@@ -266,6 +286,8 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
     "hooks_besides": finds_others,
+    "hooks_on_all_modules": finds_hooks_on_all,
+    "restoring_version": puts_back_version,
     "put_hooks_around": calls_both,
     "remove_hook": removes_both,
     "is_saved": distinguishes_saved_buffer,

@@ -25,8 +25,8 @@ from scio_recorder.analysis.comparing.sides import (
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
-from scio_recorder.nets.state.restoring import random_state, restore_random
-from scio_recorder.nets.state.sharded import restored_after_passes
+from scio_recorder.nets.state.random_numbers import random_state, restore_random
+from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import advise_second_element, refuse_sample
@@ -196,11 +196,11 @@ class _Sides:
 
     def _put_back(
         self, side: NetworkSide, later: Sequence[NetworkSide]
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[Any]:
         """Undo a network's changes of state, since another side may share its modules."""
         own = set(side.net.modules())
         if any(module in own for other in later for module in other.net.modules()):
-            return restored_after_passes(side.net)
+            return untouched(side.net, keep_random=True)
         return contextlib.nullcontext()
 
 
@@ -272,7 +272,7 @@ def _open(
     only_digests = len(digested) == len(both)
     calls = next((side.calls for side in sides.networks), "labelled")
     for net in {id(side.net): side.net for side in sides.networks}.values():
-        stack.enter_context(restored_after_passes(net))
+        stack.enter_context(untouched(net, keep_random=True))
     opened: list[tuple[Side | None, Iterable[DepthIdx]]] = [
         (sides.reference, [pair.reference.label for pair in both]),
         (sides.candidate, [pair.partner.label for pair in both]),

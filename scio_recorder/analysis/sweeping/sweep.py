@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from scio_recorder.analysis.sweeping.bench import Bench
 from scio_recorder.analysis.sweeping.effects import Effects
 from scio_recorder.analysis.sweeping.estimate import (
     Marks,
@@ -22,15 +22,18 @@ from scio_recorder.analysis.sweeping.estimate import (
 from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patched, resolved
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
-from scio_recorder.capture.replay import Replay
-from scio_recorder.errors import ArgumentError, ComparisonError, UnsupportedNetError
+from scio_recorder.errors import ArgumentError, ComparisonError, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import is_sharded
+from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.base import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import boolean
+from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.structures import map_tensors
+
+T = TypeVar("T")
 
 
 def sweep(
@@ -41,7 +44,7 @@ def sweep(
     positions: Positions,
     *,
     estimate: bool,
-    whole_runs: bool,
+    whole_runs: bool | None,
 ) -> Effects:
     """Measure or estimate the effect of each layer that a capture records.
 
@@ -53,9 +56,13 @@ def sweep(
         As in ``Recorder.sweep``.
     """
     boolean("estimate", estimate, ArgumentError)
-    boolean("whole_runs", whole_runs, ArgumentError)
+    if whole_runs is not None:
+        boolean("whole_runs", whole_runs, ArgumentError)
+        warn(
+            "whole_runs= does nothing any more: each run of a sweep is a whole run, so leave it out"
+        )
     runs = Sweep(capture, clean, corrupted, metric)
-    return runs.estimated(positions) if estimate else runs.patched(positions, whole_runs=whole_runs)
+    return runs.estimated(positions) if estimate else runs.patched(positions)
 
 
 class Sweep:
@@ -87,52 +94,32 @@ class Sweep:
         # A separate capture, so that the recorder keeps its records.
         self._capture = Capture(self._net, self._architecture, self._labels, Options(copy="always"))
 
-    def patched(self, positions: Positions, *, whole_runs: bool) -> Effects:
+    def patched(self, positions: Positions) -> Effects:
         """Return the metric of a run for each layer and position.
 
         Parameters
         ----------
         positions : None, "all" or list of int
             The positions.
-        whole_runs : bool
-            Whether each run starts at the beginning of the network.
         """
-        bench = Bench(self._net)
-        replay = Replay(
-            self._net, self._architecture, self._labels, None if whole_runs else bench.surroundings
-        )
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            return replay.noted(lambda: self._recorded(*args, **kwargs))
-
-        def value(label: DepthIdx, position: int | None) -> float:
-            def patch(output: Any) -> Any:
-                return patched(output, found[label], position)
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                return replay.replaced(label, patch, lambda: self._net(*args, **kwargs))
-
-            return bench.run(self._corrupted, run, self._number)
-
-        with self._leaving_no_hooks(), replay.installed(), bench.open():
-            clean = bench.run(self._clean, self._recorded, self._number)
+        with self._runs() as state:
+            run = partial(self._run, state, self._number)
+            clean = run(self._clean)
             found = dict(self._capture.activations)
-            corrupted = bench.run(self._corrupted, noted, self._number)
+            corrupted = run(self._corrupted)
             check_alike(self._architecture, found, self._capture.activations)
-            if bench.has_unseen_writes:
-                replay.leave_out_nothing()
-            if replay.is_incomplete:
-                bench.run(self._corrupted, noted, self._number)
-            # Its records take memory.
-            self._capture.remove()
             chosen = resolved(self._architecture, found, positions)
-            rows = [
-                [value(label, at) for at in ([None] if chosen is None else chosen)]
+            places = [None] if chosen is None else chosen
+            patches = [
+                {label: partial(patched, clean=found[label], position=at)}
                 for label in self._labels
+                for at in places
             ]
-        values = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        values = values.squeeze(1) if chosen is None else values
-        return Effects(self._architecture, self._labels, chosen, values, clean, corrupted)
+            values = [run(self._corrupted, given=patch, records=False) for patch in patches]
+            _check_repeated(corrupted, run(self._corrupted, records=False))
+        size = (len(self._labels), *([] if chosen is None else [len(chosen)]))
+        table = torch.tensor(values, dtype=torch.float64, device="cpu").view(size)
+        return Effects(self._architecture, self._labels, chosen, table, clean, corrupted)
 
     def estimated(self, positions: Positions) -> Effects:
         """Return first-order estimates of the same, from one pass forward and backward.
@@ -142,68 +129,80 @@ class Sweep:
         positions : None, "all" or list of int
             The positions.
         """
-        bench = Bench(self._net)
         marks: Marks = {}
+        marking = {label: partial(mark, marks, label) for label in self._labels}
 
         def slopes(output: Any) -> tuple[float, Any, Any]:
-            with torch.enable_grad():
-                metric, records = self._metric(output), dict(self._capture.activations)
-            return self._number_of(metric), records, gradients(metric, marks)
+            metric, records = self._metric(output), dict(self._capture.activations)
+            return _number_of(metric), records, gradients(metric, marks)
 
-        with self._leaving_no_hooks(), bench.open(), differentiable(self._net):
-            # Kernels may differ if gradients are on: both runs use the same.
-            clean = bench.run(self._clean, partial(self._with_graph, None), self._number)
+        # Kernels may differ if gradients are on: both runs use the same.
+        with differentiable(self._net), self._runs() as state, torch.enable_grad():
+            run = partial(self._run, state, copied=_twin_on_graph)
+            clean = run(self._number, self._clean)
             found = map_tensors(Tensor.detach, dict(self._capture.activations))
-            corrupted, records, slope = bench.run(
-                self._corrupted, partial(self._with_graph, marks), slopes
-            )
+            corrupted, records, slope = run(slopes, self._corrupted, given=marking)
         check_alike(self._architecture, found, records)
         chosen = resolved(self._architecture, found, positions)
         # Records are in the order in which layers returned.
         records = {label: map_tensors(Tensor.detach, records[label]) for label in self._labels}
         changes = estimates(self._architecture, found, records, slope, chosen)
-        return Effects(
-            self._architecture,
-            self._labels,
-            chosen,
-            corrupted + changes,
-            clean,
-            corrupted,
-            is_estimate=True,
-        )
-
-    def _recorded(self, *args: Any, **kwargs: Any) -> Any:
-        return self._capture.run(self._net, args, kwargs)
-
-    def _with_graph(self, marks: Marks | None, /, *args: Any, **kwargs: Any) -> Any:
-        posts = None
-        if marks is not None:
-            posts = {label: partial(mark, marks, label) for label in self._labels}
-        with torch.enable_grad():
-            given = map_tensors(_on_graph, Inputs(args, kwargs))
-            return self._capture.run(self._net, given.args, given.kwargs, given=posts)
+        given = self._architecture, self._labels, chosen, corrupted + changes, clean, corrupted
+        return Effects(*given, is_estimate=True)
 
     @contextlib.contextmanager
-    def _leaving_no_hooks(self) -> Iterator[None]:
+    def _runs(self) -> Iterator[NetState]:
+        """Run the network inside the block, which leaves no trace, without gradients."""
+        no_graph = torch.inference_mode(False), torch.no_grad()
+        with untouched(self._net, self._clean, self._corrupted) as state, no_graph[0], no_graph[1]:
+            try:
+                yield state
+            finally:
+                self._capture.remove()
+
+    def _run(
+        self,
+        state: NetState,
+        measure: Callable[[Any], T],
+        inputs: Inputs,
+        *,
+        given: Mapping[DepthIdx, Callable[[Any], Any]] | None = None,
+        records: bool = True,
+        copied: Callable[[Tensor], Tensor] = twin,
+    ) -> T:
+        """Run the network from the noted state, on copies of inputs, and measure its output."""
+        args, kwargs = map_tensors(copied, inputs)
+        keywords: Any = {"given": given, "records_outputs": records}
         try:
-            yield
+            return measure(self._capture.run(self._net, args, kwargs, **keywords))
         finally:
-            self._capture.remove()
+            state.put_back()
 
     def _number(self, output: Any) -> float:
-        return self._number_of(self._metric(output))
+        return _number_of(self._metric(output))
 
-    @staticmethod
-    def _number_of(value: Any) -> float:
-        try:
-            if isinstance(value, str) or getattr(value, "shape", ()) != ():
-                raise TypeError
-            return float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError):
-            raise ComparisonError(
-                f"the metric returned {describe(value)}: it must return one real number, a float "
-                "or a tensor of shape (), such as output[0, 3] or output.mean()"
-            ) from None
+
+def _number_of(value: Any) -> float:
+    try:
+        if isinstance(value, str) or getattr(value, "shape", ()) != ():
+            raise TypeError
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ComparisonError(
+            f"the metric returned {describe(value)}: it must return one real number, a float "
+            "or a tensor of shape (), such as output[0, 3] or output.mean()"
+        ) from None
+
+
+def _check_repeated(first: float, last: float) -> None:
+    """Raise unless a run at the end gives the same metric as at first."""
+    if first != last and not (math.isnan(first) and math.isnan(last)):
+        raise ComparisonError(
+            f"the metric of the corrupted run was {first} at first, and {last} when it ran again "
+            "at the end: the network, or the metric, keeps state that can't be put back, such as "
+            "a global variable or an iterator. Effects of layers can't be told from that: keep "
+            "such state in attributes of the network"
+        )
 
 
 def _check(capture: Capture, metric: Any) -> None:
@@ -245,9 +244,10 @@ def _inputs(name: str, given: Any) -> Inputs:
     )
 
 
-def _on_graph(tensor: Tensor) -> Tensor:
-    """Make an input require gradients if it can, so that layers without parameters do too."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
+def _twin_on_graph(tensor: Tensor) -> Tensor:
+    """Copy an input, and put it on the graph, so that layers without parameters are on it too."""
+    copy = twin(tensor)
+    if not (copy.is_floating_point() or copy.is_complex()):
+        return copy
     # Not a leaf: modules may work in place on their inputs.
-    return tensor.requires_grad_().clone()
+    return copy.requires_grad_().clone()

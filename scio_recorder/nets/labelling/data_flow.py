@@ -35,14 +35,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.labelling.answers import HITS, counts_hits, other_values, with_hits
-from scio_recorder.nets.state.restoring import (
+from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
-    preserved_rng,
     quiet,
     refusing_calls,
 )
+from scio_recorder.nets.state.random_numbers import preserved_rng
+from scio_recorder.nets.state.untouched import reached, shared_untouched
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -309,9 +310,11 @@ def check_static_flow(
         with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
             twin = copy_net(net).cpu().train(mode == "train")
             flow = Flow(twin, at, choice, max_steps)
-            flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
+            with shared_untouched(own, twin):
+                flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
         return flow
 
+    own = reached([net])
     try:
         with quiet():
             place = _deciding_place(run)

@@ -31,16 +31,16 @@ from scio_recorder.nets.labelling.torchinfo import (
     summary,
 )
 from scio_recorder.nets.shards import Following, mark
-from scio_recorder.nets.state.restoring import (
+from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
     copy_net,
-    preserved_rng,
     quiet,
     refusing_calls,
-    restored,
 )
-from scio_recorder.nets.state.sharded import is_sharded, plain_type, restored_in_step
+from scio_recorder.nets.state.random_numbers import preserved_rng
+from scio_recorder.nets.state.sharded import is_sharded, plain_type
+from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -249,10 +249,11 @@ def _label_once(
 ) -> _Labelled:
     twin = _faithful_copy(net, keep_hooks)
     if twin is not None:
-        with contextlib.suppress(OriginalCalledError), refusing_calls(net):
+        alone = shared_untouched(reached([net]), twin)
+        with contextlib.suppress(OriginalCalledError), refusing_calls(net), alone:
             return _dry_run(twin, keywords, net, grad, followed)
     # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
-    with restored(net, keep_hooks=keep_hooks):
+    with untouched(net, keep_hooks=keep_hooks, keep_random=True):
         return _dry_run(net, keywords, net, grad, followed)
 
 
@@ -266,7 +267,7 @@ def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Lab
         inputs = {"input_data": random_inputs(*given), "input_size": None, "device": None}
         keywords = {**keywords, **inputs}
     following = Following(net)
-    with restored_in_step(net), following.followed():
+    with untouched(net, keep_hooks=False, keep_random=True), following.followed():
         labelled = _dry_run(net, keywords, net, grad)
     mark(labelled[1], following)
     return labelled

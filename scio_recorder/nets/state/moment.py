@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.nets.state.restoring import random_state, restore_random
+from scio_recorder.nets.state.random_numbers import random_state, restore_random
 from scio_recorder.tensors.copies import is_plain, same_bits, version_of
 from scio_recorder.tensors.structures import tensors
 

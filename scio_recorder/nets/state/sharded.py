@@ -20,7 +20,6 @@ is either decided by all of them, or not done.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,13 +27,8 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.nets.state.own_hooks import LIBRARIES, leave_own_hooks
-from scio_recorder.nets.state.restoring import attributes_of, gradients_aside, restored
 from scio_recorder.tensors import private_distributed
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
-
-# FSDP and tensor parallelism put parameters and inputs in place by hooks.
-_LIBRARIES = (*LIBRARIES, "torch.distributed")
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -157,55 +151,3 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
             "has its parameters only while the whole network is called: give the whole network, "
             "and record the layers of this part by their names"
         )
-
-
-@contextlib.contextmanager
-def restored_in_step(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[None]:
-    """Restore a sharded network, but for gradients, at the end of the block.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The network, which all processes of its mesh run in the block. See the NOTE.
-    keep_hooks : bool
-        Whether the user's hooks stay inside the block.
-    """
-    fsdp = fsdp_modules(net)
-    for module in fsdp:
-        private_distributed.take_whole_parameters(module)
-    notes = [note for module in fsdp for note in private_distributed.fsdp_notes(module)]
-    end_passes = private_distributed.ending(notes)
-    put_back = attributes_of(notes)
-    # FSDP1 moves the gradients of its visible parameters back into flat parameters.
-    flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
-    with gradients_aside(flat), restored(net, keep_hooks=True, keep_parameters=True):
-        try:
-            if not keep_hooks:
-                leave_own_hooks(net, _LIBRARIES)
-            yield
-        finally:
-            end_passes()
-            for module in fsdp:
-                private_distributed.take_whole_parameters(module)
-            put_back()
-
-
-def restored_after_passes(net: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Restore what passes change in any network, with the user's hooks, at the end of the block.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        A network in one process, or a sharded one, which all processes run in the block.
-
-    Examples
-    --------
-    >>> net = nn.BatchNorm1d(2)
-    >>> with restored_after_passes(net):
-    ...     _ = net(torch.randn(8, 2))
-    >>> int(net.num_batches_tracked)
-    0
-    """
-    if is_sharded(net):
-        return restored_in_step(net, keep_hooks=True)
-    return restored(net, keep_hooks=True, keep_parameters=True)

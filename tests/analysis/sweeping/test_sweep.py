@@ -1,8 +1,8 @@
-"""Sweeps beside loops by hand: what is left out and what is not, estimates, and errors."""
+"""Sweeps beside loops by hand: the state of each run, estimates, and errors."""
 
 from __future__ import annotations
 
-import random
+import math
 import types
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
-from transformers.pytorch_utils import Conv1D
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
 from scio_recorder.errors import ArgumentError
@@ -48,27 +47,13 @@ def recorder(net: nn.Module, *names: Any, **settings: Any) -> Recorder:
 X, Y = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(3))
 
 
-def test_runs_start_where_the_patch_begins() -> None:
-    rnet = recorder(chain(), "0", "1", "2", "3", input_size=(2, 3))
-    Counted.runs = 0
-    rnet.sweep(X, Y, weighed)
-    # Two whole runs, then what lies behind each of the four blocks.
-    assert Counted.runs == 2 * 4 + (3 + 2 + 1 + 0)
-    Counted.runs = 0
-    rnet.sweep(X, Y, weighed, positions="all")
-    assert Counted.runs == 2 * 4 + 3 * (3 + 2 + 1 + 0)
-    Counted.runs = 0
-    rnet.sweep(X, Y, weighed, whole_runs=True)
-    assert Counted.runs == 6 * 4
-
-
-def test_layers_inside_others() -> None:
+def test_each_run_is_a_whole_one_and_the_corrupted_one_is_made_again() -> None:
     rnet = recorder(chain(), "1", "1.0", "2.1", input_size=(2, 3))
     hand = ByHand(chain, weighed)
     _, found = hand.run(((X,), {}))
     Counted.runs = 0
     effects = rnet.sweep(X, Y, weighed)
-    assert Counted.runs == 2 * 4 + 2 + 2 + 1
+    assert Counted.runs == (2 + 3 + 1) * 4
     for name in ("1", "1.0", "2.1"):
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
@@ -79,7 +64,7 @@ def holding_itself(x: Tensor) -> list[Any]:
     return made
 
 
-def test_a_call_that_returns_a_list_in_itself_runs() -> None:
+def test_a_layer_that_returns_a_list_in_itself() -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
         first = Net(lambda net, x: holding_itself(net.layer(x)), layer=nn.Linear(3, 3))
@@ -122,15 +107,13 @@ def logit(output: Any) -> Tensor:
     return output.logits.flatten(0, -2)[-1, 1] - output.logits.flatten(0, -2)[-1, 0]
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("positions", [None, [0, -1, 2]], ids=["whole", "positions"])
 @pytest.mark.parametrize(
-    ("build", "inputs", "pattern"),
+    ("build", "inputs", "pattern", "positions", "training"),
     [
-        (gpt2, IDS, "transformer.h.?"),
-        (gpt2, IDS, "*.attn"),
-        (gpt2, IDS, "*.0.mlp*"),
-        (vit, IMAGES, "*layer*.?"),
+        (gpt2, IDS, "transformer.h.?", [0, -1, 2], True),
+        (gpt2, IDS, "*.attn", None, False),
+        (gpt2, IDS, "*.0.mlp*", [0, -1, 2], False),
+        (vit, IMAGES, "*layer*.?", None, True),
     ],
 )
 def test_transformers(
@@ -157,70 +140,18 @@ def test_transformers(
         assert effects[layer.label].flatten().tolist() == wanted
 
 
-def test_caches_and_other_outputs_are_as_in_whole_runs() -> None:
-    net = gpt2().eval()
-    rnet = recorder(net, "transformer.h.?", input_data=IDS[0])
+def test_each_run_has_a_cache_of_its_own() -> None:
+    clean, corrupted = IDS
 
     def metric(output: Any) -> float:
         return weighed((output.logits, [list(layer) for layer in output.past_key_values]))
 
-    effects = rnet.sweep(*IDS, metric)
-    whole = rnet.sweep(*IDS, metric, whole_runs=True)
-    assert torch.equal(effects.values, whole.values)
-    assert len(set(effects.values.tolist())) == 3
-    # Blocks fill the cache that they are given, and are left out all the same.
-    for name in ("transformer.h.0", "transformer.h.1", "transformer.h.2"):
-        net.get_submodule(name).mlp.c_fc.__class__ = CountedConv
-    CountedConv.runs = 0
-    assert torch.equal(rnet.sweep(*IDS, metric).values, whole.values)
-    assert CountedConv.runs == 2 * 3 + 2 + 1
-
-
-class CountedConv(Conv1D):
-    """Counts its runs outside of everything that a sweep can see."""
-
-    runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).runs += 1
-        return super().forward(x)
-
-
-def test_whatever_a_call_puts_into_its_inputs_is_put_there_again() -> None:
-    class Context:
-        def __init__(self) -> None:
-            self.seen: list[dict[str, Tensor]] = []
-            self.by_name: dict[Any, Any] = {"first": 0}
-            self.last: int | None = None
-
-    def note(own: Any, x: Tensor, context: Any) -> Tensor:
-        result = own.linear(x)
-        context.seen.append({"x": x + 1})
-        context.by_name[len(context.seen)] = result * 2
-        context.last = context.by_name["first"] = len(context.seen)
-        return result
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        blocks = [Net(note, linear=Counted(3, 3)) for _ in range(3)]
-
-        def forward(net: Any, x: Tensor) -> Tensor:
-            context = Context()
-            for block in (net.one, net.two, net.three):
-                x = block(x, context)
-            found = [*context.by_name.values(), *(item["x"] for item in context.seen)]
-            return x + sum(found) * context.last
-
-        return Net(forward, one=blocks[0], two=blocks[1], three=blocks[2])
-
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    rnet = recorder(build(), "one", "two", "three", input_size=(2, 3))
-    Counted.runs = 0
-    effects = rnet.sweep(X, Y, weighed)
-    assert Counted.runs == 2 * 3 + 2 + 1
-    for name in ("one", "two", "three"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    effects = recorder(gpt2().eval(), "transformer.h.?", input_data=clean).sweep(*IDS, metric)
+    hand = ByHand(gpt2, metric)
+    _, found = hand.run(((clean,), {}))
+    for layer in effects.layers:
+        key = layer.name, 0
+        assert float(effects[layer.label]) == hand.patched(((corrupted,), {}), key, found[key])
 
 
 class Noting(nn.Module):
@@ -266,7 +197,7 @@ WRITES: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] 
 
 
 @pytest.mark.parametrize("kind", WRITES)
-def test_calls_that_leave_something_behind_are_not_left_out(kind: str) -> None:
+def test_what_a_call_leaves_behind_is_there_for_the_next_one(kind: str) -> None:
     write, read = WRITES[kind]
 
     def build() -> nn.Module:
@@ -289,42 +220,6 @@ def test_calls_that_leave_something_behind_are_not_left_out(kind: str) -> None:
     for layer in effects.layers:
         key = layer.name, 0
         assert float(effects[layer.label]) == hand.patched(((Y,), {}), key, found[key])
-
-
-@pytest.mark.parametrize("share", [nn.Identity, lambda: nn.Unflatten(1, (1, 3))])
-def test_calls_that_return_memory_of_their_inputs_run(share: Callable[[], nn.Module]) -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        hidden = net.first(x)
-        net.share(hidden).add_(1)
-        return net.last(net.second(x)) * hidden
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        layers = {name: nn.Linear(3, 3) for name in ("first", "second", "last")}
-        return Net(forward, share=share(), **layers)
-
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    effects = recorder(build(), "second", "last", input_size=(2, 3)).sweep(X, Y, weighed)
-    for name in ("second", "last"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_random_numbers_from_elsewhere(draw: Callable[[], float]) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        noisy = Net(lambda own, x: own.linear(x) * draw(), linear=Counted(3, 3))
-        later = Net(lambda own, x: own.linear(x) + draw(), linear=Counted(3, 3))
-        return nn.Sequential(noisy, later, nn.Linear(3, 3))
-
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    rnet = recorder(build(), "0", "1", input_size=(2, 3))
-    seed_everything(5)
-    effects = rnet.sweep(X, Y, weighed)
-    for name in ("0", "1"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
 class Counting(nn.Module):
@@ -372,18 +267,15 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("whole_runs", [False, True])
 @pytest.mark.parametrize("where", PLACES)
-def test_each_run_starts_in_the_same_state_wherever_the_network_keeps_it(
-    where: str, whole_runs: bool
-) -> None:
+def test_each_run_starts_in_the_same_state_wherever_the_network_keeps_it(where: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(1)
         return Counting(PLACES[where])
 
     hand = ByHand(build, weighed)
     rnet = recorder(build().eval(), "first", "inner", input_size=(2, 3))
-    effects = rnet.sweep(X, Y, weighed, whole_runs=whole_runs)
+    effects = rnet.sweep(X, Y, weighed)
     clean, found = hand.run(((X,), {}))
     assert (effects.clean, effects.corrupted) == (clean, hand.run(((Y,), {}))[0])
     for name in ("first", "inner"):
@@ -430,32 +322,49 @@ def test_modules_with_hooks_of_others_run() -> None:
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
 
 
-def test_hooks_on_all_modules_run_for_each_of_them() -> None:
+def test_hooks_on_all_modules_do_not_run() -> None:
     rnet = recorder(chain(kind=nn.Linear), "1", "2", input_size=(2, 3))
-    net: Any = rnet.net
-    counts: list[int] = []
+    wanted, counts = rnet.sweep(X, Y, weighed), list[int]()
 
     def counted(module: nn.Module, args: Any, output: Any) -> Any:
-        counts.append(len(counts))
-        return output + len(counts) if isinstance(module, nn.Linear) else None
-
-    def metric(output: Tensor) -> float:
-        counts.clear()
-        return weighed(output)
+        counts.append(1)
+        return output + 1
 
     handle = nn.modules.module.register_module_forward_hook(counted)
     try:
-        effects = rnet.sweep(X, Y, metric)
-        for number in (1, 2):
-            counts.clear()
-            with torch.no_grad():
-                clean = net[: number + 1](X)
-            counts.clear()
-            patch = net[number].register_forward_hook(lambda *call, value=clean: value)
-            assert float(effects[str(number)]) == weighed(net(Y))
-            patch.remove()
+        assert torch.equal(rnet.sweep(X, Y, weighed).values, wanted.values)
+        assert not counts
+        rnet.net(X)
+        assert len(counts) == 13
     finally:
         handle.remove()
+
+
+class Ticking(nn.Module):
+    """Keeps state where nobody can see it."""
+
+    ticks = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).ticks += 1
+        return x * self.ticks
+
+
+def test_a_net_that_keeps_state_out_of_reach_is_refused() -> None:
+    rnet = recorder(nn.Sequential(nn.Linear(3, 3), Ticking()), "0", input_size=(2, 3))
+    with pytest.raises(ComparisonError, match=r"when it ran again at the end.*keeps state"):
+        rnet.sweep(X, Y, weighed)
+    runs = iter([1.0, math.nan, 2.0, math.nan])
+    effects = recorder(chain(), "0", input_size=(2, 3)).sweep(X, Y, lambda out: next(runs))
+    assert math.isnan(effects.corrupted)
+    assert float(effects["0"]) == 2
+
+
+def test_whole_runs_does_nothing_and_warns() -> None:
+    rnet = recorder(chain(), "0", input_size=(2, 3))
+    with pytest.warns(UserWarning, match="does nothing any more"):
+        effects = rnet.sweep(X, Y, weighed, whole_runs=True)
+    assert torch.equal(effects.values, rnet.sweep(X, Y, weighed).values)
 
 
 def test_estimates_are_gradient_times_difference() -> None:

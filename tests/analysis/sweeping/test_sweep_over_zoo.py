@@ -30,8 +30,8 @@ TRAINED = ("batch_norm", "dropout", "spectral", "checkpointed", "random", "count
 # A patch is off the graph that these nets make for themselves.
 DIFFERENTIATING = ("energy_gradient", "leaf_made_inside")
 RUNS = [
-    (case, training)
-    for case in CASES
+    pytest.param(case, training, marks=() if number % 8 == 0 else pytest.mark.campaign)
+    for number, case in enumerate(CASES)
     for training in (False, True)
     if not case.hooks_change_kernel
     and case.name not in DIFFERENTIATING
