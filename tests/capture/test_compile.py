@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError, RecorderError
 from scio_recorder.postprocessors import OnInput
+from tests.rotation import one_in
 from tests.zoo.base import linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -37,8 +39,7 @@ def double(tensor: Tensor) -> Tensor:
     return tensor * 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("backend", "grad"), one_in(8, itertools.product(BACKENDS, (True, False))))
 def test_compiled_recorder_gives_the_records_of_the_eager_net(backend: str, grad: bool) -> None:
     net = small_net()
     rnet = recorder(net, "0", "1", "2.0", "2")
@@ -73,6 +74,7 @@ def test_compiled_recorder_intervenes_and_trains() -> None:
     torch.testing.assert_close(mine, net[0].weight.grad)
 
 
+@pytest.mark.campaign
 def test_compiled_and_eager_passes_alternate() -> None:
     net = small_net()
     rnet = recorder(net, "0")
@@ -140,7 +142,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", one_in(10, FORMS, first=1))
 def test_every_form_of_postprocessors_compiles(form: str) -> None:
     net = nn.Sequential(linear(), nn.ReLU())
     rnet = recorder(net, "0", "1")
@@ -165,6 +167,7 @@ class _Breaks(nn.Module):
         return x * 1
 
 
+@pytest.mark.campaign
 @DYNAMO_READS_GRAD
 def test_exception_beside_a_graph_break_leaves_the_recorder_usable() -> None:
     net = nn.Sequential(linear(), _Breaks())
@@ -186,6 +189,7 @@ def refuse(tensor: Tensor) -> Tensor:
     raise KeyError(f"not {tensor.ndim}")
 
 
+@pytest.mark.campaign
 def test_a_failing_postprocessor_is_named_and_later_passes_are_right() -> None:
     net = small_net()
     rnet = recorder(net, "0", "2.0")
@@ -202,6 +206,7 @@ def test_a_failing_postprocessor_is_named_and_later_passes_are_right() -> None:
         )
 
 
+@pytest.mark.campaign
 def test_a_recorder_that_can_not_be_compiled_for_a_call_runs_uncompiled() -> None:
     net = small_net()
     rnet = recorder(net, "2.0")
@@ -273,7 +278,9 @@ def compile_last(net: nn.Sequential) -> Any:
 
 
 @DYNAMO_READS_GRAD
-@pytest.mark.parametrize("compiled_when", ["before labelling", "before record", "after a pass"])
+@pytest.mark.parametrize(
+    "compiled_when", one_in(3, ["before labelling", "before record", "after a pass"], first=2)
+)
 def test_what_compile_was_called_on_is_recorded_itself(compiled_when: str) -> None:
     net = small_net()
     if compiled_when == "before labelling":
@@ -299,6 +306,7 @@ def test_what_compile_was_called_on_is_recorded_itself(compiled_when: str) -> No
     assert vars(net[2])["_compiled_call_impl"] is own
 
 
+@pytest.mark.campaign
 @DYNAMO_READS_GRAD
 def test_recorders_around_one_compiled_block_come_and_go_in_any_order() -> None:
     net = small_net()
@@ -315,6 +323,7 @@ def test_recorders_around_one_compiled_block_come_and_go_in_any_order() -> None:
     assert vars(net[2])["_compiled_call_impl"] is own
 
 
+@pytest.mark.campaign
 @DYNAMO_READS_GRAD
 def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
     net = small_net()
@@ -329,6 +338,7 @@ def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
         assert torch.equal(rnet.activations["2"], torch.tanh(net[2][0].forward(received)))
 
 
+@pytest.mark.campaign
 @DYNAMO_READS_GRAD
 def test_copies_of_a_net_with_a_recorded_compiled_block_have_no_hooks() -> None:
     net = small_net()

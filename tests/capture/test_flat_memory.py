@@ -34,6 +34,7 @@ def network() -> nn.Module:
     return nn.Sequential(first, region, nn.Linear(64, 8))
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not STATM.exists(), reason="needs /proc to see resident memory")
 @pytest.mark.parametrize("kind", ["gradients", "track", "saved_tensors"])
 def test_a_thousand_steps_leave_memory_flat(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from tests.capture.test_watch_libraries import past
 from tests.harness import MODES, Mode, executed, make_recorder, run_pass
 from tests.oracle import same_bits
 from tests.oracle import tensors as tensors_in
+from tests.rotation import one_in
 from tests.zoo.base import Case, Net, linear
 
 COPIES = ("auto", "always", "never")
@@ -186,10 +188,10 @@ OF_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("reads_late", [False, True])
-@pytest.mark.parametrize("copy", COPIES)
-@pytest.mark.parametrize("name", OPTIMISERS)
-@pytest.mark.parametrize("part", OF_PARAMETERS)
+@pytest.mark.parametrize(
+    ("part", "name", "copy", "reads_late"),
+    one_in(5, itertools.product(OF_PARAMETERS, OPTIMISERS, COPIES, (False, True))),
+)
 def test_optimiser_steps(part: str, name: str, copy: str, reads_late: bool) -> None:
     of_weight = Net(
         lambda net, _: OF_PARAMETERS[part](net.weight), weight=nn.Parameter(torch.randn(4, 4))
@@ -359,7 +361,8 @@ def _rotating() -> Iterator[Any]:
     """Yield every case of the zoo in one of its modes, so that each mode meets many nets."""
     for index, case in enumerate(case for case in zoo.CASES if case.static_flow):
         allowed = [mode for mode in MODES if mode.allows(case)]
-        yield pytest.param(case, allowed[index % len(allowed)], id=case.name)
+        marks = [] if index % 5 == 0 else [pytest.mark.campaign]
+        yield pytest.param(case, allowed[index % len(allowed)], id=case.name, marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:layer .* runs without torch's fused kernel")

@@ -1,7 +1,8 @@
 """T1, T2, T3 and T8 over the whole zoo: every layer at once, three passes, in every mode.
 
-Hand-written nets run in all modes; nets from `transformers` in a rotating subset of them, unless
-the environment variable `SCIO_RECORDER_FULL_CAMPAIGN` is set to something other than `0`.
+By default a hand-written net runs in two modes, which rotate from net to net, and every other net
+from `transformers` in one. In a campaign, hand-written nets run in all modes and those from
+`transformers` in three, or in all if `SCIO_RECORDER_FULL_CAMPAIGN` is not `0` in the environment.
 """
 
 from __future__ import annotations
@@ -37,21 +38,26 @@ if TYPE_CHECKING:
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 PASSES = 3
-MODES_OF_A_TRANSFORMER = 3
 
 
 def _rows() -> Iterator[Any]:
-    for case in zoo.CASES:
-        yield from (_row(case, mode) for mode in MODES if mode.allows(case))
+    for index, case in enumerate(zoo.CASES):
+        yield from _rows_of(case, 2 * index, num_default=2, num_all=len(MODES))
     for index, case in enumerate(transformers_zoo.CASES):
-        allowed = [mode for mode in MODES if mode.allows(case)]
-        # Three neighbours, stepping on from net to net, so that each mode meets many nets.
-        chosen = allowed if FULL else (allowed * 6)[index % 8 :][:MODES_OF_A_TRANSFORMER]
-        yield from (_row(case, mode) for mode in chosen)
+        yield from _rows_of(
+            case, index // 2, num_default=index % 2, num_all=len(MODES) if FULL else 3
+        )
 
 
-def _row(case: Case, mode: Mode) -> Any:
-    return pytest.param(case, mode, id=f"{case.name}-{mode}")
+def _rows_of(case: Case, start: int, num_default: int, num_all: int) -> Iterator[Any]:
+    """Yield a net's modes, beginning with one of them."""
+    allowed = [mode for mode in MODES if mode.allows(case)]
+    # Modes that are alike are neighbours.
+    stepped = allowed[::3] + allowed[1::3] + allowed[2::3]
+    start %= len(allowed)
+    for number, mode in enumerate((stepped[start:] + stepped[:start])[:num_all]):
+        marks = [pytest.mark.campaign] if number >= num_default else []
+        yield pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks)
 
 
 @contextlib.contextmanager
@@ -150,8 +156,19 @@ def test_every_record_is_true_and_the_net_is_as_bare(case: Case, mode: Mode) -> 
     assert attribute_names(net) == attribute_names(bare)
 
 
-@pytest.mark.parametrize("context", ["no_grad", "grad"])
-@pytest.mark.parametrize("case", inplace.CASES, ids=repr)
+@pytest.mark.parametrize(
+    ("case", "context"),
+    [
+        pytest.param(
+            case,
+            context,
+            id=f"{case!r}-{context}",
+            marks=[pytest.mark.campaign] if (index + number) % 4 else [],
+        )
+        for index, case in enumerate(inplace.CASES)
+        for number, context in enumerate(("no_grad", "grad"))
+    ],
+)
 def test_each_layer_alone_is_recorded_truly(case: Case, context: str) -> None:
     """What is kept for one layer must not lean on the others' being recorded too."""
     mode = Mode(training=False, context=context)
@@ -163,11 +180,13 @@ def test_each_layer_alone_is_recorded_truly(case: Case, context: str) -> None:
             _one_pass(rnet, bare, watched, case, mode, seed)
 
 
-def test_every_mode_meets_nets_from_transformers() -> None:
+def test_every_mode_meets_nets_of_both_kinds() -> None:
     names = {case.name for case in transformers_zoo.CASES}
-    rows = [row.values for row in _rows() if row.values[0].name in names]
-    assert {mode for _, mode in rows} == set(MODES)
-    assert {case.name for case, _ in rows} == names
+    rows = [row for row in _rows() if not row.marks]
+    for is_transformer in (False, True):
+        kind = [row.values for row in rows if (row.values[0].name in names) == is_transformer]
+        assert {mode for _, mode in kind} == set(MODES)
+    assert {row.values[0].name for row in _rows()} == names | {case.name for case in zoo.CASES}
 
 
 def test_records_stay_true_when_the_mode_changes_between_passes() -> None:

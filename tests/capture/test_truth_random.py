@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -149,6 +150,7 @@ def _check_pass(
         _assert_true(rnet, watch, read)
 
 
+@pytest.mark.campaign
 @given(
     INSTRUCTIONS,
     st.lists(st.sampled_from(MODES), min_size=2, max_size=5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
+from tests.rotation import one_in
 
 WIDTH = 8
 
@@ -127,13 +129,20 @@ def recorder(net: nn.Module, **options: Any) -> Recorder:
     return rnet
 
 
+OPTIONS: dict[str, Any] = {
+    "auto": {},
+    "gradients": {"gradients": True},
+    "always": {"copy": "always"},
+}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"gradients": True}, {"copy": "always"}], ids=["auto", "gradients", "always"]
+    ("case", "options"), one_in(5, itertools.product(TRAINED, OPTIONS)), ids=str
 )
-@pytest.mark.parametrize(("layer", "use"), TRAINED)
-def test_training_is_that_of_the_bare_net(layer: str, use: str, options: Any) -> None:
+def test_training_is_that_of_the_bare_net(case: tuple[str, str], options: str) -> None:
+    layer, use = case
     bare, net = Trained(layer, use), Trained(layer, use)
-    rnet = recorder(net, **options)
+    rnet = recorder(net, **OPTIONS[options])
     for expected, found in zip(train(bare, bare), train(net, rnet), strict=True):
         assert all(map(torch.equal, found, expected))
         # What was recorded can be read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import UnsupportedNetError
+from tests.rotation import one_in
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,8 +84,7 @@ def first_tensor(value: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "way"), one_in(5, itertools.product(NETS, WAYS)))
 def test_generate(name: str, way: str) -> None:
     make, layers = NETS[name]
     net = make()
@@ -118,6 +119,7 @@ def test_steering_inside_generate() -> None:
     assert not torch.equal(net.generate(**PROMPT, **options), steered)
 
 
+@pytest.mark.campaign
 def test_pipeline() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: number for number, word in enumerate(["[PAD]", "a", "b", "c", "d"])}
@@ -143,7 +145,9 @@ def test_pipeline() -> None:
 
 # Its new name is unknown to version 5.0.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize(
+    "options", one_in(3, [{}, {"gradient_checkpointing": True}, {"bf16": True}])
+)
 def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
 
@@ -199,6 +203,7 @@ def diffusion(number: int) -> tuple[Recorder, Callable[[], Tensor]]:
     return rnet, run
 
 
+@pytest.mark.campaign
 def test_diffusion_pipeline() -> None:
     rnet, run = diffusion(1)
     expected, images = passes_by_hooks(rnet, run)
@@ -237,6 +242,7 @@ def lightning_module(optimizer: Callable[..., Any]) -> tuple[Any, Callable[[Any]
     return module, fit
 
 
+@pytest.mark.campaign
 def test_lightning() -> None:
     module, fit = lightning_module(torch.optim.SGD)
     bare = copy.deepcopy(module)

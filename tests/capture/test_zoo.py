@@ -17,8 +17,13 @@ ALL = (*zoo.CASES, *transformers_zoo.CASES)
 TRANSFORMERS = {case.name for case in transformers_zoo.CASES}
 
 
-def each_case(cases: tuple[Case, ...] = ALL) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=repr)
+def each_case(first: int = 0) -> pytest.MarkDecorator:
+    """Take every fourth net, from the first one on, and all of them in a campaign."""
+    marks = [[] if index % 4 == first else [pytest.mark.campaign] for index in range(len(ALL))]
+    cases = zip(ALL, marks, strict=True)
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=repr(case), marks=own) for case, own in cases]
+    )
 
 
 def test_names_are_unique() -> None:
@@ -27,7 +32,7 @@ def test_names_are_unique() -> None:
     assert len(transformers_zoo.CASES) >= 25
 
 
-@each_case()
+@each_case(1)
 def test_builds_are_equal_and_inputs_differ(case: Case) -> None:
     one, two = freeze(case.fresh().state_dict()), freeze(case.fresh().state_dict())
     assert not differences(one, two)
@@ -36,7 +41,7 @@ def test_builds_are_equal_and_inputs_differ(case: Case) -> None:
     assert all(not same_bits(a, b) for a, b in zip(first, second, strict=True) if a.numel())
 
 
-@each_case()
+@each_case(2)
 def test_construction_labels_every_call_and_leaves_no_trace(case: Case) -> None:
     net = case.fresh().train()
     next(net.modules()).training = False
@@ -59,7 +64,7 @@ def test_construction_labels_every_call_and_leaves_no_trace(case: Case) -> None:
     assert found == sorted(watch.calls)
 
 
-@each_case()
+@each_case(3)
 def test_labels_mean_the_same_thing_every_time(case: Case) -> None:
     rows = []
     for training in (False, True):
