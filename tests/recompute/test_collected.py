@@ -147,6 +147,17 @@ def test_a_recording_may_be_pickled_and_copied(gather: Gather) -> None:
         assert same_bits(again.recompute(rnet, "1.drop")["1.drop"], truth(watch, "1.drop"))
 
 
+def test_a_recording_that_was_pickled_when_modules_had_other_names() -> None:
+    rnet = recorder("1")
+    recording = rnet.collect(batches(*SIZES))
+    pickled = pickle.dumps(recording, protocol=0)  # in which names are lines of text
+    former = pickled.replace(b"cscio_recorder.stores.kept_inputs", b"cscio_recorder.stores.calls")
+    assert former != pickled
+    again = pickle.loads(former)
+    assert same_bits(again.inputs["1"][0].args[0], recording.inputs["1"][0].args[0])
+    assert same_bits(*(one.recompute(rnet, "1.drop")["1.drop"] for one in (again, recording)))
+
+
 def test_inference_mode_is_the_one_of_then(gather: Gather) -> None:
     rnet = recorder("1")
     rnet.net.eval()
