@@ -94,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _way_on(parsed: argparse.Namespace) -> str:
     """Say how to continue with what a collection has on disk, if there is anything."""
-    from scio_recorder.recording.interrupted import what_is_durable
+    from scio_recorder.recording.resuming import what_is_durable
 
     if parsed.run is not collect:
         return ""

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.sweeping.effects import Effects
-    from scio_recorder.display.progress import Advance
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recompute.saved_tensors import SavedTensors
     from scio_recorder.recording import Recording
-    from scio_recorder.recording import collection as collections
+    from scio_recorder.recording.feed import Share
     from scio_recorder.recording.options import Reduce, Transforms
     from scio_recorder.recording.rows import Rows
     from scio_recorder.stores import Store
@@ -290,33 +289,32 @@ class AnalysisMethods(Collecting):
         (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
         >>> folder.cleanup()
         """
-        from scio_recorder.recording.collection import Collection
-        from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.interrupted import saying_what_is_durable
-        from scio_recorder.recording.options import Options
-        from scio_recorder.stores import as_store
+        from scio_recorder.recording.options import CollectOptions
+        from scio_recorder.recording.resuming import saying_what_is_durable
         from scio_recorder.workers.parts import Parts
 
-        def collection(
-            batches: Iterable[Any], part: int, store: Store, weights: str | None
-        ) -> collections.Collection:
-            feed = Feed(batches, every, max_batches, to_inputs, sample_ids, part)
-            options = Options(self.capture, reduce, transform, dtype, rows)
-            given = self.capture, feed, options, store, activation_postproc
-            return Collection(*given, resume=True, weights=weights)
-
-        def run(
-            batches: Iterable[Any], part: int, store: Store, bar: AbstractContextManager[Advance]
-        ) -> None:
-            made = collection(batches, part, store, header["weights"])
-            self._go_through(made, bar, stop_early=stop_early)
-
-        pattern = collection((), 0, as_store(store), None)
-        pattern.options.check_mergeable()
-        header = pattern.job(is_shared=True).header(is_shared=True)
-        parts = Parts(self.capture.net, make_batches, num_parts, store, header, run)
+        asked = CollectOptions(
+            store=store,
+            reduce=reduce,
+            transform=transform,
+            every=every,
+            max_batches=max_batches,
+            to_inputs=to_inputs,
+            sample_ids=sample_ids,
+            dtype=dtype,
+            rows=rows,
+            activation_postproc=activation_postproc,
+            stop_early=stop_early,
+            resume=True,
+        )
+        parts = Parts(self.capture, make_batches, num_parts, asked, self._go_through)
         with saying_what_is_durable(store, num_parts):
-            return parts.collect(pattern.options.reductions, wait=wait, progress=progress)
+            return parts.collect(wait=wait, progress=progress)
+
+    def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
+        from scio_recorder.workers.samplers import share_of
+
+        return share_of(loader, has_ids=has_ids)
 
     def recompute(self, *selectors: Any) -> LayerMapping[Any]:
         """Return activations of the latest pass that were not recorded.

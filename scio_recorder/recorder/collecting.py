@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
     from scio_recorder.recording.collection import Collection
+    from scio_recorder.recording.feed import Share
     from scio_recorder.recording.options import Reduce, Transforms
     from scio_recorder.recording.rows import Rows
     from scio_recorder.stores import Plan, Store
@@ -127,31 +128,43 @@ class Collecting(Reading):
         from scio_recorder.display.progress import progress_bar
         from scio_recorder.recording.collection import Collection
         from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.interrupted import saying_what_is_durable
-        from scio_recorder.recording.options import Options
+        from scio_recorder.recording.options import CollectOptions
+        from scio_recorder.recording.resuming import saying_what_is_durable
 
-        feed = Feed(batches, every, max_batches, to_inputs, sample_ids)
-        options = Options(self._capture, reduce, transform, dtype, rows)
-        collection = Collection(self._capture, feed, options, store, activation_postproc, resume)
+        asked = CollectOptions(
+            store=store,
+            reduce=reduce,
+            transform=transform,
+            every=every,
+            max_batches=max_batches,
+            to_inputs=to_inputs,
+            sample_ids=sample_ids,
+            dtype=dtype,
+            rows=rows,
+            activation_postproc=activation_postproc,
+            stop_early=stop_early,
+            resume=resume,
+        )
+        feed = Feed(batches, asked, share=self._share_of(batches, has_ids=sample_ids is not None))
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
-            return self._go_through(collection, bar, stop_early=stop_early)
+            return self._go_through(Collection(self._capture, feed, asked), bar)
+
+    def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
+        """Return the share of this process in a dataset that a sampler splits."""
+        raise NotImplementedError
 
     def _go_through(
-        self,
-        collection: Collection,
-        progress: AbstractContextManager[Advance],
-        *,
-        stop_early: bool,
+        self, collection: Collection, progress: AbstractContextManager[Advance]
     ) -> Recording:
         """Run the network over the batches of a collection."""
-        from scio_recorder.recording.loop import go_through
+        from scio_recorder.recording.collection import go_through
 
         self._refuse_inside_fsdp()
         # torch.compile(rnet) is another module, and can't be distinguished here.
         module: Any = self
         compiled = module if private.calls_compiled(module) else None
-        return go_through(collection, compiled=compiled, stop_early=stop_early, progress=progress)
+        return go_through(collection, compiled=compiled, progress=progress)
 
     def plan(self, num_samples: int) -> Plan:
         """Return the bytes that collecting the recorded layers would take, before anything runs.

@@ -183,19 +183,29 @@ class Watching(Reading):
         from scio_recorder.recording.collected_passes import CollectedPasses
         from scio_recorder.recording.collection import Collection
         from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.interrupted import saying_what_is_durable
-        from scio_recorder.recording.options import Options
+        from scio_recorder.recording.options import CollectOptions
+        from scio_recorder.recording.resuming import saying_what_is_durable
 
         if self._collected is not None:
             raise CollectError(
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
             )
+        asked = CollectOptions(
+            store=store,
+            reduce=reduce,
+            transform=transform,
+            every=every,
+            max_batches=max_batches,
+            sample_ids=sample_ids,
+            dtype=dtype,
+            rows=rows,
+            activation_postproc=activation_postproc,
+            resume=resume,
+        )
         # An iterator, since the number of passes is not known.
-        feed = Feed(iter(()), every, max_batches, sample_ids=sample_ids)
-        options = Options(self._capture, reduce, transform, dtype, rows)
-        given = self._capture, feed, options, store, activation_postproc, resume
-        collected = CollectedPasses(Collection(*given, is_of_others=True))
+        feed = Feed(iter(()), asked)
+        collected = CollectedPasses(Collection(self._capture, feed, asked, is_of_others=True))
         with (
             saying_what_is_durable(store),
             collected.open(progress=progress),

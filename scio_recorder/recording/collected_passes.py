@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
@@ -31,8 +30,6 @@ class CollectedPasses:
         self._collection = collection
         self._recording: Recording | None = None
         self._why_none = "the block has not ended: read `recording` after it"
-        # The number of passes that have ended.
-        self._number = 0
         # Only one pass at a time can write rows.
         self._lock = threading.RLock()
 
@@ -50,7 +47,7 @@ class CollectedPasses:
         return self._recording
 
     def __repr__(self) -> str:
-        return f"CollectedPasses({self._number})"
+        return f"CollectedPasses({self._collection.feed.number})"
 
     @contextlib.contextmanager
     def open(self, *, progress: bool) -> Iterator[None]:
@@ -110,14 +107,14 @@ class CollectedPasses:
                 collection.drop()
                 raise
             self._advance(*collection.end(output))
-            self._number += 1
+            collection.feed.number += 1
         return output
 
     def _take(self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None) -> Any:
         collection = self._collection
         capture, batch = collection.capture, inputs.named(collection.capture.net)
         options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
-        is_taken = collection.feed.is_taken(self._number) and not collection.is_complete
+        is_taken = collection.feed.is_taken and not collection.is_complete
         if collection.begin(batch, Inputs((), batch), is_taken=is_taken):
-            return collection.take(partial(capture.run, call, *inputs, sink=collection, **options))
+            return collection.take(lambda sink: capture.run(call, *inputs, sink=sink, **options))
         return capture.run(call, *inputs, **options)

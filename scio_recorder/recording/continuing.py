@@ -3,18 +3,17 @@
 NOTE [Which pass continues which]
 
 A pass that receives a filled cache continues: its positions are the next ones of the same samples.
-The cache itself, the same object from pass to pass, or a tensor in it identifies them. If it is
-another one, such as a copy, they are those of the pass before, on the same thread, unless it may as
-well hold others. Either way the number of lines must be the same, and the cache must be as long as
-all positions that ran. Anything else (beams, candidates that are taken back, a cache that other
-code has filled) would assign rows to wrong samples, and is refused.
+The cache itself, the same object from pass to pass, or a tensor in it identifies them. The number
+of lines must be the same, the cache must be as long as all positions that ran, and it must hold the
+tensors that the pass before left in it. Anything else (beams, candidates that are taken back, rows
+that are reordered, a copy, a cache that other code has filled) would assign rows to wrong samples,
+and is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
+import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import counted
-from scio_recorder.recording.batch_rows import BatchRows
-from scio_recorder.recording.rows import Rows, Source
+from scio_recorder.recording.rows import BatchRows, Rows, Source
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.structures import tensors
 
 # Arguments of forward by which libraries hand over the results of earlier passes.
@@ -53,6 +52,22 @@ class Past:
     length: int | None = 0
 
 
+class _Held:
+    """What a cache holds at some time: its tensors, without keeping them, and their versions."""
+
+    def __init__(self, cache: Any = None) -> None:
+        found = _tensors_in(cache)
+        self._tensors = [(weakref.ref(one), version_of(one)) for one in found]
+
+    def is_in(self, cache: Any) -> bool:
+        """Whether a cache holds just this."""
+        found = _tensors_in(cache)
+        return len(found) == len(self._tensors) and all(
+            known() is one and version == version_of(one)
+            for one, (known, version) in zip(found, self._tensors, strict=True)
+        )
+
+
 @dataclass
 class Sequences:
     """Samples that a pass has begun, and that others may continue.
@@ -63,40 +78,31 @@ class Sequences:
         The place of the first among all samples.
     lengths : torch.Tensor
         The number of real positions of each so far.
+    is_taken : bool
+        Whether their rows are collected.
     num_positions : int
         The number of positions that ran so far, padding included.
     step : int
         The number of passes.
-    is_taken : bool
-        Whether their rows are collected.
     is_told : bool
         Whether their cache says that it holds something.
-    thread : int
-        The thread that began them.
+    held : _Held
+        What the latest pass left in their cache.
     """
 
     first: int
     lengths: Tensor
+    is_taken: bool
     num_positions: int = 0
     step: int = 0
-    is_taken: bool = True
     is_told: bool = True
-    thread: int = field(default_factory=threading.get_ident)
-
-    def may_fill(self, past: Past) -> bool:
-        """Whether a cache is as long as all positions that ran, as far as it tells."""
-        return past.length in (None, self.num_positions)
-
-
-class _Latest(threading.local):
-    sequences: Sequences | None = None
+    held: _Held = field(default_factory=_Held)
 
 
 class Continuing:
     """Distinguishes passes that continue samples from those that begin them; see the NOTE."""
 
     def __init__(self) -> None:
-        self._latest = _Latest()
         # Caches, and tensors of those that no weak reference can be made to.
         self._by_part: MutableMapping[Any, Sequences] = WeakIdKeyDictionary()
         # The sequences that the current pass belongs to, and its share of them.
@@ -125,7 +131,7 @@ class Continuing:
         if going_on is not None:
             _check_goes_on(going_on, past, found)
         lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
-        now = going_on or Sequences(first, lengths, is_taken=is_taken)
+        now = going_on or Sequences(first, lengths, is_taken)
         self._pending = past, now, found
         sample, position = found.columns["sample"], found.columns["position"]
         own = {
@@ -155,11 +161,11 @@ class Continuing:
         sequences.lengths = sequences.lengths + found.lengths
         sequences.num_positions += found.shape[-1]
         sequences.step += 1
-        self._latest.sequences = sequences
         made = _made_by(output)
         own = past.cache if made is None else made
         for part in _parts(own, output):
             self._by_part[part] = sequences
+        sequences.held = _Held(own)
         if not past.length and own is not None:
             sequences.is_told = not _is_silent(own)
 
@@ -176,20 +182,13 @@ class Continuing:
             if not all(sequences.is_told for sequences in known):
                 raise _of_unknown_length(past.cache)
             return None
-        found = known[0] if known else self._latest.sequences
-        if found is None:
+        if not known:
             raise CollectError(
-                "the network received a cache that no pass of the block has filled, so there are "
-                f"no samples to continue: begin the block before the prompt runs, or {_WATCH}"
+                "the network received a cache that no pass of the block has filled, or a copy of "
+                "one, so there are no samples to continue: begin the block before the prompt runs "
+                f"and pass on the cache itself, or {_WATCH}"
             )
-        others = known or self._by_part.values()
-        fitting = (of for of in others if of.thread == found.thread and of.may_fill(past))
-        if any(of is not found for of in fitting):
-            raise CollectError(
-                "the network received a cache that may hold the samples of several earlier passes, "
-                f"as a copy of a cache may: pass on the cache itself, or {_WATCH}"
-            )
-        return found
+        return known[0]
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _PassSource(Source):
         sequence = next((value for value in given if isinstance(value, Tensor)), None)
         if found is None or sequence is None or sequence.ndim < 2:
             return found
-        return _of_these(_of_keys(found, sequence.shape[1]), sequence.shape[1], self.past.length)
+        return _of_these(found, sequence.shape[1], self.past.length)
 
 
 def _parts(cache: Any, output: Any = None) -> list[Any]:
@@ -221,34 +220,18 @@ def _parts(cache: Any, output: Any = None) -> list[Any]:
 
 def _of_these(mask: Any, number: int, before: int | None) -> Any:
     """Return the columns of a mask for the positions of a pass."""
+    if isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2:
+        raise CollectError(
+            "attention_mask says who attends to whom, as for a cache of fixed length, and not "
+            "which positions are real: give Tokens(mask=lambda batch: ...) with a bool tensor "
+            f"[batch, positions], or {_WATCH}"
+        )
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= number:
         return mask
     # A mask for a cache of fixed length also has columns for later positions.
     is_long = before is not None and mask.shape[1] >= before + number
     start = before if is_long and before is not None else mask.shape[1] - number
     return mask[:, start : start + number]
-
-
-def _of_keys(mask: Any, number: int) -> Any:
-    """Return the real keys, [batch, keys], even if a mask says who attends to whom.
-
-    Each query sees itself and real keys before it, so a key that a query sees is real. Padding is
-    an exception: older versions of torch let such a query see all keys.
-    """
-    if isinstance(mask, Mapping):
-        kinds = [mask.get(kind) for kind in ("full_attention", "sliding_attention")]
-        mask = next((kind for kind in kinds if kind is not None), mask)
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != number:
-        if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
-            raise CollectError(
-                "attention_mask does not say which positions are real: give Tokens(mask=lambda "
-                "batch: ...) with a bool tensor [batch, positions]"
-            )
-        return mask
-    seen = mask[:, 0] >= 0 if mask.is_floating_point() else mask[:, 0] != 0
-    blind = seen.all(-1, keepdim=True)
-    blind[:, -1] = False
-    return (seen & ~blind).any(1)
 
 
 def _made_by(output: Any) -> Any:
@@ -271,28 +254,14 @@ def _past_of(arguments: Mapping[str, Any]) -> Past:
     return Past()
 
 
-def without_empty_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a pass without an empty cache, so that none is filled.
+def _tensors_in(cache: Any) -> list[Tensor]:
+    """Return the tensors of a cache, as far as its parts have names.
 
-    Parameters
-    ----------
-    arguments : mapping
-        The arguments by name.
-
-    Returns
-    -------
-    dict
-        The others, without what was made for the length of the cache: a mask that says who attends
-        to whom. All of them if there is no cache, or one that may be filled.
+    Tuples are not looked into: their tensors identify them.
     """
-    with contextlib.suppress(CollectError):
-        past = _past_of(arguments)
-        if past.cache is not None and past.length == 0:
-            left_out = {*_CACHES, "cache_position"}
-            if getattr(arguments.get("attention_mask"), "ndim", None) != 2:
-                left_out.add("attention_mask")
-            return {name: value for name, value in arguments.items() if name not in left_out}
-    return dict(arguments)
+    own = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(own, "layers", None) or [own]
+    return tensors([dict(getattr(layer, "__dict__", {})) for layer in layers])
 
 
 def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
@@ -339,13 +308,18 @@ def _of_unknown_length(cache: Any) -> CollectError:
 def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
     lines, known = found.shape[0], len(sequences.lengths)
     has_same_lines = len(found.dims) == 2 and found.num_samples == lines == known
-    if not (has_same_lines and sequences.may_fill(past)):
+    if not has_same_lines or past.length not in (None, sequences.num_positions):
         held = "" if past.length is None else f" of {past.length} positions"
         raise CollectError(
             f"the network received a cache{held} for {counted(found.num_samples, 'sample')}, but "
             f"the pass before it had {known} with {sequences.num_positions}: rows of passes "
             "that don't continue where others ended (beams, candidates, segments) can't be told "
             f"apart; {_WATCH}"
+        )
+    if not sequences.held.is_in(past.cache):
+        raise CollectError(
+            "the network received a cache that has changed since the pass before it, as if its "
+            f"rows were reordered, so it is not known which samples it continues; {_WATCH}"
         )
 
 

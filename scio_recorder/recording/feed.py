@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count, islice
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, count, islice, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -13,13 +15,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.nets.records import Inputs
-from scio_recorder.recording.given_ids import SeenIds
-from scio_recorder.recording.samplers import share_of
-from scio_recorder.recording.shares import Share
+from scio_recorder.recording.options import CollectOptions
+from scio_recorder.recording.rows import advice_on_lists
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.processes import this_process
+from scio_recorder.tensors.processes import Place, this_process
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (
@@ -32,51 +32,115 @@ _WRITE = (
 IDS_OF_A_PART = 10**12
 
 
+class SeenIds:
+    """Refuses an id that comes twice. While ids rise, only the last one must be compared.
+
+    Otherwise all of them are kept in a set.
+    """
+
+    def __init__(self) -> None:
+        self._rising: list[Ids] = []
+        self._others: set[int | str] | None = None
+
+    def add(self, ids: Ids, number: int) -> None:
+        """Add the ids of the batch with this number; raise, and add none, if one came before."""
+        if not len(ids):
+            return
+        if self._others is None:
+            if self._goes_on_rising(ids):
+                self._rising.append(ids)
+                return
+            self._others = set(chain.from_iterable(self._rising))
+        given: Iterable[Any] = ids
+        for place, value in enumerate(given):
+            if value in self._others:
+                self._others.difference_update(ids[:place])
+                raise CollectError(
+                    f"sample_ids: batch {number} has the id {value!r}, which an earlier sample "
+                    "has already: give every sample an id of its own"
+                )
+            self._others.add(value)
+
+    def remove(self, ids: Ids) -> None:
+        """Forget the ids that were added last."""
+        if self._others is not None:
+            self._others.difference_update(ids)
+        elif len(ids):
+            self._rising.pop()
+
+    def _goes_on_rising(self, ids: Ids) -> bool:
+        before: Any = self._rising[-1][-1:] if self._rising else ()
+        try:
+            return all(one < other for one, other in pairwise([*before, *ids]))
+        except TypeError:
+            # Integers and strings are mixed: an error that is reported elsewhere.
+            return False
+
+
+@dataclass
+class Share:
+    """The share of this process in a dataset that a sampler splits; its repeats come last.
+
+    Parameters
+    ----------
+    place : Place
+        The rank of this process, and the number of processes.
+    batches : callable, optional
+        Makes an iterator over the indices of each batch; None if samples have none.
+    num_own : int, optional
+        The number of samples of this process that are no repeats of others'.
+    num_repeats : int, default 0
+        The number of repeats of all processes together.
+    settings : dict, optional
+        The settings that decide the shares, in which all processes must agree.
+    problem : str, optional
+        Why the shares can't be known.
+    is_even : bool, default True
+        Whether all processes have equally many batches.
+    """
+
+    place: Place
+    batches: Callable[[], Iterator[list[Any]]] | None = None
+    num_own: int = sys.maxsize
+    num_repeats: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    is_even: bool = True
+
+
 @dataclass
 class Feed:
-    """The batches of one ``collect``.
+    """The batches of one ``collect``, and the numbers and ids of their samples.
 
     Parameters
     ----------
     batches : iterable
         The loader.
-    every : int, default 1
-        Take every n-th batch, the first included.
-    max_batches : int, optional
-        Stop after this number of taken ones.
-    to_inputs, sample_ids : callable, optional
-        As given to ``collect``.
+    asked : CollectOptions, optional
+        Which batches are taken, and how they are read.
     part : int, optional
         The part of a dataset that these are. It may be empty.
+    share : Share, optional
+        This process's share, if a sampler splits the data between several.
     """
 
     batches: Iterable[Any]
-    every: int = 1
-    max_batches: int | None = None
-    to_inputs: Callable[[Any], Any] | None = None
-    sample_ids: Callable[[Any], Any] | None = None
+    asked: CollectOptions = field(default_factory=CollectOptions)
     part: int | None = None
+    share: Share | None = None
 
     def __post_init__(self) -> None:
-        # The number of the current batch.
-        self._seen, self.number = SeenIds(), 0
-        self.every = whole("every", self.every, 1)
-        if self.max_batches is not None:
-            self.max_batches = whole("max_batches", self.max_batches, 1)
-        for name in ("to_inputs", "sample_ids"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise CollectError(
-                    f"{name} is a {type(given).__name__}, and not a function: write "
-                    f"{name}=lambda batch: ..."
-                )
+        # The number of the current batch, and that of samples before it.
+        self.number, self.num_samples = 0, 0
+        # If a sampler chooses: the current batch's indices in the dataset, and their number before.
+        self._indices: list[Any] | None = None
+        self._num_chosen = 0
+        self._seen = SeenIds()
         self._check_batches()
-        # This process's share, if a sampler splits the data between several.
-        self.share: Share | None = None
 
     def _check_batches(self) -> None:
         """Refuse what gives no batches, and what would give other ones than were meant."""
-        batches = self.batches
+        batches, to_inputs = self.batches, self.asked.to_inputs
         if isinstance(batches, Tensor | np.ndarray):
             kind, x = "tensor", "x"
             if isinstance(batches, np.ndarray):
@@ -86,13 +150,13 @@ class Feed:
                 f"batches=[{x}] for one batch, or batches={x}.split(32) for several"
             )
         if isinstance(batches, Mapping) and any(
-            self.to_inputs is None or isinstance(one, Tensor) for one in batches.values()
+            to_inputs is None or isinstance(one, Tensor) for one in batches.values()
         ):
             raise CollectError(
                 "batches is a mapping, so its keys would count as batches: write batches=[x] if "
                 "it is one batch, or batches=x.values() if its values are batches"
             )
-        if self.to_inputs is None and _is_of_samples(batches):
+        if to_inputs is None and _is_of_samples(batches):
             raise CollectError(
                 f"batches is a {type(batches).__name__}, whose items are samples and not batches: "
                 "write DataLoader(dataset, batch_size=32), or batch_size=None if its items are "
@@ -106,10 +170,12 @@ class Feed:
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         """Yield every batch and whether it is taken, and request no more batches than needed."""
-        stop = None if self.max_batches is None else (self.max_batches - 1) * self.every + 1
-        given = self.batches if self.share is None else self.share.through(self.batches)
-        batches = iter(islice(given, stop))
-        for number in count():
+        every, most = self.asked.every, self.asked.max_batches
+        batches = iter(islice(self.batches, None if most is None else (most - 1) * every + 1))
+        chosen = None
+        if self.share is not None and self.share.batches is not None:
+            chosen = self.share.batches()
+        for self.number in count():
             try:
                 batch = next(batches)
             except StopIteration:
@@ -117,14 +183,16 @@ class Feed:
             except RecorderError:
                 raise
             except Exception as error:
-                raise raised_by(f"batch {number}: the loader", error) from error
-            yield batch, self.is_taken(number)
+                raise raised_by(f"batch {self.number}: the loader", error) from error
+            self._num_chosen += len(self._indices or ())
+            self._indices = None if chosen is None else next(chosen, [])
+            yield batch, self.is_taken
 
-    def is_taken(self, number: int) -> bool:
-        """Go on to the batch of this number, and return whether it is taken."""
-        self.number = number
-        nth, remainder = divmod(number, self.every)
-        return remainder == 0 and (self.max_batches is None or nth < self.max_batches)
+    @property
+    def is_taken(self) -> bool:
+        """Whether the current batch is one of those to take."""
+        nth, remainder = divmod(self.number, self.asked.every)
+        return remainder == 0 and (self.asked.max_batches is None or nth < self.asked.max_batches)
 
     @property
     def num_batches(self) -> int | None:
@@ -132,10 +200,10 @@ class Feed:
         length = _length(self.batches)
         if length is None:
             return None
-        taken = -(-length // self.every)
-        return taken if self.max_batches is None else min(taken, self.max_batches)
+        taken, most = -(-length // self.asked.every), self.asked.max_batches
+        return taken if most is None else min(taken, most)
 
-    @property
+    @cached_property
     def length(self) -> list[int | None]:
         """The expected numbers of batches to take, and of samples to choose from.
 
@@ -147,12 +215,13 @@ class Feed:
             samples: int | None = sum(map(len, filter(_has_rows, firsts)))
         else:
             samples = _length(getattr(batches, "sampler", None))
-        return [self.max_batches if taken is None else taken, samples]
+        return [self.asked.max_batches if taken is None else taken, samples]
 
     def inputs(self, batch: Any) -> Inputs:
         """Return the net's inputs for a batch."""
-        given = _first(batch) if self.to_inputs is None else self._said("to_inputs", batch)
-        if self.to_inputs is None and not isinstance(given, Tensor | Mapping):
+        is_ours = self.asked.to_inputs is None
+        given = _first(batch) if is_ours else self._said("to_inputs", batch)
+        if is_ours and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
             x = "batch" if given is batch else "batch[0]"
@@ -174,7 +243,7 @@ class Feed:
     def _said(self, name: str, batch: Any) -> Any:
         """Return the result of the caller's function for a batch."""
         try:
-            return getattr(self, name)(batch)
+            return getattr(self.asked, name)(batch)
         except Exception as error:
             raise raised_by(f"batch {self.number}: {name}", error) from error
 
@@ -201,25 +270,18 @@ class Feed:
         by_batches : bool
             Whether something is kept for whole batches.
         """
-        share = share_of(self.batches, has_ids=self.sample_ids is not None)
-        if share is None or self.part is not None:
-            if share is not None and (share.has_ids or share.problem is not None):
-                raise CollectError(
-                    f"make_batches({self.part}) gave a loader whose sampler splits its dataset "
-                    "among processes, but one process collects a part alone: give it no such "
-                    "sampler"
-                )
+        if self.share is None:
             return store
-        placed = store.placed(share.place, share.problem)
+        placed = store.placed(self.share.place, self.share.problem)
         if placed is None:
             # Each process has a store of its own, and need not know the shares of others.
+            self.share = None
             return store
-        if by_batches and share.num_repeats:
+        if by_batches and self.share.num_repeats:
             raise CollectError(
                 "the sampler repeats samples, but inputs are kept by whole batches: "
                 "give it drop_last=True, or record without inputs=True"
             )
-        self.share = share
         return placed
 
     @property
@@ -228,18 +290,21 @@ class Feed:
         return self.part is not None or (self.share is not None and not self.share.is_even)
 
     @property
+    def has_indices(self) -> bool:
+        """Whether samples are known by their indices in a dataset."""
+        return self.share is not None and self.share.batches is not None
+
+    @property
     def is_numbering(self) -> bool:
         """Whether ids are running numbers, for which all batches must be counted."""
-        return self.sample_ids is None and (self.share is None or not self.share.has_ids)
+        return self.asked.sample_ids is None and not self.has_indices
 
     @property
     def has_ids(self) -> bool:
         """Whether ids distinguish samples of several processes."""
         return not self.is_numbering or self.part is not None
 
-    def ids(
-        self, batch: Any, inputs: Inputs, first: int, number: int | None = None
-    ) -> tuple[Ids, int]:
+    def ids(self, batch: Any, inputs: Inputs, number: int | None = None) -> tuple[Ids, int]:
         """Return the ids of a batch's samples, and their number including repeats at the end.
 
         Parameters
@@ -248,27 +313,49 @@ class Feed:
             The loader's batch.
         inputs : Inputs
             The net's inputs for it.
-        first : int
-            The running index of its first sample.
         number : int, optional
             The number of its samples, if known.
         """
-        share = self.share
-        if self.sample_ids is not None:
+        if self.asked.sample_ids is not None:
             given = self._given_ids(batch, number)
         else:
             number = len(counting_tensor(inputs)) if number is None else number
-            if share is None or not share.has_ids:
-                first += (self.part or 0) * IDS_OF_A_PART
+            if not self.has_indices:
+                first = self.num_samples + (self.part or 0) * IDS_OF_A_PART
                 return range(first, first + number), number
-            given = share.ids(number)
-        own = len(given) if share is None else share.num_own(len(given))
+            given = self._chosen_ids(number)
         try:
-            ids = to_ids(given[:own])
+            ids = to_ids(given[: self._num_own(len(given))])
         except ValueError as error:
             raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
         self._seen.add(ids, self.number)
         return ids, len(given)
+
+    def _chosen_ids(self, number: int) -> list[Any]:
+        """Return the indices of the current batch, which has this many samples."""
+        indices = self._indices or []
+        if len(indices) != number:
+            raise CollectError(
+                f"the sampler chose {len(indices)} samples for batch {self.number}, but the "
+                f"batch has {number}: write sample_ids=lambda batch: ... with one id for each"
+            )
+        return indices
+
+    def _num_own(self, number: int) -> int:
+        """Return the number of samples of the batch, from the first on, that are not repeats."""
+        if self.share is None or self._indices is None:
+            return number
+        chosen = len(self._indices)
+        own = max(0, min(self.share.num_own - self._num_chosen, chosen))
+        if own in (0, chosen):
+            return number if own else 0
+        if number != chosen:
+            raise CollectError(
+                f"{chosen - own} of {chosen} samples of batch {self.number} are repeats that the "
+                f"sampler added, and it is unknown which of the {number} ids belong to them: give "
+                "the sampler drop_last=True"
+            )
+        return own
 
     def _given_ids(self, batch: Any, number: int | None) -> list[Any]:
         given = self._said("sample_ids", batch)
@@ -323,36 +410,6 @@ def counting_tensor(inputs: Inputs) -> Tensor:
         or "the net's input has no tensor that shows the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"
     )
-
-
-def advice_on_lists(named: Mapping[str, Any]) -> str:
-    """Return a sentence on the first input that is a list of numbers; empty if there is none.
-
-    Parameters
-    ----------
-    named : mapping
-        The inputs by name.
-
-    Examples
-    --------
-    >>> advice_on_lists({"scale": 2})
-    ''
-    >>> advice_on_lists({"input_ids": [[1, 2]]}).partition(":")[0]
-    'input_ids is a list, not a tensor'
-    """
-    for name, given in named.items():
-        if isinstance(given, list) and _is_of_numbers(given):
-            return (
-                f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and '
-                "padding=True), or make it a tensor with torch.tensor"
-            )
-    return ""
-
-
-def _is_of_numbers(value: Any) -> bool:
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, int | float)
 
 
 def _is_of_samples(batches: Any) -> bool:

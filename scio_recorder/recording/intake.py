@@ -1,26 +1,33 @@
-"""The intake of one layer's activations, which stores or reduces them."""
+"""The intake of activations: a sink that stores or reduces those of each layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from rich.filesize import decimal
-from torch import Tensor
+from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, raised_by
-from scio_recorder.layer import Layer, TensorSpec
-from scio_recorder.recording.batch_rows import BatchRows
-from scio_recorder.recording.options import Transform
+from scio_recorder.layer import DepthIdx, Layer, TensorSpec, text_of
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.recording.options import LayerOptions, Transform
+from scio_recorder.recording.recipes import restore, states_of
+from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.base import several
 from scio_recorder.reductions.samples import SampleReduction
-from scio_recorder.stores import Column, StoreWriter
+from scio_recorder.stores import Column, State, StoreWriter
 from scio_recorder.stores.buffers import NoRoomError
+from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors.copies import gathered, is_dense
+from scio_recorder.tensors.digests import Weights, digest_of
 
 
 @dataclass(slots=True)
@@ -28,6 +35,11 @@ class CurrentBatch:
     """The current batch."""
 
     batch: Any = None
+    # The ids of its samples, without repeats.
+    ids: Ids = ()
+    is_taken: bool = True
+    # The number of its rows that are no repeats.
+    num_own_rows: int = 0
     # The rows to keep.
     rows: BatchRows = field(default_factory=partial(BatchRows.of_samples, 0))
     num_rows: int = 0
@@ -41,10 +53,12 @@ class CurrentBatch:
     is_reduced: bool = False
 
     def begin(
-        self, batch: Any, rows: BatchRows, skip: int, start: int, num_repeats: int = 0
+        self, batch: Any, ids: Ids, rows: BatchRows, skip: int, start: int, num_repeats: int
     ) -> None:
         """Go on to the next batch, whose samples at both ends may be left out."""
-        self.batch, self.skip, self.num_repeats, self.start = batch, skip, num_repeats, start
+        self.batch, self.ids = batch, ids
+        self.skip, self.num_repeats, self.start = skip, num_repeats, start
+        self.num_own_rows = rows.num_rows
         self.rows = rows.of_some(skip, rows.num_samples)
         self.num_rows = self.rows.num_rows
         self.is_reduced = False
@@ -71,6 +85,18 @@ class LayerIntake:
     layer: Layer
     transform: Transform | None
     current: CurrentBatch
+
+    def __post_init__(self) -> None:
+        # Whether the lengths of some batch have shown what the layer's dimensions mean.
+        self._is_known = False
+
+    def _check_rows(self, kept: Tensor) -> None:
+        """Refuse a tensor whose leading dimensions are not those of the batch."""
+        is_transformed = self.transform is not None
+        self.current.rows.check(
+            self.layer, kept, is_transformed=is_transformed, is_known=self._is_known
+        )
+        self._is_known = True
 
     def _transformed(self, activation: Any) -> Tensor:
         """Return the tensor to keep: the layer's output, or the result of the transform."""
@@ -196,7 +222,7 @@ class StoringIntake(LayerIntake):
 
     def _check(self, kept: Tensor) -> None:
         rows, column = self.current.rows, self._column
-        rows.check(self.layer, kept, is_transformed=self.transform is not None)
+        self._check_rows(kept)
         shape = tuple(kept.shape[len(rows.shape) :])
         if column is not None and shape != column.spec.shape:
             of_texts = ", or write rows=Tokens() for texts that differ in length"
@@ -242,7 +268,7 @@ class ReducingIntake(LayerIntake):
         kept = self._transformed(activation)
         rows = self.current.rows
         if not rows.are_whole_batch:
-            rows.check(self.layer, kept, is_transformed=self.transform is not None)
+            self._check_rows(kept)
             self._check_boundary()
             kept = rows.choose(kept)
         if self.waits:
@@ -304,15 +330,13 @@ class RowColumns:
         # The columns of the first batch, which all batches have.
         self.names: list[str] = []
 
-    def put(self, current: CurrentBatch, first_sample: int, number: int) -> None:
+    def put(self, current: CurrentBatch, number: int) -> None:
         """Keep the columns of a batch.
 
         Parameters
         ----------
         current : CurrentBatch
             The batch.
-        first_sample : int
-            The number of samples that the store has of earlier batches.
         number : int
             The number of the batch, for messages.
         """
@@ -326,7 +350,7 @@ class RowColumns:
                     "with all batches, or say with fields= what to keep"
                 )
             if name == "sample":
-                values = values + (first_sample - current.skip)
+                values = values + (len(self._writer.sample_ids) - current.skip)
             column = self._columns.get(name) or self._open(name, values)
             if values.dtype != column.spec.dtype:
                 raise CollectError(
@@ -339,6 +363,148 @@ class RowColumns:
         spec = TensorSpec((), values.dtype)
         self._columns[name] = self._writer.column(name, spec, values)
         return self._columns[name]
+
+
+class Intakes:
+    """The sink of all passes: gives the output of each layer to what stores or reduces it.
+
+    Parameters
+    ----------
+    layers : LayerOptions
+        The options of each layer.
+    writer : StoreWriter
+        Where samples are kept.
+    run_aside : callable
+        Runs a transform so that calls of the network in it are no part of the pass.
+    waits : bool
+        Whether reductions receive copies of a pass when it has ended, since more passes may follow
+        one that fails.
+    """
+
+    def __init__(
+        self,
+        layers: LayerOptions,
+        writer: StoreWriter,
+        run_aside: Callable[..., Any],
+        *,
+        waits: bool,
+    ) -> None:
+        self._layers, self._writer = layers, writer
+        self.current = CurrentBatch()
+        self.columns = RowColumns(writer)
+        self.storing: dict[DepthIdx, StoringIntake] = {}
+        self._reducing: dict[DepthIdx, ReducingIntake] = {}
+        for label in layers.recording:
+            given = layers.transforms.get(label)
+            transform = None if given is None else partial(run_aside, given)
+            shared = layers.architecture[label], transform, self.current
+            if label in layers.reductions:
+                reductions = several(layers.reductions[label])
+                self._reducing[label] = ReducingIntake(*shared, reductions, waits)
+            else:
+                self.storing[label] = StoringIntake(*shared, writer, layers.asked.dtype)
+        intakes: dict[DepthIdx, StoringIntake | ReducingIntake] = {**self.storing, **self._reducing}
+        self.receivers = {label: intake.receive for label, intake in intakes.items()}
+        # Kept calls of the current pass, if inputs are kept, and digests of weights.
+        self._calls: dict[DepthIdx, dict[str, Any]] = {}
+        self._weights = Weights()
+        if layers.with_inputs:
+            self.receivers = {
+                label: partial(self._receive_with_call, label, receive)
+                for label, receive in self.receivers.items()
+            }
+        # Whether reductions hold a part of a pass that failed, so that commits don't count.
+        self.is_tainted = False
+        if writer.state is not None:
+            self._restore(writer.state)
+
+    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
+        """Copy the inputs that a module is about to receive, and the state in which it will run."""
+        architecture = self._layers.architecture
+        layer = architecture[architecture.calls(module)[0]]
+        call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
+        return self._writer.calls.keep(layer, call)
+
+    def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
+        """Take the result of `keep_inputs` for a layer."""
+        self._calls[label] = kept
+
+    def _receive_with_call(
+        self, label: DepthIdx, receive: Callable[[Any], None], activation: Any
+    ) -> None:
+        call = self._calls.get(label)
+        if call is not None:
+            call["output"] = digest_of(activation)
+        receive(activation)
+
+    def take(self, run: Callable[[Intakes], Any], number: int, state: Callable[[], State]) -> Any:
+        """Run the pass of the current batch, and commit it.
+
+        Parameters
+        ----------
+        run : callable
+            Runs a pass with this sink, and returns the network's output.
+        number : int
+            The number of the batch, for messages.
+        state : callable
+            Returns the state to commit.
+        """
+        current = self.current
+        self._calls = {}
+        # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
+        # memory.
+        if current.rows.columns and self._layers.keeps_rows:
+            self.columns.put(current, number)
+        try:
+            output = run(self)
+            for reducing in self._reducing.values():
+                reducing.settle()
+        except BaseException:
+            self.is_tainted = current.is_reduced
+            raise
+        self._commit(state)
+        return output
+
+    def _commit(self, state: Callable[[], State]) -> None:
+        """Count the pass, which has succeeded."""
+        current = self.current
+        # Every layer of every batch would pay for the check.
+        for storing in self.storing.values() if self._layers.asked.dtype is not None else ():
+            storing.settle()
+        calls = {text_of(label): call for label, call in sorted(self._calls.items())}
+        rows = None if current.rows.are_samples else current.num_rows
+        self.is_tainted = True
+        try:
+            self._writer.commit(current.ids[current.skip :], state, calls, rows=rows)
+        except ValueError as error:
+            raise CollectError(str(error)) from None
+        self.is_tainted = False
+
+    def drop(self) -> None:
+        """Drop the batch, which has failed: it may come again."""
+        self.current.batch, self.current.ids = None, ()
+        for intake in self._reducing.values():
+            intake.drop()
+
+    def state(self) -> State:
+        """Return what resuming needs besides the samples, for a commit."""
+        rounding = {
+            text_of(label): [intake.lost, intake.total]
+            for label, intake in self.storing.items()
+            if intake.rounds
+        }
+        reduced = states_of(self._layers.reductions)
+        return {"reductions": reduced, "rounding": rounding, "columns": self.columns.names}
+
+    def _restore(self, state: State) -> None:
+        # Recordings of versions without rows have none.
+        self.columns.names = state.get("columns", [])
+        restore(self._layers.reductions, state["reductions"])
+        for label, intake in self.storing.items():
+            sums = state["rounding"].get(text_of(label))
+            if sums is not None:
+                intake.rounds = True
+                intake.lost, intake.total = sums
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

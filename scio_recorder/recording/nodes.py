@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.batch_rows import BatchRows
-from scio_recorder.recording.rows import Fields, Name, Rows, Source
+from scio_recorder.recording.rows import BatchRows, Fields, Name, Rows, Source
 
 
 @dataclass(eq=False, repr=False)

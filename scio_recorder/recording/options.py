@@ -1,8 +1,9 @@
-"""The options of a collection, by layer, and as settings that must agree on resuming."""
+"""The options of ``collect``: as they are given, and as they apply to each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,10 +13,13 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.nets.selection import by_selector
+from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.recording.rows import Rows, rows_or_none
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, several
+from scio_recorder.stores import Store
+from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.dtypes import dtype_name
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
@@ -25,15 +29,70 @@ Reduce: TypeAlias = (
 )
 
 
-class Options:
+@dataclass
+class CollectOptions:
+    """The options of ``collect``, which all functions that collect share, checked.
+
+    Parameters
+    ----------
+    store, reduce, transform, every, max_batches, to_inputs, sample_ids : optional
+        As :meth:`scio_recorder.Recorder.collect` takes them.
+    dtype, rows, activation_postproc, stop_early, resume : optional
+        As :meth:`scio_recorder.Recorder.collect` takes them.
+
+    Raises
+    ------
+    CollectError
+        An option has a value that can't work, whatever the layers are.
+
+    Examples
+    --------
+    >>> CollectOptions(every=2).every
+    2
+    """
+
+    store: str | Store | None = "auto"
+    reduce: Reduce | None = None
+    transform: Transforms | None = None
+    every: int = 1
+    max_batches: int | None = None
+    to_inputs: Callable[[Any], Any] | None = None
+    sample_ids: Callable[[Any], Any] | None = None
+    dtype: torch.dtype | None = None
+    rows: Rows | None = None
+    activation_postproc: Postprocessors | None = None
+    stop_early: bool = False
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        self.every = whole("every", self.every, 1)
+        if self.max_batches is not None:
+            self.max_batches = whole("max_batches", self.max_batches, 1)
+        for name in ("to_inputs", "sample_ids"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise CollectError(
+                    f"{name} is a {type(given).__name__}, and not a function: write "
+                    f"{name}=lambda batch: ..."
+                )
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise CollectError(
+                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; other "
+                "activations keep their dtype, which transform= can change"
+            )
+        rows_or_none(self.rows, CollectError)
+
+
+class LayerOptions:
     """The options of each recorded layer: stored or reduced, transformed or not.
 
     Parameters
     ----------
     capture : Capture
         Knows the recorded layers.
-    reduce, transform, dtype, rows
-        As in ``collect``.
+    asked : CollectOptions
+        The options that were given.
 
     Raises
     ------
@@ -41,33 +100,20 @@ class Options:
         They can't be satisfied, or there is nothing to do.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        reduce: Reduce | None,
-        transform: Transforms | None,
-        dtype: torch.dtype | None,
-        rows: Rows | None = None,
-    ) -> None:
+    def __init__(self, capture: Capture, asked: CollectOptions) -> None:
         program = capture.program
         self.architecture, self.recording = program.architecture, program.recording
         self.with_inputs = program.options.inputs
-        if not self.recording:
-            raise CollectError("nothing is selected: choose layers with record(...) first")
-        if self.with_inputs and not program.counts_calls:
-            raise CollectError('inputs=True can\'t be collected with calls="any": leave out one')
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise CollectError(
-                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; other "
-                "activations keep their dtype, which transform= can change"
-            )
-        self.dtype = dtype
-        self.rows = _checked(rows, self.with_inputs)
+        self.asked = asked
+        self._check(counts_calls=program.counts_calls)
+        given = asked.activation_postproc
+        # Post-processors by layer.
+        self.posts = None if given is None else assign(program.architecture, program.order, given)
         # All are fresh: the user's reductions are patterns.
         self.reductions: dict[DepthIdx, Reductions] = {
-            label: _fresh(given) for label, given in self._by_layer(reduce, "reduce").items()
+            label: _fresh(given) for label, given in self._by_layer(asked.reduce, "reduce").items()
         }
-        self.transforms: dict[DepthIdx, Transform] = self._by_layer(transform, "transform")
+        self.transforms: dict[DepthIdx, Transform] = self._by_layer(asked.transform, "transform")
         for label, function in self.transforms.items():
             if not callable(function):
                 raise CollectError(
@@ -75,9 +121,24 @@ class Options:
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
                 )
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
-        # Whether a result has an entry for each row, which says nothing without the row's sample.
+
+    def _check(self, *, counts_calls: bool) -> None:
+        if not self.recording:
+            raise CollectError("nothing is selected: choose layers with record(...) first")
+        if self.with_inputs and not counts_calls:
+            raise CollectError('inputs=True can\'t be collected with calls="any": leave out one')
+        if self.with_inputs and self.asked.rows is not None:
+            raise CollectError(
+                "inputs=True can't be collected with rows=, since inputs are kept by whole "
+                "batches: leave one of them out"
+            )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether what is kept has an entry for each row, which needs the row's sample."""
         every = map(several, self.reductions.values())
-        self.keeps_rows = any(one.keeps_rows for each in every for one in each)
+        reduced = any(one.keeps_rows for each in every for one in each)
+        return self.asked.store is not None or reduced
 
     def check_mergeable(self) -> None:
         """Refuse reductions whose states for different parts of the data can't be merged."""
@@ -94,25 +155,25 @@ class Options:
         """Whether processes see the same samples, as far as is known, and layers return shards."""
         return any(self.architecture[label].shard is not None for label in self.recording)
 
-    def settings(
-        self, net: nn.Module, every: int, posts: Iterable[DepthIdx], **has: bool
-    ) -> dict[str, Any]:
+    def settings(self, net: nn.Module) -> dict[str, Any]:
         """Return, as JSON, all that decides the values besides the data and the architecture.
 
         Functions count only by whether they are given, since they can't be compared. The weights of
         the net are missing, since reading all of them takes time: see `weights_digest`.
         """
+        asked = self.asked
         reductions = {text_of(label): recipes_of(each) for label, each in self.reductions.items()}
         return {
             "layers": list(map(text_of, self.recording)),
             "reductions": reductions,
-            "dtype": None if self.dtype is None else dtype_name(self.dtype),
-            "every": every,
+            "dtype": None if asked.dtype is None else dtype_name(asked.dtype),
+            "every": asked.every,
             "inputs": self.with_inputs,
             "transforms": list(map(text_of, sorted(self.transforms))),
-            "postprocessors": list(map(text_of, sorted(posts))),
-            **({} if self.rows is None else {"rows": self.rows.settings}),
-            **has,
+            "postprocessors": list(map(text_of, sorted(self.posts or ()))),
+            **({} if asked.rows is None else {"rows": asked.rows.settings}),
+            "to_inputs": asked.to_inputs is not None,
+            "sample_ids": asked.sample_ids is not None,
             "mode": _mode_of(net),
             "autocast": {
                 kind: dtype_name(torch.get_autocast_dtype(kind))
@@ -134,16 +195,6 @@ def _mode_of(net: nn.Module) -> str:
     base = "train mode" if net.training else "eval mode"
     others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
     return f"{base}, but for {', '.join(others)}" if others else base
-
-
-def _checked(rows: Any, with_inputs: bool) -> Rows | None:
-    found = rows_or_none(rows, CollectError)
-    if found is not None and with_inputs:
-        raise CollectError(
-            "inputs=True can't be collected with rows=, since inputs are kept by whole "
-            "batches: leave one of them out"
-        )
-    return found
 
 
 def _fresh(given: Any) -> Reductions:

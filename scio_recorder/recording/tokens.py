@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.batch_rows import BatchRows
-from scio_recorder.recording.feed import advice_on_lists
-from scio_recorder.recording.rows import Fields, Name, Rows, Source
+from scio_recorder.recording.rows import (
+    BatchRows,
+    Fields,
+    Name,
+    Rows,
+    Source,
+    advice_on_lists,
+)
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -107,6 +112,7 @@ class Tokens(Rows):
             labelled=source.labelled_as(name, 2),
             are_scalars_doubtful=are_features,
             other_half=self._other_half(source, shape),
+            has_others=_has_others(source, shape),
         )
 
     def _other_half(self, source: Source, shape: tuple[int, int]) -> str | None:
@@ -186,6 +192,13 @@ def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     given = source.tensors
     found = {name: given[name] for name in names if name in given and given[name].ndim in (2, 3)}
     return {name: (value.shape[0], value.shape[1]) for name, value in found.items()}
+
+
+def _has_others(source: Source, shape: tuple[int, int]) -> bool:
+    """Whether the net also receives something with positions of its own, such as an image."""
+    own = shape, (1, shape[1])
+    given = [one for name, one in source.tensors.items() if "mask" not in name]
+    return any(one.ndim > 2 and one.shape[:2] not in own for one in given)
 
 
 def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:

@@ -11,18 +11,19 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
+from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, caught_as, raised_by
-from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.state.sharded import InStep
-from scio_recorder.recording.naming_batch import naming_part
+from scio_recorder.recording.advice import naming_part
+from scio_recorder.recording.collection import Collection
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk import EmptyPartError
@@ -33,6 +34,7 @@ from scio_recorder.stores.disk_format.run import put_together
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import Claims, Keeper, Lease, machine, seconds
+from scio_recorder.workers.samplers import refuse_split
 from scio_recorder.workers.terminating import terminable
 
 # Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
@@ -64,48 +66,48 @@ class Parts:
 
     Parameters
     ----------
-    net : torch.nn.Module
-        The network that is run.
+    capture : Capture
+        Runs passes of the network.
     make_batches : callable
         ``part -> batches``.
     num_parts : int
         The number of parts.
-    store : str or Store
-        Where the recording is.
-    header : dict
-        The settings, in which all processes must agree.
+    asked : CollectOptions
+        The options of each part.
     run : callable
-        ``batches, part, store, progress -> None``: collects one part.
+        ``collection, progress -> Recording``: runs the net on all batches.
     """
 
-    net: nn.Module
+    capture: Capture
     make_batches: Callable[[int], Iterable[Any]]
     num_parts: int
-    store: str | Store
-    header: dict[str, Any]
-    run: Callable[[Iterable[Any], int, Store, AbstractContextManager[Advance]], None]
+    asked: CollectOptions
+    run: Callable[[Collection, AbstractContextManager[Advance]], Recording]
 
     def __post_init__(self) -> None:
         self.num_parts = whole("num_parts", self.num_parts, 1)
         if self.num_parts > MAX_RANKS:
             raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
         check_make_batches(self.make_batches)
-        self._store = _seen_by_others(as_store(self.store))
-        if not InStep(self.net).is_alone:
+        self._store = _seen_by_others(as_store(self.asked.store))
+        if not InStep(self.capture.net).is_alone:
             raise CollectError(
                 "several processes run each pass of this net together, but each would take other "
                 "parts: write collect(..., store=Disk(path, rank=rank, world_size=world_size)) "
                 "in all of them"
             )
+        self._weights: str | None = None
 
-    def collect(
-        self, reductions: Mapping[DepthIdx, Any], *, wait: bool, progress: bool
-    ) -> Recording:
+    def collect(self, *, wait: bool, progress: bool) -> Recording:
         """Take parts until none is left that can be taken, and return the recording."""
+        pattern = self._collection((), 0)
+        pattern.layers.check_mergeable()
+        header = pattern.job(is_shared=True).header(is_shared=True)
+        self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
             terminable(),
-            closing(self._store.join_parts(self.num_parts, self.header)) as self._medium,
+            closing(self._store.join_parts(self.num_parts, header)) as self._medium,
             Keeper() as self._keeper,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
@@ -115,7 +117,7 @@ class Parts:
             if claims.num_done == self.num_parts:
                 self._check_complete()
             self._take_all(claims, wait=wait)
-        return opened(RunReader(path), reductions)
+        return opened(RunReader(path), pattern.layers.reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
         shown, busy_at = 0, time.monotonic()
@@ -175,9 +177,14 @@ class Parts:
             raise raised_by(f"make_batches({part})", error) from error
 
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
+        refuse_split(batches, part)
         right = None if lease is None else WriteRight(lease.check, lease.check, lease.is_inherited)
         self._store = self._store.part(part, self.num_parts, right)
-        self.run(batches, part, self._store, nullcontext(self._count))
+        self.run(self._collection(batches, part), nullcontext(self._count))
+
+    def _collection(self, batches: Iterable[Any], part: int) -> Collection:
+        asked = replace(self.asked, store=self._store)
+        return Collection(self.capture, Feed(batches, asked, part), asked, weights=self._weights)
 
     def _count(self, samples: int, num_bytes: int) -> None:
         self._num_samples += samples

@@ -96,7 +96,7 @@ def write(
             if key not in columns:
                 spec = TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
                 columns[key] = writer.column(key, spec, tensor)
-            columns[key].put(tensor, writer.start, len(tensor))
+            columns[key].place(writer.start, len(tensor)).copy_(tensor)
         writer.commit(to_ids(one.ids), dict, rows=len(one.rows))
     if not finish:
         writer.abandon(dict)

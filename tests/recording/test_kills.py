@@ -267,7 +267,7 @@ def begun(path: Path) -> tuple[DiskWriter, Callable[[], None]]:
     column = writer.column((1, 1), TensorSpec((2,), torch.float32), torch.ones(4, 2))
 
     def commit() -> None:
-        column.put(torch.ones(4, 2), writer.start, 4)
+        column.place(writer.start, 4).fill_(1)
         writer.commit(range(4), dict)
 
     return writer, commit

@@ -31,6 +31,7 @@ from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import advise_second_element, refuse_sample
 from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.rows import Rows, Source, rows_or_none
 from scio_recorder.stores.disk_tensor import bytes_of_row
 from scio_recorder.tensors import private
@@ -220,7 +221,10 @@ def _feeds(
             "reference and for the candidate"
         )
     given = () if batches is None else batches
-    return [Feed(given, 1, max_batches, one, sample_ids) for one in several]
+    return [
+        Feed(given, CollectOptions(max_batches=max_batches, to_inputs=one, sample_ids=sample_ids))
+        for one in several
+    ]
 
 
 def _side(given: Any, what: str, feed: Feed) -> Side:
@@ -289,9 +293,9 @@ def _batches(sides: _Sides, feed: Feed, rows: Rows | None) -> Iterator[SampleBlo
     """Yield the batches, and check that recordings have just their samples."""
     for side in sides.recordings:
         side.check_rows(rows is not None)
-    net, seen = sides.networks[0], 0
+    net = sides.networks[0]
     has_rows: dict[str, bool] = {}
-    is_empty, is_advised = True, feed.to_inputs is not None
+    is_empty, is_advised = True, feed.asked.to_inputs is not None
     missing: dict[str, list[SampleId]] = {side.what: [] for side in sides.recordings}
     root = net.architecture[0, 1].input_shape
     for batch, _ in feed:
@@ -304,11 +308,11 @@ def _batches(sides: _Sides, feed: Feed, rows: Rows | None) -> Iterator[SampleBlo
             source = Source(net.net, batch, named, feed.number, "", root, has_rows)
             block.rows = rows.of(source)
             block.received = rows.all_real(source, block.rows)
-        elif feed.number == 0 and feed.sample_ids is None:
+        elif feed.number == 0 and feed.asked.sample_ids is None:
             refuse_sample(net.net, root, inputs)
         number = None if block.rows is None else block.rows.num_samples
-        block.ids, _ = feed.ids(batch, inputs, seen, number)
-        seen += len(block.ids)
+        block.ids, _ = feed.ids(batch, inputs, number)
+        feed.num_samples += len(block.ids)
         for side in sides.recordings:
             missing[side.what] += side.missing(block.ids)
         if not any(missing.values()):
@@ -317,7 +321,7 @@ def _batches(sides: _Sides, feed: Feed, rows: Rows | None) -> Iterator[SampleBlo
         raise ComparisonError("batches is empty: it gave no batch to run on")
     for what, lacking in missing.items():
         refuse_missing(lacking, what, "batches have")
-    if feed.max_batches is None:
+    if feed.asked.max_batches is None:
         for side in sides.recordings:
             refuse_missing(side.unseen(), "batches", f"{side.what} has")
 

@@ -23,9 +23,9 @@ from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
-from scio_recorder.recording.batch_rows import BatchRows
+from scio_recorder.recording.advice import naming_batch
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.naming_batch import naming_batch
+from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Digest, Reduction
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.copies import is_plain, twin

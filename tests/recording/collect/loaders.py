@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,34 +74,6 @@ def accelerated(data: Any, rank: int, world: int, batch: int, **options: Any) ->
     return DataLoaderShard(data, batch_sampler=BatchSamplerShard(inner, world, rank, **options))
 
 
-def split_batches(data: Any, rank: int, world: int, batch: int) -> Any:
-    return accelerated(data, rank, world, batch * world, split_batches=True)
-
-
-class OfAnySize:
-    """Batches of one sample, two, three, one and so on."""
-
-    batch_size = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        for size in itertools.cycle((1, 2, 3)):
-            if start >= self.size:
-                return
-            yield list(range(start, min(start + size, self.size)))
-            start += size
-
-
-def of_any_size(data: Any, rank: int, world: int, batch: int) -> Any:
-    return DataLoaderShard(data, batch_sampler=BatchSamplerShard(OfAnySize(len(data)), world, rank))
-
-
 def of_lightning(data: Any, rank: int, world: int, batch: int) -> Any:
     order = SequentialSampler(range(len(data) - 1, -1, -1))
     sampler = DistributedSamplerWrapper(order, num_replicas=world, rank=rank, shuffle=False)
@@ -115,6 +86,4 @@ def predicting(data: Any, rank: int, world: int, batch: int) -> Any:
     return DataLoader(data, batch_sampler=batches)
 
 
-LOADERS = (
-    distributed, without_batches, accelerated, split_batches, of_any_size, of_lightning, predicting
-)  # fmt: skip
+LOADERS = (distributed, without_batches)
