@@ -214,11 +214,11 @@ class Column:
         Whether this is a known length rather than a guess.
     """
 
-    __slots__ = ("_buffer", "_is_exact", "_num_ready", "_row_bytes", "array", "capacity", "spec")
+    __slots__ = ("_buffer", "_is_exact", "_num_ready", "array", "capacity", "row_bytes", "spec")
 
     def __init__(self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool) -> None:
         self.spec = spec
-        self._row_bytes = spec.nbytes
+        self.row_bytes = spec.nbytes
         self._buffer = buffer
         self._is_exact = is_exact
         self._reserve(max(rows, 1))
@@ -274,7 +274,7 @@ class Column:
         """
         self.let_go()
         with torch.inference_mode(False):
-            return self._view(self._buffer.first(rows * self._row_bytes), rows)
+            return self._view(self._buffer.first(rows * self.row_bytes), rows)
 
     def let_go(self) -> None:
         """Drop all memory until more is requested."""
@@ -287,12 +287,12 @@ class Column:
             self._reserve(max(stop, 2 * self.capacity))
         self._num_ready = self.capacity
         if self._is_exact:
-            ahead = stop + _PREPARED_BYTES // max(1, self._row_bytes)
+            ahead = stop + _PREPARED_BYTES // max(1, self.row_bytes)
             self._num_ready = min(self.capacity, ahead)
-            self._buffer.prepare(self._num_ready * self._row_bytes)
+            self._buffer.prepare(self._num_ready * self.row_bytes)
 
     def _reserve(self, rows: int) -> None:
-        num_bytes = rows * self._row_bytes
+        num_bytes = rows * self.row_bytes
         # No view may be alive while the memory moves.
         self.let_go()
         # Tensors made in inference mode could not be used outside of it.

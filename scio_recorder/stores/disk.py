@@ -253,8 +253,8 @@ class DiskWriter(StoreWriter):
                 raise caught_as(CollectError, RecordingError(text), text)
         self._devices.add(first.device)
         pinned = first.device.type == "cuda"
-        buffer, resting = (self._memory.buffer((key, turn), pinned) for turn in range(2))
-        self._resting[key] = resting
+        buffer = self._memory.buffer((key, 0), pinned)
+        self._resting[key] = self._memory.buffer((key, 1), pinned)
         column = self._columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 

@@ -166,7 +166,7 @@ class StoreWriter(abc.ABC):
     @property
     def row_bytes(self) -> int:
         """The bytes of one row of all columns so far."""
-        return sum(column.spec.nbytes for column in self._columns.values())
+        return sum([column.row_bytes for column in self._columns.values()])
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Description:
     # The columns of facts about rows; None if a row is a sample.
     rows: dict[str, TensorSpec] | None = None
 
-    @property
+    @cached_property
     def table(self) -> dict[str, TensorSpec]:
         """Shape and dtype of one row of each layer and column of a chunk, in its order."""
         return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
@@ -115,7 +116,7 @@ class Description:
         if not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
         layers = table_from_json(value["layers"])
-        if any(name.startswith(("#", "@")) for name in layers):
+        if [name for name in layers if name.startswith(("#", "@"))]:
             raise ValueError("a layer's name begins with # or @, as those of other tensors do")
         # If all layers are reduced, rows may only be counted.
         first = next(iter(rows.items()), None) if rows is not None else None

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 
 _T = TypeVar("_T")
 
@@ -133,6 +133,15 @@ class Folder(Medium):
         """Return the names in the folder with a prefix, sorted."""
         found = system.list_names(self.descriptor)
         return sorted(name for name in found if name.startswith(prefix))
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name."""
+        with accessing(self.path_of(name)):
+            try:
+                system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
 
     @contextmanager
     def open(self, name: str, stamp: object = None) -> Iterator[File]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from operator import index as as_integer
 from typing import Any, TypeAlias, overload
 
@@ -41,11 +41,11 @@ class SampleIds(Sequence[int | str]):
         self.check(part)
         if len(part):
             self._parts.append(part)
-            self._ends.append(len(self) + len(part))
+            self._ends.append(self._ends[-1] + len(part))
 
     def join(self, others: SampleIds) -> None:
         """Append the ids of another writer, which may be of another type."""
-        if len(self) + len(others) > MAX_SIZE:
+        if self._ends[-1] + others._ends[-1] > MAX_SIZE:
             raise ValueError(_TOO_MANY)
         ends = [self._ends[-1] + end for end in others._ends[1:]]
         self._parts += others._parts
@@ -59,7 +59,7 @@ class SampleIds(Sequence[int | str]):
             and isinstance(self._parts[0], tuple) != isinstance(part, tuple)
         ):
             raise ValueError("integers and strings are mixed as sample ids")
-        if len(self) + len(part) > MAX_SIZE:
+        if self._ends[-1] + len(part) > MAX_SIZE:
             raise ValueError(_TOO_MANY)
 
     def __len__(self) -> int:
@@ -108,19 +108,14 @@ class SampleIds(Sequence[int | str]):
             if name in seen:
                 return name
             seen.add(name)
-        spans = sorted((part.start, part.stop) for part in self._parts if isinstance(part, range))
-        for (_, stop), (start, _) in pairwise(spans):
-            if start < stop:
-                return start
+        ranges = [(part[0], part[-1]) for part in self._parts if isinstance(part, range)]
         others = [numpy.array(part) for part in self._parts if isinstance(part, array)]
-        single = numpy.sort(numpy.concatenate(others)) if others else numpy.empty(0, numpy.int64)
-        is_twice = numpy.concatenate([single[1:] == single[:-1], [False]])[: len(single)]
-        if spans:
-            starts, last = numpy.array([(start, stop - 1) for start, stop in spans]).T
-            span = numpy.searchsorted(starts, single, side="right") - 1
-            is_twice |= (span >= 0) & (single <= last[span])
-        found = single[is_twice]
-        return int(found[0]) if len(found) else None
+        first = numpy.concatenate([numpy.array([one for one, _ in ranges], numpy.int64), *others])
+        last = numpy.concatenate([numpy.array([end for _, end in ranges], numpy.int64), *others])
+        order = first.argsort()
+        first, last = first[order], last[order]
+        again = numpy.flatnonzero(last[:-1] >= first[1:])
+        return int(first[again[0] + 1]) if len(again) else None
 
     def tolist(self) -> list[int | str]:
         """Return the ids as a list."""
@@ -158,7 +153,7 @@ def ids_from_json(value: Any) -> Ids:
     """Return the ids from the result of `ids_to_json`; `ValueError` for anything else."""
     if isinstance(value, dict):
         start, count = expect(value["start"], int), expect(value["count"], int)
-        if abs(start) > 1 << 63 or not 0 <= count <= MAX_SIZE:
+        if not (0 <= count <= MAX_SIZE and -(1 << 63) <= start <= (1 << 63) - count):
             raise ValueError("sample ids out of bounds")
         return range(start, start + count)
     kinds = {type(entry) for entry in expect(value, list)}
@@ -173,7 +168,9 @@ def joined_ids(parts: Sequence[Ids]) -> Ids:
     """Return ids one after the other, as a range if they form one."""
     # Passes that continue earlier samples have no new ones.
     parts = [part for part in parts if len(part)]
-    ranges = [part for part in parts if isinstance(part, range)]
-    if len(ranges) == len(parts) and all(a.stop == b.start for a, b in pairwise(ranges)):
-        return range(ranges[0].start, ranges[-1].stop) if ranges else range(0)
-    return to_ids([value for part in parts for value in part])
+    whole = parts[0] if parts else range(0)
+    for part in parts[1:]:
+        if not (isinstance(whole, range) and isinstance(part, range) and whole.stop == part.start):
+            return to_ids([value for part in parts for value in part])
+        whole = range(whole.start, part.stop)
+    return whole

@@ -148,7 +148,7 @@ class KeptReader:
         self._chunks = [chunk for chunk in chunks if chunk.batches is not None]
         self.rows: list[int] = [rows for chunk in self._chunks for rows in chunk.batches]
         # The number of batches before each chunk.
-        self._starts = list(accumulate((len(one.batches) for one in self._chunks), initial=0))
+        self._starts = list(accumulate([len(one.batches) for one in self._chunks], initial=0))
         if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
             raise ValueError("something is kept of some batches and not of others")
         # Cache: batches are usually read in order.
@@ -265,7 +265,7 @@ class RunReader(RowReader):
             self.sample_ids = self._run.sample_ids()
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
-        self.starts = list(accumulate((chunk.num_rows for chunk in self._chunks), initial=0))
+        self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
         self._first_samples = self._run.first_samples()
         if verify:
             for report in self.verify():

@@ -24,7 +24,7 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json, ids_to_json
-from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, differences, dump, expect, parse
+from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
 from scio_recorder.tensors.threads import for_each
@@ -195,12 +195,12 @@ class Run:
     def manifest(self, rank: int) -> dict[str, JSON]:
         """Return the list of commits for the manifest of a rank."""
         chunks = self.chunks[rank]
-        samples = sum(len(chunk.ids) for chunk in chunks)
+        samples = sum([len(chunk.ids) for chunk in chunks])
         return self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
 
     def first_samples(self) -> dict[int, int]:
         """Return the number of samples before those of each rank."""
-        counts = [sum(len(chunk.ids) for chunk in chunks) for chunks in self.chunks.values()]
+        counts = [sum([len(chunk.ids) for chunk in chunks]) for chunks in self.chunks.values()]
         return dict(zip(self.chunks, accumulate(counts, initial=0), strict=False))
 
     def last_state(self, rank: int) -> Any:
@@ -306,9 +306,8 @@ def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
         chunks.append(Chunk(medium, run.description, rank, number, before, one))
         before += len(chunks[-1].ids)
     found = run.manifest(rank)
-    lines = differences({key: said[key] for key in found}, found, "manifest")
-    if lines:
-        raise ValueError(f"it does not match the chunks: {lines[0]}")
+    if {key: said[key] for key in found} != found:
+        raise ValueError("it does not match the chunks")
 
 
 def _read_index(medium: Medium, run: Run) -> None:

@@ -28,6 +28,7 @@ fstat = os.fstat
 list_names = os.listdir
 mkdir = os.mkdir
 open_file = os.open
+status_of = os.stat
 unlink = os.unlink
 write = os.pwrite
 

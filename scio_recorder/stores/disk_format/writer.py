@@ -409,6 +409,7 @@ def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: b
         check_empty(folder, is_in_parts=is_in_parts)
         with suppress(FileExistsError):
             folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
+            return Run(description, {rank: []})
     run = scan(folder, rank)
     if run.description.run != description.run:
         _check_joining(folder.path, run, description, rank)

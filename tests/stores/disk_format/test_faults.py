@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a full disk still allows.
-HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "pread_into"}
+HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "pread_into", "status_of"}
 HARMLESS_WHEN_FULL |= {"unlink", "rename_new", "fsync"}
 
 
@@ -299,7 +299,7 @@ def test_a_reader_needs_no_more_than_reading(tmp_path):
     path = make_run(tmp_path / "run")
 
     def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
-        reading = {"open_file", "fstat", "pread_into", "close", "list_names"}
+        reading = {"open_file", "fstat", "pread_into", "close", "list_names", "status_of"}
         assert name in reading
         if name == "open_file":
             writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
