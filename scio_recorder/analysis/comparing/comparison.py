@@ -47,7 +47,7 @@ from scio_recorder.analysis.comparing.measures import (
     measure_values,
     unknown,
 )
-from scio_recorder.analysis.comparing.parts import PartPair, paired_inputs, paired_outputs
+from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side, digests_of
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture

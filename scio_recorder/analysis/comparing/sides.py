@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.analysis.comparing.parts import samples_of_inputs
+from scio_recorder.analysis.comparing.part_pairs import samples_of_inputs
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Options
 from scio_recorder.errors import ComparisonError
