@@ -22,6 +22,7 @@ from scio_recorder.analysis.comparing.sides import (
     Side,
     refuse_missing,
 )
+from scio_recorder.capture.program import Options
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
@@ -118,7 +119,6 @@ def compare(
     ('2', True, 0.0)
     """
     rows = rows_or_none(rows, ComparisonError)
-    tolerance = Tolerance(rtol, atol)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     third = None if floor is None else _side(floor, "floor", feeds[2])
     sides = _Sides(
@@ -132,7 +132,9 @@ def compare(
     pairs, unmatched = match_sides(sides.reference, sides.candidate, Match(match))
     floors = None if third is None else _floors(sides.reference, third, pairs, Match(match))
     digested = sides.digested(pairs)
-    comparison = Comparison(sides.reference.architecture, pairs, floors, digested, tolerance)
+    comparison = Comparison(
+        sides.reference.architecture, pairs, floors, digested, Tolerance(rtol, atol)
+    )
     total = feeds[0].num_batches if sides.networks else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -182,18 +184,13 @@ class _Sides:
         """
         for recording in self.recordings:
             recording.load(block)
-        if len(self.networks) == 1:
-            self.networks[0].load(block)
-            return
-        before, after = random_state() if self.networks else None, None
-        for number, side in enumerate(self.networks):
-            assert before is not None
+        before, after = random_state(), None
+        for number, side in enumerate(self.networks, 1):
             restore_random(before)
-            with self._put_back(side, self.networks[number + 1 :]):
+            with self._put_back(side, self.networks[number:]):
                 side.load(block)
             after = after or random_state()
-        if after is not None:
-            restore_random(after)
+        restore_random(after or before)
 
     def _put_back(
         self, side: NetworkSide, later: Sequence[NetworkSide]
@@ -267,26 +264,26 @@ def _open(
 ) -> None:
     """Prepare all networks; afterwards they are as they were before."""
     both = [pair for pair in pairs if pair.error is None]
-    inputs = any(
-        sides.reference.knows_inputs(pair.reference.label)
-        and sides.candidate.knows_inputs(pair.partner.label)
-        for pair in both
-        if pair.reference.label not in digested
-    )
     only_digests = len(digested) == len(both)
-    calls = next((side.calls for side in sides.networks), "labelled")
+    has_inputs = sides.reference.knows_inputs and sides.candidate.knows_inputs
+    calls: Any = next((side.calls for side in sides.networks), "labelled")
     for net in {id(side.net): side.net for side in sides.networks}.values():
         stack.enter_context(untouched(net, keep_random=True))
-    opened: list[tuple[Side | None, Iterable[DepthIdx]]] = [
-        (sides.reference, [pair.reference.label for pair in both]),
-        (sides.candidate, [pair.partner.label for pair in both]),
-        (sides.floor, (floors or {}).values()),
-    ]
-    for side, labels in opened:
+    labels = (
+        [pair.reference.label for pair in both],
+        [pair.partner.label for pair in both],
+        (floors or {}).values(),
+    )
+    for side, own in zip((sides.reference, sides.candidate, sides.floor), labels, strict=True):
         if isinstance(side, NetworkSide):
-            stack.enter_context(
-                side.opened(labels, inputs=inputs, calls=calls, digests=only_digests)
+            options = Options(
+                inputs=has_inputs and not only_digests,
+                # Nobody knows before a pass what it overwrites, and a comparison must not fail.
+                copy="always",
+                calls=calls,
+                notes_moments=False,
             )
+            stack.enter_context(side.opened(own, options, keeps_digests=only_digests))
 
 
 def _batches(sides: _Sides, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:

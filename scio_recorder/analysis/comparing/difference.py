@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -56,20 +56,17 @@ _FRAME_COLUMNS = (
 # Of the columns of a page, those that a terminal has no room for.
 _ON_PAGES_ONLY = {"Max rel", "First sample", "Worst"}
 _WORDS = {
-    "First": "The layer that makes the difference: the first to return that differs in a batch in "
-    "which its inputs are equal. If there is none, the first that differs.",
+    "First": "The first layer to return that differs in a batch in which its inputs are equal. If "
+    "there is none, the first that differs.",
     "Inputs": "For a layer that differs: equal if it differs in some batch in which its inputs are "
     "equal. For another layer: equal if its inputs are always equal. ? if inputs are not known.",
-    "Max abs, max rel": "The largest absolute difference of two elements, and the largest "
-    "difference divided by the absolute value of the reference, whatever the tolerances. The "
-    "latter is inf if an element of the reference is 0 and differs.",
-    "Rel. error": "The norm of the difference divided by the norm of the reference, over all "
-    "samples.",
-    "Noise": "The relative error of the run given as floor=.",
+    "Max rel": "The largest difference divided by the absolute value of the reference, which is "
+    "inf if an element of the reference is 0 and differs.",
+    "Rel. error": "The norm of the difference divided by the norm of the reference; as noise, that "
+    "of the run given as floor=.",
     "Cosine": "The cosine of the angle between the two, over values that are finite on both sides.",
     "Different": "Elements that differ by more than the tolerances; samples, with digests.",
-    "Worst": "The element that differs most: its sample, its index within the sample, and its "
-    "values in the reference and in the candidate.",
+    "Worst": "The element that differs most: its sample, its index there, and both values.",
 }
 
 
@@ -320,29 +317,23 @@ def _profile(found: Findings, measure: str) -> Profile:
         known = ", ".join(map(repr, get_args(Measure)))
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
     layers = list(found.values())
-    values = _numbers([getattr(one, measure, None) for one in layers])
+    values = np.array([getattr(one, measure, None) for one in layers], dtype=np.float64)
     # Digests only tell how many samples differ.
     if np.isnan(values).all():
         measure = "share_different"
-        shares = (one.num_different / max(1, one.num_elements) for one in layers)
-        values = _numbers(
-            [None if one.error else share for one, share in zip(layers, shares, strict=True)]
-        )
+        counts = [None if one.error else one.num_different for one in layers]
+        values = np.array(counts, dtype=np.float64)
+        values /= [max(1, one.num_elements) for one in layers]
+    noise = np.array([one.noise for one in layers], dtype=np.float64)
     return Profile(
         found.sentence,
         measure.replace("_", " "),
         [full_name(found.architecture[one.label]) for one in layers],
         values,
         np.array([one.differs for one in layers], dtype=bool),
-        _numbers([one.noise for one in layers])
-        if measure == "relative_error" and found.has_noise
-        else None,
+        noise if measure == "relative_error" and found.has_noise else None,
         next((place for place, one in enumerate(layers) if found.is_first(one)), None),
     )
-
-
-def _numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _tree(found: Findings) -> Outline:

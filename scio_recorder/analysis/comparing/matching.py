@@ -108,17 +108,17 @@ def match_layers(
     unmatched : Unmatched
         Names that have no partner.
     """
-    labels, others = list(labels), set(others)
+    others = set(others)
+    partners = {name: _calls(other, match, name) for name in reference.names}
     pairs, alone = [], []
-    for label in reference.in_order(labels):
-        pair = _pair(reference, label, other, others, match)
-        if pair is None:
-            alone.append(reference[label].name)
-        else:
+    for layer in map(reference.__getitem__, reference.in_order(list(labels))):
+        pair = _pair(layer, reference.labels_of(layer.name), partners[layer.name])
+        if pair is not None and (pair.error or pair.partner.label in others):
             pairs.append(pair)
-    reached = {next(iter(_calls(other, match, name)), None) for name in reference.names}
-    left = [other[at].name for at in other.in_order(others)]
-    named = {other[at].name for at in reached if at is not None}
+        else:
+            alone.append(layer.name)
+    named = {calls[0].name for calls in partners.values() if calls}
+    left = (other[at].name for at in other.in_order(others))
     return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
 
 
@@ -178,31 +178,23 @@ def _refuse_strangers(
     )
 
 
-def _pair(
-    reference: Architecture,
-    label: DepthIdx,
-    other: Architecture,
-    others: set[DepthIdx],
-    match: Match,
-) -> Pair | None:
-    layer = reference[label]
-    theirs = _calls(other, match, layer.name)
+def _pair(layer: Layer, own: Sequence[DepthIdx], theirs: Sequence[Layer]) -> Pair | None:
+    """Pair one of the calls of a module with one of its partner's, by their order."""
     if not theirs:
         return None
-    own = reference.labels_of(layer.name)
-    position = own.index(label) if label in own else 0
-    partner = theirs[min(position, len(theirs) - 1)]
-    if len(own) != len(theirs) and len(own) > 0:
-        times = [counted(len(calls), "time") for calls in (own, theirs)]
-        said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
-        return Pair(layer, other[partner], said)
-    return Pair(layer, other[partner]) if partner in others else None
+    place = own.index(layer.label) if layer.label in own else 0
+    partner = theirs[min(place, len(theirs) - 1)]
+    if len(own) == len(theirs) or not own:
+        return Pair(layer, partner)
+    times = [counted(len(calls), "time") for calls in (own, theirs)]
+    said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
+    return Pair(layer, partner, said)
 
 
-def _calls(other: Architecture, match: Match, name: str) -> tuple[DepthIdx, ...]:
+def _calls(other: Architecture, match: Match, name: str) -> list[Layer]:
     """Return the calls of the first partner of a name that ran."""
     found = (other.labels_of(partner) for partner in match.partners(name))
-    return next(filter(None, found), ())
+    return [other[label] for label in next(filter(None, found), ())]
 
 
 def _check(name: object, other: object) -> None:

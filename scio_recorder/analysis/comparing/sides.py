@@ -133,21 +133,20 @@ class NetworkSide:
             return self.recorded
         return tuple(row.label for row in self.architecture.values() if row.executed)
 
-    def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether the inputs of layers are known: not those of compiled code."""
+    @property
+    def knows_inputs(self) -> bool:
+        """Whether inputs of layers are known: not those of compiled code."""
         return self._compiled is None
 
     @contextlib.contextmanager
     def opened(
-        self, labels: Iterable[DepthIdx], *, inputs: bool, calls: Any, digests: bool
+        self, labels: Iterable[DepthIdx], options: Options, *, keeps_digests: bool
     ) -> Iterator[None]:
-        """Record some layers inside a block; of those in ``digests``, only digests are kept."""
-        self._keeps_digests = digests
+        """Record some layers inside a block, or only digests of them."""
+        self._keeps_digests = keeps_digests
         if self._compiled is not None:
             yield
             return
-        # Nobody knows before a pass what it overwrites, and a comparison must not fail for that.
-        options = Options(inputs=inputs, copy="always", calls=calls, notes_moments=False)
         self._capture = Capture(self.net, self.architecture, tuple(sorted(set(labels))), options)
         try:
             yield
@@ -267,9 +266,10 @@ class RecordingSide:
         reduced = (label for label in self.recording if label not in self.labels)
         return tuple(self.architecture[label].name for label in reduced)
 
-    def knows_inputs(self, label: DepthIdx) -> bool:
-        """Whether the inputs of layers are known: after ``record(..., inputs=True)``."""
-        return label in self.recording.calls.labels
+    @property
+    def knows_inputs(self) -> bool:
+        """Whether inputs of layers are known: after ``record(..., inputs=True)``."""
+        return bool(self.recording.calls.labels)
 
     def block(self, ids: Sequence[SampleId]) -> SampleBlock:
         """Return the block of some samples, which says where their rows are."""
@@ -294,7 +294,7 @@ class RecordingSide:
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
-        if not self.knows_inputs(label):
+        if label not in self.recording.calls.labels:
             return None
         lengths, inputs = self.recording.calls.rows, self.recording.inputs[label]
         starts = list(accumulate(lengths, initial=0))
