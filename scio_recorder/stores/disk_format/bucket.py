@@ -185,14 +185,6 @@ class Bucket(Medium):
         self.make("", note)
         return sorted(found)
 
-    def has(self, name: str) -> bool:
-        """Whether there is an object of this name."""
-        with accessing(self.path_of(name)):
-            try:
-                return Object(self, name, None).num_bytes >= 0
-            except FileNotFoundError:
-                return False
-
     @contextmanager
     def open(self, name: str, stamp: object = None) -> Iterator[Object]:
         """Open an object for reading; nothing is requested before it is read."""

@@ -119,9 +119,14 @@ class Medium(abc.ABC):
             Its stamp at an earlier opening: a file that has changed since is refused.
         """
 
-    @abc.abstractmethod
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
+        with accessing(self.path_of(name)):
+            try:
+                with self.open(name) as file:
+                    return file.num_bytes >= 0
+            except FileNotFoundError:
+                return False
 
     @abc.abstractmethod
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
