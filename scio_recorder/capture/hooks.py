@@ -1,4 +1,4 @@
-"""The only place that registers hooks."""
+"""Hooks on modules: those that record, and those of observers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Local(threading.local):
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
-    # Whether calls of modules are nobody's business: the recorder runs the network without a pass,
+    # True while calls of modules must be ignored: the recorder runs the network without a pass,
     # since nothing is recorded, or a post-processor or transform runs.
     is_idle = False
     # The indices of modules that were called outside of any pass, once a block asks for them.
@@ -345,7 +345,13 @@ class CallHooks:
 
     def remove(self, *, waits: bool = True) -> None:
         """Remove all of them; a finalizer must not wait."""
-        remove_all(self._handles, waits=waits)
+        handles, self._handles = self._handles, []
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        change_hooks(remove, waits=waits)
 
 
 class _ObservingHook(Uncopied):
@@ -372,42 +378,3 @@ class _ObservingHook(Uncopied):
         if function is None or len(call) != self._num_values:
             return None
         return function(self._name, *call)
-
-
-def precede(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
-    """Call ``function(module, args, kwargs)`` before each call; its result is received instead."""
-    return change_hooks(lambda: module.register_forward_pre_hook(function, with_kwargs=True))
-
-
-def follow(module: nn.Module, function: Callable[[nn.Module, Any, Any], Any]) -> RemovableHandle:
-    """Call ``function(module, args, output)`` behind all other hooks; its result goes on."""
-    return change_hooks(lambda: module.register_forward_hook(function))
-
-
-def observe(
-    module: nn.Module,
-    method: Any,
-    name: str,
-    *,
-    before: bool = False,
-    always: bool = False,
-    unseen: dict[str, bool] | None = None,
-) -> RemovableHandle:
-    """Call ``method(name, module, args, kwargs, output)`` after each call: see `CallHooks`."""
-    hooks = CallHooks()
-    if unseen is not None:
-        hooks.compiled = unseen
-    given = {"before": method} if before else {"after": method, "always": always}
-    hooks.add(CallHook(module, name, **given))
-    return hooks._handles[0]
-
-
-def remove_all(handles: list[RemovableHandle], *, waits: bool = True) -> None:
-    """Remove the hooks of all handles in a list, and empty it; a finalizer must not wait."""
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    change_hooks(remove, waits=waits)
-    handles.clear()

@@ -41,8 +41,7 @@ from scio_recorder.reductions import (
     MomentsResult,
 )
 from scio_recorder.reductions.alive import unit_dimension, with_units
-from scio_recorder.reductions.base import several
-from scio_recorder.reductions.binning import as_floats
+from scio_recorder.reductions.base import as_floats, several
 from scio_recorder.reductions.histogram import widened
 from scio_recorder.tensors.copies import with_float64
 from scio_recorder.tensors.dtypes import dtype_name

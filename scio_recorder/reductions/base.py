@@ -166,6 +166,11 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _FITS_FLOAT32 else torch.float64
 
 
+def as_floats(values: Tensor) -> Tensor:
+    """Return real values in a floating-point type that represents them, at least nearly."""
+    return values.to(working_dtype(values.dtype))
+
+
 def portions(samples: Tensor) -> Iterator[Tensor]:
     """Cut samples [batch, ...] so that temporaries stay small beside a large batch."""
     per_sample = max(1, samples[0].numel())

@@ -7,41 +7,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions import binning
-from scio_recorder.reductions.binning import Bins, FineBins
+from scio_recorder.reductions.histogram import Bins
 
 INF = float("inf")
 
 
 def by_hand(values: Tensor, low: float, high: float, count: int) -> list[int]:
-    whole = values[~values.isnan()].double().numpy()
+    whole = values.double().numpy()
     inside, _ = np.histogram(whole, count, (low, high))
     return [int((whole < low).sum()), *inside.tolist(), int((whole > high).sum())]
 
 
 def awkward(dtype: torch.dtype) -> Tensor:
     """Values on edges and right beside them, zeros of both signs, the smallest and the largest."""
-    some = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-300, -1e-300, INF, -INF, float("nan"), 3.0])
+    some = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-300, -1e-300, INF, -INF, 3.0])
     edges = torch.from_numpy(np.linspace(-1.0, 3.0, 41)).to(dtype)
     beside = [torch.nextafter(edges, torch.full_like(edges, end)) for end in (-INF, INF)]
     rows = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.cat([some.to(dtype), edges, *beside, rows.to(dtype), (rows * 1e-3).to(dtype)])
 
 
-@pytest.mark.parametrize("most", [-1, 4, 1000], ids=["searched", "as it is", "computed"])
 @pytest.mark.parametrize("count", [1, 40, 300])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
 )
-def test_counts_are_numpys(
-    dtype: torch.dtype, count: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(binning, "_MOST_DOUBTFUL", most)
+def test_counts_are_numpys(dtype: torch.dtype, count: int) -> None:
     values = awkward(dtype)
     for low, high in ((-1.0, 3.0), (0.0, 2.7), (-1e-3, 1e-3), (1e-38, 1e-37)):
         bins = Bins(low, high, count)
         halves = [bins.tally(part) for part in (values[::2], values[1::2])]
-        torch.testing.assert_close(values, awkward(dtype), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(values, awkward(dtype))
         assert sum(halves).tolist() == by_hand(values, low, high, count)  # type: ignore[union-attr]
 
 
@@ -57,39 +52,8 @@ def test_a_range_wider_than_the_largest_number() -> None:
     assert Bins(-1.7e308, 1.7e308, 4).tally(values).tolist() == [0, 1, 1, 2, 1, 0]
 
 
-def test_values_are_computed_and_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    bins, searched = Bins(-2.0, 2.0, 50), []
-    original = Bins._searched
-
-    def counting(self: Bins, values: Tensor) -> Tensor:
-        searched.append(len(values))
-        return original(self, values)
-
-    monkeypatch.setattr(Bins, "_searched", counting)
+def test_no_value_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bins = Bins(-2.0, 2.0, 50)
+    monkeypatch.setattr(torch, "bucketize", None)
     values = torch.randn(1 << 20)
-    for _ in range(2):
-        assert bins.tally(values).tolist() == by_hand(values, -2.0, 2.0, 50)
-    assert sum(searched) < 300, "the edges, once"
-
-
-@pytest.mark.parametrize("low", [-1.0, 0.0, 1e4, -3e-5])
-def test_fine_bins_are_joined_to_bins_that_hold_a_range(low: float) -> None:
-    values = low + (1.0 + abs(low)) * torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    values[:3] = torch.tensor([low, INF, -INF])
-    # What the guess is made from is half of the range.
-    fine = FineBins(low, low + (1.0 + abs(low)) / 2, 40)
-    whole = values[values.isfinite()].double()
-    first, last = float(whole.min()), float(whole.max())
-    joined = fine.joined(fine.tally(values), first, last)
-    assert joined is not None
-    tally, begin, end = joined
-    width = (end - begin) / 40
-    assert first - width / 10 < begin <= first
-    assert last < end < last + 2 * width
-    assert tally.tolist() == by_hand(values, begin, end, 40)
-    # A part of it, with the rest beside.
-    joined = fine.joined(fine.tally(values), first + 3 * width, last - 3 * width)
-    assert joined is not None
-    assert joined[0].tolist() == by_hand(values, *joined[1:], 40)
-    assert fine.joined(fine.tally(values), first, last + 1000 * width) is None, "out of reach"
-    assert fine.joined(fine.tally(values), first, first + width / 10) is None, "too coarse"
+    assert bins.tally(values).tolist() == by_hand(values, -2.0, 2.0, 50)
