@@ -17,7 +17,7 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.shuffling import Batch, Buffer, Order, sizes_of
+from scio_recorder.recording.shuffling import Batch, Order, batches_of, sizes_of
 from scio_recorder.stores.disk_format.jsons import checksum, dump
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
@@ -353,15 +353,14 @@ class RecordingLoader(IterableDataset[Any]):
         if begun >= len(own):
             return
         order = Order(layers[0], run, key)
-        with Buffer(columns, order, own, room, size) as buffer:
-            for batch in buffer.batches(begun):
-                skipped += 1
-                if iteration == self._iteration:
-                    self._given = skipped
-                shown = self._shown(batch)
-                del batch
-                yield shown
-                del shown
+        for batch in batches_of(columns, order, own, room, size, begun):
+            skipped += 1
+            if iteration == self._iteration:
+                self._given = skipped
+            shown = self._shown(batch)
+            del batch
+            yield shown
+            del shown
 
     def _shown(self, batch: Batch) -> Any:
         values = dict(zip(self._layers, batch.values, strict=False))

@@ -4,10 +4,8 @@ NOTE [How rows are shuffled]
 
 Checksums are of blocks, and a disk is fast only in large pieces: a single row would cost a block.
 So the rows of each chunk are divided into *runs* of consecutive rows, each read in one go. An epoch
-permutes the runs. As many of them as fit fill one half of a buffer, and the rows in it are
-permuted; the other half is filled meanwhile. If all rows fit at once, the whole buffer is filled
-once, and the permutation is one of all rows. Rows go from the processor's cache straight to their
-place in a batch: each is written once, and batches are parts of the buffer.
+permutes the runs. As many of them as fit fill a buffer, and the rows in it are permuted. If all
+rows fit at once, the permutation is one of all rows. Batches are copies of rows of the buffer.
 
 A *place* is the number of a row in the sequence of permuted runs. Every share is a range of places:
 a rank's, a worker's within that, a filling of the buffer, a batch. Each follows from the arguments,
@@ -20,15 +18,10 @@ Rows in memory are not buffered: only their numbers are, and they are gathered d
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -39,18 +32,13 @@ from torch import Tensor
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 
-if TYPE_CHECKING:
-    from typing import Self
-
-# The largest number of bytes read in one go, and the least number of runs in a half of the buffer.
+# The largest number of bytes read in one go, and the least number of runs in the buffer.
 _RUN_BYTES = 4 << 20
-_LEAST_RUNS = 32
+_LEAST_RUNS = 64
 # If runs end inside blocks, these are read twice, so fewer and longer runs are better.
-_ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 8
+_ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 16
 # Besides its bytes, a row costs two numbers: its own, and its place in the buffer.
 _NUMBERS_BYTES = 16
-# One for each of two cores; while batches are used, reading waits for the disk.
-_THREADS = 2
 
 
 def sizes_of(
@@ -71,14 +59,13 @@ def sizes_of(
         The limit for everything together.
     """
     row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
-    room = buffer_bytes - 2 * batch_size * row_bytes
-    half = max(0, room) // 2
-    run = min(_RUN_BYTES, half // _LEAST_RUNS) // row_bytes
+    room = max(0, buffer_bytes - 2 * batch_size * row_bytes)
+    run = min(_RUN_BYTES, room // _LEAST_RUNS) // row_bytes
     # A block of every layer begins after each such number of rows. Blocks of narrower columns are
     # longer.
     each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
     aligned = max(each)
-    if aligned * row_bytes <= min(_ALIGNED_BYTES, half // _LEAST_ALIGNED_RUNS):
+    if aligned * row_bytes <= min(_ALIGNED_BYTES, room // _LEAST_ALIGNED_RUNS):
         run = max(1, run // aligned) * aligned
     on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
     buffered = sum(map(bytes_of_row, on_disk))
@@ -115,11 +102,6 @@ class Order:
         # The place at which each run begins.
         self._places: list[int] = [0, *starts.diff()[order].cumsum(0).tolist()]
 
-    @property
-    def is_random(self) -> bool:
-        """Whether rows are permuted at all."""
-        return self._key is not None
-
     def permutation(self, count: int, name: object) -> Tensor:
         """Return numbers from 0 to ``count``, in an order that depends on the name."""
         if self._key is None:
@@ -145,224 +127,74 @@ class Batch(NamedTuple):
     values: list[Tensor]
 
 
-class _Memory:
-    """Memory for rows, which can be used again once no batch is part of it.
+def batches_of(
+    columns: Sequence[Tensor], order: Order, own: range, room: int, batch_size: int, begun: int
+) -> Iterator[Batch]:
+    """Yield rows batch by batch.
 
     Parameters
     ----------
-    num_bytes : int
-        The size.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.data = memory(num_bytes).numpy()
-        self._alone = self._references()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody holds a batch in it: each batch refers to the array that it is part of."""
-        return self._references() == self._alone
-
-    def _references(self) -> int:
-        return sys.getrefcount(self.data)
-
-
-class _Column:
-    """The rows of a layer on disk, in the order in which they are given.
-
-    Parameters
-    ----------
-    samples : DiskTensor
-        The layer.
-    places : Tensor or None
-        The target of each row, in the order of reading; None for that order itself.
-    memory : _Memory
-        The memory for them.
-    """
-
-    def __init__(self, samples: DiskTensor, places: Tensor | None, memory: _Memory) -> None:
-        self._samples = samples
-        self._row_bytes = bytes_of_row(samples)
-        self._places = None if places is None else places.numpy()
-        self._memory = memory
-
-    def rows(self, start: int, count: int) -> Tensor:
-        """Return some rows as a separate tensor, which is saved without the others."""
-        begin, end = start * self._row_bytes, (start + count) * self._row_bytes
-        shape, dtype = (count, *self._samples.shape[1:]), self._samples.dtype
-        if begin == end:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.from_numpy(self._memory.data[begin:end]).view(dtype).view(shape)
-
-    def jobs(self, pieces: Sequence[range]) -> Iterator[Callable[[], None]]:
-        """Yield functions that read rows into this memory, which can run in any thread.
-
-        Rows that may share a block are one job: two threads would both verify the block.
-        """
-        slots = accumulate(map(len, pieces), initial=0)
-        placed = sorted(zip(pieces, slots, strict=False), key=lambda pair: pair[0].start)
-        job: list[tuple[range, int]] = []
-        for piece, slot in placed:
-            if job and self._block_of(piece[0]) > self._block_of(job[-1][0][-1], at_end=True):
-                yield partial(self._read, job)
-                job = []
-            job.append((piece, slot))
-        yield partial(self._read, job)
-
-    def _block_of(self, row: int, *, at_end: bool = False) -> tuple[int, int]:
-        """Return the numbers of the chunk and of the block in which a row begins, or ends."""
-        starts = self._samples.reader.starts
-        chunk = bisect_right(starts, row) - 1
-        byte = (row - starts[chunk] + at_end) * self._row_bytes - at_end
-        return chunk, byte // BLOCK_BYTES
-
-    def _read(self, job: Sequence[tuple[range, int]]) -> None:
-        size, read = self._row_bytes, self._samples.reader.read_into
-        data = self._memory.data
-        for piece, slot in job if size else ():
-            if self._places is None:
-                read(data[slot * size :][: len(piece) * size], self._samples.layer, piece.start)
-                continue
-            # Small pieces stay in the processor's cache until they are put in their places.
-            step = max(1, self._samples.reader.span_bytes // size)
-            passing = numpy.empty(min(step, len(piece)) * size, numpy.uint8)
-            for begin in range(0, len(piece), step):
-                count = min(step, len(piece) - begin)
-                read(passing[: count * size], self._samples.layer, piece.start + begin)
-                places = self._places[slot + begin : slot + begin + count]
-                # Rows of bytes as elements; in this form numpy lets other threads run meanwhile.
-                data.view(f"V{size}")[places] = passing[: count * size].view(f"V{size}")
-
-
-@dataclass
-class _Filling:
-    """Rows that are in the buffer at once, in the order in which they are given.
-
-    Parameters
-    ----------
-    begin : int
-        The number of rows in earlier fillings.
-    rows : Tensor
-        Their numbers.
-    columns : sequence
-        The rows of each layer on disk, and all values of a layer in memory.
-    """
-
-    begin: int
-    rows: Tensor
-    columns: Sequence[_Column | Tensor]
-
-    def batch(self, at: int, count: int) -> Batch:
-        """Return rows from ``at`` on."""
-        rows = self.rows[at : at + count].clone()
-        values = [
-            column.rows(at, count) if isinstance(column, _Column) else _gathered(column, rows)
-            for column in self.columns
-        ]
-        return Batch(rows, values)
-
-
-def _gathered(samples: Tensor, rows: Tensor) -> Tensor:
-    if samples.device.type != "cpu":
-        return samples.index_select(0, rows.to(samples.device))
-    out = torch.empty(len(rows), *samples.shape[1:], dtype=samples.dtype, device="cpu")
-    # Torch's threads would wait for each other, and for the reading ones.
-    numpy.take(_bytes_of(samples), rows.numpy(), 0, _bytes_of(out), mode="clip")
-    return out
-
-
-class Buffer:
-    """Reads as many rows in advance as fit; for use in a ``with`` statement.
-
-    Parameters
-    ----------
-    layers : sequence of Tensor
-        The values of each layer, all in memory or all on disk.
+    columns : sequence of Tensor
+        The values of each layer in all rows, in memory or on disk.
     order : Order
         The order of the rows.
     own : range
         The places to be given.
     room : int
-        The number of rows that fit.
+        The number of rows for which a buffer has room.
     batch_size : int
-        The number of rows that are given at a time.
+        The number of rows of a batch.
+    begun : int
+        The number of rows that were given already, which are whole batches.
     """
-
-    def __init__(
-        self, layers: Sequence[Tensor], order: Order, own: range, room: int, batch_size: int
-    ) -> None:
-        self._layers = layers
-        self._on_disk = [samples for samples in layers if isinstance(samples, DiskTensor)]
-        self._order = order
-        self._own = own
-        self._batch_size = batch_size
-        # No batch has rows of two fillings.
-        half = max(1, room // 2 // batch_size) * batch_size
-        self._size = max(1, len(own) if len(own) <= room else min(half, len(own)))
-        self._pool = ThreadPoolExecutor(_THREADS, "scio-loader")
-        self._memories: dict[tuple[int, int], _Memory] = {}
-        # The rows that are still to be read.
-        self._jobs: deque[Callable[[], None]] = deque()
-
-    def __enter__(self) -> Self:
-        for samples in self._on_disk:
-            samples.reader.distrust()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._jobs.clear()
-        self._pool.shutdown()
-
-    def batches(self, begun: int) -> Iterator[Batch]:
-        """Yield the batches after this many rows, which are whole batches."""
-        last = (len(self._own) - 1) // self._size
-        coming: tuple[_Filling, list[Future[None]]] | None = self._begin(begun // self._size)
-        for number in range(begun // self._size, last + 1):
-            assert coming is not None, "begun after the first batch of the one before"
-            (filling, reading), coming = coming, None
-            for future in reading:
-                future.result()
-            for at in range(begun - filling.begin, len(filling.rows), self._batch_size):
-                yield filling.batch(at, min(self._batch_size, len(filling.rows) - at))
-                # The caller has dropped the batch before, and so its filling's memory.
-                if coming is None and number < last:
-                    coming = self._begin(number + 1)
-            begun = filling.begin + len(filling.rows)
-
-    def _begin(self, number: int) -> tuple[_Filling, list[Future[None]]]:
-        begin = number * self._size
-        span = self._own[begin : begin + self._size]
-        pieces = list(self._order.rows(span))
-        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])
-        places = None
-        if self._order.is_random:
-            slots = self._order.permutation(len(span), span.start)
-            rows, places = rows[slots], torch.empty_like(slots)
-            places[slots] = torch.arange(len(slots), device="cpu")
-        columns = [
-            _Column(samples, places, self._memory(number % 2, layer, samples))
-            if isinstance(samples, DiskTensor)
-            else samples
-            for layer, samples in enumerate(self._layers)
+    # No batch has rows of two fillings.
+    size = len(own) if len(own) <= room else max(1, room // batch_size) * batch_size
+    buffers: list[Tensor | None] = []
+    for column in columns:
+        if isinstance(column, DiskTensor):
+            column.reader.distrust()
+            buffers.append(memory(min(size, len(own)) * bytes_of_row(column)))
+        else:
+            buffers.append(None)
+    for start in range(begun - begun % size, len(own), size):
+        span = own[start : start + size]
+        pieces = list(order.rows(span))
+        slots = order.permutation(len(span), span.start)
+        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
+        held = [
+            None if buffer is None else _read(column, pieces, buffer)
+            for column, buffer in zip(columns, buffers, strict=True)
         ]
-        for column in columns:
-            if isinstance(column, _Column):
-                self._jobs.extend(column.jobs(pieces))
-        reading = [self._pool.submit(self._read) for _ in range(_THREADS)] if self._jobs else []
-        return _Filling(begin, rows, columns), reading
+        for at in range(max(0, begun - start), len(span), batch_size):
+            some = slice(at, at + batch_size)
+            values = [
+                _gathered(column, rows[some]) if read is None else _gathered(read, slots[some])
+                for column, read in zip(columns, held, strict=True)
+            ]
+            yield Batch(rows[some].clone(), values)
+            # The caller may have dropped them.
+            del values
 
-    def _memory(self, half: int, layer: int, samples: Tensor) -> _Memory:
-        """Return memory for a filling: that of the last but one, unless a batch of it is held."""
-        known = self._memories.get((half, layer))
-        if known is None or not known.is_free:
-            known = _Memory(self._size * bytes_of_row(samples))
-            self._memories[half, layer] = known
-        return known
 
-    def _read(self) -> None:
-        while True:
-            try:
-                job = self._jobs.popleft()
-            except IndexError:
-                return
-            job()
+def _read(column: Tensor, pieces: Sequence[range], buffer: Tensor) -> Tensor:
+    """Read rows of a column on disk into a buffer, one after the other."""
+    assert isinstance(column, DiskTensor)
+    row_bytes, count, out = bytes_of_row(column), sum(map(len, pieces)), buffer.numpy()
+    shape = (count, *column.shape[1:])
+    if not row_bytes:
+        return torch.empty(shape, dtype=column.dtype, device="cpu")
+    slot = 0
+    for piece in pieces:
+        end = slot + len(piece) * row_bytes
+        column.reader.read_into(out[slot:end], column.layer, piece.start)
+        slot = end
+    return buffer[:slot].view(column.dtype).view(shape)
+
+
+def _gathered(values: Tensor, rows: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.index_select(0, rows.to(values.device))
+    out = torch.empty(len(rows), *values.shape[1:], dtype=values.dtype, device="cpu")
+    # Bytes, since torch gathers not all dtypes.
+    numpy.take(_bytes_of(values), rows.numpy(), 0, _bytes_of(out), mode="clip")
+    return out
