@@ -22,6 +22,7 @@ MOVED = {
     "recording.collect.nodes": "recording.nodes",
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",
+    "reductions.digest": "reductions.fold",
     "recorder.comparing": "analysis.comparing.compare",
     "stores.calls": "stores.kept_inputs",
     "capture.saved_tensors": "recompute.saved_tensors",

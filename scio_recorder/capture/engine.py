@@ -18,7 +18,7 @@ from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import TRACED, Hooks, Site
 from scio_recorder.capture.keeping import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
-from scio_recorder.capture.program import Options, Program, Sink
+from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx, Layer
@@ -63,12 +63,12 @@ class Capture:
         net: nn.Module,
         architecture: Architecture,
         recording: tuple[DepthIdx, ...] = (),
-        options: Options | None = None,
+        options: RecordOptions | None = None,
     ) -> None:
         self.net = net
         self.architecture = architecture
         self.recording = recording
-        self.options = options or Options()
+        self.options = options or RecordOptions()
         self.program = Program(architecture, recording, self.options)
         self._settings = Settings(net)
         self._shards = Shards(architecture, recording)

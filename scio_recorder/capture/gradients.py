@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from scio_recorder.capture.program import Options
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
-from scio_recorder.tensors.ownership import Held
+from scio_recorder.tensors.ownership import HeldTensor
 from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
@@ -35,7 +35,7 @@ class Gradients:
     graph.
     """
 
-    def __init__(self, hooks: weakref.ref[GradientHooks] | None, options: Options) -> None:
+    def __init__(self, hooks: weakref.ref[GradientHooks] | None, options: RecordOptions) -> None:
         self._delivery = _Delivery(hooks, weakref.ref(self), options.calls == "labelled")
         self._accumulates = options.gradients == "accumulate"
         self._arrived: list[_Arrived] = []
@@ -93,7 +93,7 @@ class _Arrived:
     __slots__ = ("__weakref__", "calls")
 
     def __init__(self) -> None:
-        self.calls: dict[Place, list[Held | None]] = {}
+        self.calls: dict[Place, list[HeldTensor | None]] = {}
 
 
 class _Delivery:
@@ -152,7 +152,7 @@ class _Delivery:
         if owner is not None and not arrived.calls:
             owner.begin(arrived)
         count, _ = self.templates[place]
-        arrived.calls.setdefault(place, [None] * count)[index] = Held(gradient)
+        arrived.calls.setdefault(place, [None] * count)[index] = HeldTensor(gradient)
 
     def _deliver(self, arrived: _Arrived) -> None:
         def built(place: Place, count: int, rebuild: Rebuild) -> Any:

@@ -18,7 +18,7 @@ CopyPolicy = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
-class Options:
+class RecordOptions:
     """The keywords of ``record``."""
 
     inputs: bool = False
@@ -30,6 +30,10 @@ class Options:
     calls: Literal["labelled", "any"] = "labelled"
     # Whether calls with recorded inputs can run again; then their state is noted.
     notes_moments: bool = True
+
+
+# Its name in files of recorders that an earlier version has pickled.
+Options = RecordOptions
 
 
 class Sink(Protocol):
@@ -63,7 +67,7 @@ class Program:
     """
 
     def __init__(
-        self, architecture: Architecture, recording: tuple[DepthIdx, ...], options: Options
+        self, architecture: Architecture, recording: tuple[DepthIdx, ...], options: RecordOptions
     ) -> None:
         self.architecture = architecture
         self.recording = recording

@@ -13,7 +13,7 @@ from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import DepthIdx, describe, few, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors.dtypes import dtype_name
-from scio_recorder.tensors.ownership import Held, holder
+from scio_recorder.tensors.ownership import HeldTensor, holder
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
@@ -261,7 +261,7 @@ def copied(value: Any, events: Sequence[Any] = ()) -> Recorded:
 
 # A pass's record of a layer. Each knows whether it `is_intact`; `peek` looks at it, and `read`
 # hands it out.
-Entry: TypeAlias = Held | Recorded
+Entry: TypeAlias = HeldTensor | Recorded
 
 
 class Records(LayerMapping[Any]):

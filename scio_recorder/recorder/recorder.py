@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scio_recorder.capture.engine import Capture, detach_when_dead
-from scio_recorder.capture.program import CopyPolicy, Options
+from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
 from scio_recorder.layer import few, text_of
@@ -181,7 +181,7 @@ class Recorder(AnalysisMethods, Watching, Outlined, private_distributed.NotRepli
         recording = choose(self.architecture, selectors)
         if calls == "any":
             self._warn_of_unlabelled(selectors)
-        options = Options(bool(inputs), gradients, copy, bool(offload), calls)
+        options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls)
         self._replace_capture(Capture(self._net, self.architecture, recording, options))
 
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:

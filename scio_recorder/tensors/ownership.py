@@ -38,7 +38,7 @@ with torch.inference_mode(False):
     _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-class Held:
+class HeldTensor:
     """A tensor in a record: the only reference to it, and the version that it must have.
 
     Parameters
@@ -51,7 +51,7 @@ class Held:
     Examples
     --------
     >>> state = torch.zeros(2)
-    >>> held = Held(state)
+    >>> held = HeldTensor(state)
     >>> read = held.read()
     >>> _ = state.add_(1)
     >>> read, held.is_intact
@@ -84,7 +84,7 @@ class Held:
         return self.tensor
 
 
-Hold: TypeAlias = Callable[[Tensor, int], Held]
+Hold: TypeAlias = Callable[[Tensor, int], HeldTensor]
 
 
 def holder() -> Hold:
@@ -93,7 +93,7 @@ def holder() -> Hold:
     Returns
     -------
     callable
-        ``(tensor, version) -> Held``. Layers often return what an inner layer returned.
+        ``(tensor, version) -> HeldTensor``. Layers often return what an inner layer returned.
 
     Examples
     --------
@@ -101,12 +101,12 @@ def holder() -> Hold:
     >>> hold(tensor, 0) is hold(tensor, 0)
     True
     """
-    known: dict[tuple[int, int], Held] = {}
+    known: dict[tuple[int, int], HeldTensor] = {}
 
-    def hold(tensor: Tensor, version: int) -> Held:
+    def hold(tensor: Tensor, version: int) -> HeldTensor:
         held = known.get((id(tensor), version))
         if held is None:
-            held = known[id(tensor), version] = Held(tensor, version)
+            held = known[id(tensor), version] = HeldTensor(tensor, version)
         return held
 
     return hold
@@ -232,7 +232,7 @@ def _become(copy: Tensor, kind: type[Tensor]) -> bool:
     return True
 
 
-def _is_held_alone(held: Held) -> bool:
+def _is_held_alone(held: HeldTensor) -> bool:
     """Whether nothing else holds a tensor or its memory; in doubt the answer is no.
 
     Autograd may hold the tensor itself if it is on the graph, since it only reads.
@@ -269,7 +269,7 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
     """Count references and holders of a tensor that nothing else holds, which vary by version."""
     with torch.inference_mode(False), torch.enable_grad():
         start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
-        held = Held((start * 2).view(1, 1) if is_view else start * 2)
+        held = HeldTensor((start * 2).view(1, 1) if is_view else start * 2)
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.tensors.ownership import Held, exchange, holder, own_copy
+from scio_recorder.tensors.ownership import HeldTensor, exchange, holder, own_copy
 
 
 class Marked(Tensor):
@@ -131,7 +131,7 @@ HOLDERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("make", ALONE)
 def test_what_nothing_else_holds_is_handed_out_itself(make: str) -> None:
-    held = Held(ALONE[make]())
+    held = HeldTensor(ALONE[make]())
     place = held.peek().data_ptr()
     assert held.read().data_ptr() == place
     assert held.read() is held.read()
@@ -140,7 +140,7 @@ def test_what_nothing_else_holds_is_handed_out_itself(make: str) -> None:
 @pytest.mark.parametrize("hold", HOLDERS)
 @pytest.mark.parametrize("make", ALONE)
 def test_what_something_else_holds_is_copied(make: str, hold: str) -> None:
-    held = Held(ALONE[make]())
+    held = HeldTensor(ALONE[make]())
     other = HOLDERS[hold](held.tensor)
     place = held.peek().data_ptr()
     assert held.read().data_ptr() != place
@@ -158,7 +158,7 @@ def test_what_something_else_holds_is_copied(make: str, hold: str) -> None:
     ],
 )
 def test_memory_that_torch_does_not_own_alone_is_copied(make: Any) -> None:
-    held = Held(make())
+    held = HeldTensor(make())
     place = held.peek().data_ptr()
     assert held.read().data_ptr() != place
 

@@ -22,7 +22,7 @@ from scio_recorder.analysis.comparing.sides import (
     Side,
     refuse_missing,
 )
-from scio_recorder.capture.program import Options
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
@@ -276,7 +276,7 @@ def _open(
     )
     for side, own in zip((sides.reference, sides.candidate, sides.floor), labels, strict=True):
         if isinstance(side, NetworkSide):
-            options = Options(
+            options = RecordOptions(
                 inputs=has_inputs and not only_digests,
                 # Nobody knows before a pass what it overwrites, and a comparison must not fail.
                 copy="always",

@@ -18,7 +18,7 @@ from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.analysis.comparing.part_pairs import samples_of_inputs
 from scio_recorder.capture.engine import Capture
-from scio_recorder.capture.program import Options
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Inputs
@@ -140,7 +140,7 @@ class NetworkSide:
 
     @contextlib.contextmanager
     def opened(
-        self, labels: Iterable[DepthIdx], options: Options, *, keeps_digests: bool
+        self, labels: Iterable[DepthIdx], options: RecordOptions, *, keeps_digests: bool
     ) -> Iterator[None]:
         """Record some layers inside a block, or only digests of them."""
         self._keeps_digests = keeps_digests

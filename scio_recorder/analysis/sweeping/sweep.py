@@ -21,7 +21,7 @@ from scio_recorder.analysis.sweeping.estimate import (
 )
 from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patched, resolved
 from scio_recorder.capture.engine import Capture
-from scio_recorder.capture.program import Options
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ArgumentError, ComparisonError, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
@@ -92,7 +92,9 @@ class Sweep:
         self._corrupted = _inputs("corrupted", corrupted)
         self._metric = metric
         # A separate capture, so that the recorder keeps its records.
-        self._capture = Capture(self._net, self._architecture, self._labels, Options(copy="always"))
+        self._capture = Capture(
+            self._net, self._architecture, self._labels, RecordOptions(copy="always")
+        )
 
     def patched(self, positions: Positions) -> Effects:
         """Return the metric of a run for each layer and position.
