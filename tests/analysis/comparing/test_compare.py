@@ -188,6 +188,11 @@ def test_a_compiled_recorder_that_records_nothing_is_refused() -> None:
     one, two = (recorder(make_net()) for _ in range(2))
     with pytest.raises(ComparisonError, match=r"the candidate .* records no layer.*record\("):
         compare(one, torch.compile(two, backend="eager"), batches())
+
+
+@pytest.mark.campaign
+def test_layers_that_a_compiled_recorder_records_are_compared() -> None:
+    one, two = (recorder(make_net()) for _ in range(2))
     two.record(lambda layer: layer.name != "")
     difference = compare(one, torch.compile(two, backend="eager"), batches())
     assert difference.first is None

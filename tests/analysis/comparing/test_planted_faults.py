@@ -23,6 +23,7 @@ from tests.analysis.comparing.planting import FAULTS, plant
 from tests.zoo.base import Case, Inputs
 from tests.zoo.transformers import CASES, pixels
 
+pytestmark = pytest.mark.campaign
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 NUM_FAULTS = 400 if FULL else 24
 
