@@ -129,6 +129,7 @@ def test_what_is_imported_later_is_found_in_the_current_folder(
     assert "Tanh" in out(capsys, "cli_lazy:build", "--input-size", "2,3")
 
 
+@pytest.mark.campaign
 def test_help_where_python_has_removed_docstrings() -> None:
     command = [sys.executable, "-OO", "-m", "scio_recorder", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -219,6 +220,7 @@ def test_demo_without_scikit_learn(
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_demo_takes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--epochs", "1", "--seed", "1"]) == 0
     text = capsys.readouterr().out
@@ -264,6 +266,7 @@ def test_an_output_that_is_full(
     assert said.count("\n") == 1
 
 
+@pytest.mark.campaign
 def test_as_a_program() -> None:
     command = [sys.executable, "-m", "scio_recorder"]
     arguments = ["summary", "cli_nets:Small", "--input-size", "2,3"]

@@ -176,6 +176,7 @@ def test_damaged_data_is_trouble(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", one, two]) == 2
 
 
+@pytest.mark.campaign
 def test_output_that_nobody_reads_is_trouble() -> None:
     command = f"{sys.executable} -m scio_recorder {' '.join([*NETS, *DATA])}"
     result = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True)

@@ -155,6 +155,7 @@ def test_detection_by_hand(digits: Digits, net: nn.Sequential) -> None:
         assert row.fpr_at_95_tpr == pytest.approx(fprs[np.argmax(tprs >= 0.95)], abs=0.004)
 
 
+@pytest.mark.campaign
 def test_statistics_come_from_the_training_images(digits: Digits, net: nn.Sequential) -> None:
     expected = detect(recorder(net), digits)
     fewer = digits._replace(unknown=type(digits.unknown)(*(part[:1] for part in digits.unknown)))
@@ -184,6 +185,7 @@ def test_demo_prints_what_it_computes_and_repeats_itself() -> None:
     assert text.startswith("Trained on")  # so no progress bar came first
 
 
+@pytest.mark.campaign
 def test_seed_and_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Console(file=io.StringIO(), width=100, force_terminal=True)
     monkeypatch.setattr("scio_recorder.display.progress.Console", lambda stderr: shown)

@@ -380,6 +380,7 @@ def test_interrupted_says_how_to_go_on(tmp_path):
     ("by", "status", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
+@pytest.mark.campaign
 def test_stopped_in_a_part_gives_it_back_and_the_same_command_goes_on(tmp_path, by, status, word):
     (tmp_path / "slow_nets.py").write_text(SLOW)
     arguments = ["collect", "slow_nets:net", "--input-size", "1,4", "--data", "slow_nets:part_of"]
@@ -400,6 +401,7 @@ def test_stopped_in_a_part_gives_it_back_and_the_same_command_goes_on(tmp_path, 
     assert open_recording("run").complete
 
 
+@pytest.mark.campaign
 def test_interrupted_before_anything_was_kept(tmp_path):
     (tmp_path / "slow_nets.py").write_text(SLOW.replace("range(2)", "range(0)"))
     arguments = ["collect", "slow_nets:net", "--input-size", "1,4", "--data", "slow_nets:loader"]
@@ -409,6 +411,7 @@ def test_interrupted_before_anything_was_kept(tmp_path):
     )
 
 
+@pytest.mark.campaign
 def test_interrupted_while_torch_is_imported(tmp_path):
     (tmp_path / "slow").mkdir()
     code = "import time; print('waiting', flush=True); time.sleep(60)"

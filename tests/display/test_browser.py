@@ -18,6 +18,8 @@ from tests.display.examples import (
     wide_recording,
 )
 
+pytestmark = pytest.mark.campaign
+
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 
 # Pixels between margins of a centimetre.

@@ -14,6 +14,8 @@ from torch import nn
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing.difference import Difference
 
+pytestmark = pytest.mark.campaign
+
 LABELS = (
     "return [...document.querySelectorAll('.table tbody tr')].filter(r => r.checkVisibility())"
     ".map(r => r.cells[0].textContent)"

@@ -130,5 +130,5 @@ def test_no_address_leads_outside() -> None:
 
 
 def test_the_size_of_a_large_tree_stays_bounded() -> None:
-    rows = wide_recording(600)._repr_html_()
-    assert len(rows) < 601 * 1000
+    rows = wide_recording(200)._repr_html_()
+    assert len(rows) < 201 * 1000

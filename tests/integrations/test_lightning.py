@@ -132,7 +132,7 @@ def assert_same(row: dict[str, str], expected: dict[str, float]) -> None:
         assert float(row[key]) == pytest.approx(value, rel=1e-4, abs=1e-7), key
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_every_step_is_as_by_hand(accumulate: int, data: Tensor, tmp_path: Path) -> None:
     model = Model()
     expected = list(steps_by_hand(copy.deepcopy(model), data, accumulate))
@@ -165,6 +165,7 @@ class TwoOptimizers(Model):
         return [torch.optim.SGD(part, lr=0.1) for part in parts]
 
 
+@pytest.mark.campaign
 def test_steps_of_two_optimizers_count_together(data: Tensor, tmp_path: Path) -> None:
     model = TwoOptimizers()
     bare = copy.deepcopy(model)
@@ -195,6 +196,7 @@ class Skipping(Model):
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.campaign
 def test_steps_that_return_nothing_count(accumulate: int, data: Tensor, tmp_path: Path) -> None:
     model = Skipping()
     bare = copy.deepcopy(model)
@@ -216,6 +218,7 @@ def test_steps_that_return_nothing_count(accumulate: int, data: Tensor, tmp_path
     assert means == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.campaign
 def test_training_is_bit_for_bit_the_same(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     bare = copy.deepcopy(model)
@@ -232,6 +235,7 @@ def hooks(model: nn.Module) -> int:
     )
 
 
+@pytest.mark.campaign
 def test_no_trace_after_fitting(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     monitor = LayerStatsMonitor()
@@ -242,7 +246,7 @@ def test_no_trace_after_fitting(data: Tensor, tmp_path: Path) -> None:
     assert set(monitor.latest) == set(rows(tmp_path)[-1]) - {"step", "epoch"}
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.campaign)])
 def test_no_trace_after_an_exception(accumulate: int, data: Tensor, tmp_path: Path) -> None:
     model, monitor = Model(fails_at=4), LayerStatsMonitor()
     with pytest.raises(ArithmeticError):
@@ -271,6 +275,7 @@ def test_modules_are_observed_on_logged_steps_only(data: Tensor, tmp_path: Path)
     assert [row["step"] for row in rows(tmp_path)] == ["2", "5"]
 
 
+@pytest.mark.campaign
 def test_steps_go_on_after_a_checkpoint(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     first = trainer(tmp_path / "one", LayerStatsMonitor(), max_epochs=1)
@@ -287,6 +292,7 @@ def test_steps_go_on_after_a_checkpoint(data: Tensor, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.campaign
 def test_manual_optimisation_of_two_networks(wrapped: bool, data: Tensor, tmp_path: Path) -> None:
     class Pair(LightningModule):
         def __init__(self) -> None:
@@ -336,12 +342,14 @@ def test_nan_is_counted_and_training_goes_on(data: Tensor, tmp_path: Path) -> No
         ((), {"encoder.0", "encoder.1", "head", "act"}),
     ],
 )
+@pytest.mark.campaign
 def test_selectors(selectors: Any, names: set[str], data: Tensor, tmp_path: Path) -> None:
     monitor = LayerStatsMonitor(*selectors, statistics="mean", gradients=False)
     trainer(tmp_path, monitor).fit(Model(), loader(data))
     assert {key.partition("/")[2] for key in monitor.latest} == names
 
 
+@pytest.mark.campaign
 def test_chosen_by_pattern_and_by_module(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     monitor = LayerStatsMonitor(model.head, re.compile(r"^enc.*1$"), gradients=False)
@@ -357,6 +365,7 @@ def test_chosen_by_pattern_and_by_module(data: Tensor, tmp_path: Path) -> None:
         ((1, 3), SelectorTypeError, "write the name"),
     ],
 )
+@pytest.mark.campaign
 def test_slips_are_noticed_when_fitting_starts(
     selector: Any, error: type[Exception], message: str, data: Tensor, tmp_path: Path
 ) -> None:
@@ -379,6 +388,7 @@ def test_bad_options() -> None:
         LayerStatsMonitor(gradients="no")  # type: ignore[arg-type]
 
 
+@pytest.mark.campaign
 def test_modules_that_do_not_run_are_told(data: Tensor, tmp_path: Path) -> None:
     model = Model()
     model.spare = nn.Linear(2, 2)
@@ -386,6 +396,7 @@ def test_modules_that_do_not_run_are_told(data: Tensor, tmp_path: Path) -> None:
         trainer(tmp_path, LayerStatsMonitor("spare")).fit(model, loader(data))
 
 
+@pytest.mark.campaign
 def test_early_stopping_can_watch_a_layer(data: Tensor, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping
 
@@ -396,6 +407,7 @@ def test_early_stopping_can_watch_a_layer(data: Tensor, tmp_path: Path) -> None:
     assert fitted.current_epoch == 1
 
 
+@pytest.mark.campaign
 def test_without_a_logger_the_latest_is_kept(data: Tensor, tmp_path: Path) -> None:
     monitor = LayerStatsMonitor("head")
     fitted = Trainer(
@@ -413,6 +425,7 @@ def test_without_a_logger_the_latest_is_kept(data: Tensor, tmp_path: Path) -> No
     assert len(monitor.latest) == 2 * len(STATISTICS)
 
 
+@pytest.mark.campaign
 def test_the_tensorboard_logger_gets_the_same(data: Tensor, tmp_path: Path) -> None:
     monitor = LayerStatsMonitor("head")
     logger = TensorBoardLogger(str(tmp_path), version="log")
