@@ -200,17 +200,17 @@ def test_autocast_is_the_one_of_then(gather: Gather) -> None:
 
 
 # A list that hooks held by themselves would be put back.
-RAN: list[str] = []
+modules_that_ran: list[str] = []
 
 
 def test_only_the_nearest_module_runs() -> None:
     rnet = recorder("", "1", "2")
     recording = rnet.collect(batches(*SIZES))
-    RAN.clear()
+    modules_that_ran.clear()
     for name, module in rnet.net.named_modules():
-        module.register_forward_hook(lambda *_, name=name: RAN.append(name))
+        module.register_forward_hook(lambda *_, name=name: modules_that_ran.append(name))
     recording.recompute(rnet, "2.drop")
-    assert RAN == ["2.linear", "2.norm", "2.drop", "2.act", "2"] * len(SIZES)
+    assert modules_that_ran == ["2.linear", "2.norm", "2.drop", "2.act", "2"] * len(SIZES)
 
 
 def test_hooks_on_inputs_act_once_also_where_modules_are_nested() -> None:
