@@ -48,7 +48,7 @@ from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.kept_inputs import KeptCalls
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.processes import Place
+from scio_recorder.tensors.processes import Place, this_process
 
 CHUNK_BYTES = 64 << 20
 # The most seconds of work that a slow net, or one with only reduced layers, can lose.
@@ -145,6 +145,17 @@ class Disk(Store):
         made = copy.copy(self)
         (made.rank, made.world_size), made.is_shared = place, True
         return made
+
+    def advice(self) -> str:
+        """Return advice, as the end of a message, for processes that collect into one place."""
+        number = this_process().world_size
+        if self.is_shared or number == 1:
+            return ""
+        return (
+            f". If all {number} processes collect into it: give the loader a sampler that splits "
+            "the data between them, such as DistributedSampler, or call collect_parts, or write "
+            "sample_ids= and Disk(PATH, rank=, world_size=)"
+        )
 
     def join_parts(self, num_parts: int, header: dict[str, Any]) -> Medium:
         """Begin, or join, a recording that several processes fill part by part.
@@ -251,14 +262,14 @@ class DiskWriter(StoreWriter):
                     "stored: give the same data and transform as before, or convert by transform="
                 )
                 raise caught_as(CollectError, RecordingError(text), text)
-        self._devices.add(first.device)
+        self.devices.add(first.device)
         pinned = first.device.type == "cuda"
         buffer = self._memory.buffer((key, 0), pinned)
         self._resting[key] = self._memory.buffer((key, 1), pinned)
-        column = self._columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
+        column = self.columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 
-    def _counted(self, ids: Ids, state: Callable[[], State]) -> None:
+    def on_commit(self, ids: Ids, state: Callable[[], State]) -> None:
         """Make the buffer durable once it holds enough."""
         if self._pending is not None and self._pending.done():
             self._wait()
@@ -299,14 +310,14 @@ class DiskWriter(StoreWriter):
     def _close(self) -> None:
         """End the thread after a commit in progress, and release the lock."""
         try:
-            wait_for(self._devices)
+            wait_for(self.devices)
         finally:
             if self._writer is not None and self._writer.is_open:
                 self._thread.submit(self._writer.abort)
             self._thread.shutdown()
-            for column in self._columns.values():
+            for column in self.columns.values():
                 column.let_go()
-            self._columns.clear()
+            self.columns.clear()
 
     def _wait(self) -> None:
         """Wait until every chunk handed over is durable; after a failure, every call raises."""
@@ -318,7 +329,7 @@ class DiskWriter(StoreWriter):
 
     def _flush(self, state: Callable[[], State]) -> None:
         """Hand over one chunk once the one before is durable."""
-        wait_for(self._devices)
+        wait_for(self.devices)
         packed = pack(state())
         # A put takes long, so checksums are computed meanwhile. In a folder, computing them brings
         # blocks into the cache, from which they are written.
@@ -327,7 +338,7 @@ class DiskWriter(StoreWriter):
         writer = self._writer = self._writer or self._created()
         # Not before: the traceback of a failure would refer to it.
         chunk = self._filled()
-        for key, column in self._columns.items():
+        for key, column in self.columns.items():
             self._resting[key] = column.turn_to(self._resting[key])
         ids, kept = joined_ids(self._staged), self.calls.take()
         rows = self.start if self.counts_rows else None
@@ -346,11 +357,11 @@ class DiskWriter(StoreWriter):
 
     def _filled(self) -> dict[str, Tensor]:
         """Return the rows since the last chunk, by name."""
-        return {name_in_chunk(key): one.array[: self.start] for key, one in self._columns.items()}
+        return {name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
 
     def _created(self) -> RunWriter:
         self._header["architecture"] = self._architecture.to_dict()
-        specs, store = [(key, column.spec) for key, column in self._columns.items()], self._store
+        specs, store = [(key, column.spec) for key, column in self.columns.items()], self._store
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
         try:
             return RunWriter.create(

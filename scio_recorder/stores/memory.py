@@ -19,7 +19,6 @@ from scio_recorder.stores.buffers import (
     ReusedMemory,
     wait_for,
 )
-from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.room import Plan, make_plan
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 
@@ -180,28 +179,20 @@ class MemoryWriter(StoreWriter):
         num_batches = self._job.num_batches
         rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
-        column = self._columns[key] = Column(spec, buffer, rows, num_batches is not None)
-        self._devices.add(first.device)
+        column = self.columns[key] = Column(spec, buffer, rows, num_batches is not None)
+        self.devices.add(first.device)
         return column
 
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Return the arrays, narrowed to what was committed."""
-        wait_for(self._devices)
-        arrays = [(key, column.close(self.start)) for key, column in self._columns.items()]
-        names = self.calls.read(0)[0] if self.calls.rows else ()
-        return Held(
-            {key: array for key, array in arrays if not isinstance(key, str)},
-            self.sample_ids,
-            Calls(self.calls, self._job.architecture, names),
-            is_complete,
-            rows={key: array for key, array in arrays if isinstance(key, str)},
-            num_rows=self.start if self.counts_rows else None,
-        )
+        wait_for(self.devices)
+        arrays = {key: column.close(self.start) for key, column in self.columns.items()}
+        return self.held(arrays, self._job.architecture, is_complete=is_complete)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Drop the memory, once all copies into it have ended."""
-        wait_for(self._devices)
-        self._columns.clear()
+        wait_for(self.devices)
+        self.columns.clear()
 
 
 class AutoWriter(MemoryWriter):
@@ -230,7 +221,7 @@ class AutoWriter(MemoryWriter):
 
     def _row_dims(self, labelled: Any, spec: TensorSpec) -> int | None:
         """Return the number of a layer's dimensions that count rows; columns come before layers."""
-        if not any(isinstance(key, str) for key in self._columns):
+        if not any(isinstance(key, str) for key in self.columns):
             return None
         ndim = len(labelled.shape) if isinstance(labelled, TensorSpec) else 0
         return max(1, ndim - len(spec.shape))

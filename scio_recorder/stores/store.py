@@ -15,7 +15,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
-from scio_recorder.tensors.processes import Place, this_process
+from scio_recorder.tensors.processes import Place
 
 State: TypeAlias = dict[str, Any]
 
@@ -93,18 +93,22 @@ class Held:
 
 
 class StoreWriter(abc.ABC):
-    """Takes the batches of one job. Rows count once their batch is committed."""
+    """Takes the batches of one job. Rows count once their batch is committed.
+
+    A subclass makes the columns and puts them into ``columns``, gives back their rows at the end,
+    and may act when a batch is committed (`on_commit`).
+    """
 
     def __init__(self) -> None:
-        # The row at which the current batch begins.
-        self.start = 0
+        # The row of the columns at which the current batch begins, and the number of all rows.
+        self.start = self.num_rows = 0
         # Whether rows are counted apart from samples.
         self.counts_rows = False
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
         # All columns so far, and the devices from which copies into them may be pending.
-        self._columns: dict[DepthIdx | str, Column] = {}
-        self._devices: set[torch.device] = set()
+        self.columns: dict[DepthIdx | str, Column] = {}
+        self.devices: set[torch.device] = set()
         # Whether the found recording is complete already, and its last state.
         self.is_complete = False
         # The number of rows that were found, if rows are counted apart from samples.
@@ -153,20 +157,50 @@ class StoreWriter(abc.ABC):
         """
         self.sample_ids.add(ids)
         self.counts_rows = rows is not None
-        self.start += len(ids) if rows is None else rows
+        number = len(ids) if rows is None else rows
+        self.start += number
+        self.num_rows += number
         if calls:
             self.calls.commit(len(ids), calls)
-        self._counted(ids, state)
+        self.on_commit(ids, state)
 
-    def _counted(  # noqa: B027 - many stores have nothing to do
+    def on_commit(  # noqa: B027 - many stores have nothing to do
         self, ids: Ids, state: Callable[[], State]
     ) -> None:
         """Go on after a batch that counts from now on; see `commit`."""
 
+    def held(
+        self,
+        arrays: Mapping[DepthIdx | str, Tensor],
+        architecture: Architecture,
+        *,
+        is_complete: bool,
+    ) -> Held:
+        """Return the content of a store in memory.
+
+        Parameters
+        ----------
+        arrays : mapping
+            All committed rows of each column.
+        architecture : Architecture
+            The labelled net.
+        is_complete : bool
+            Whether nothing is missing.
+        """
+        names = self.calls.read(0)[0] if self.calls.rows else ()
+        return Held(
+            {key: array for key, array in arrays.items() if not isinstance(key, str)},
+            self.sample_ids,
+            Calls(self.calls, architecture, names),
+            is_complete,
+            rows={key: array for key, array in arrays.items() if isinstance(key, str)},
+            num_rows=self.num_rows if self.counts_rows else None,
+        )
+
     @property
     def row_bytes(self) -> int:
         """The bytes of one row of all columns so far."""
-        return sum([column.row_bytes for column in self._columns.values()])
+        return sum([column.row_bytes for column in self.columns.values()])
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
@@ -224,17 +258,6 @@ class Store(abc.ABC):
             Others keep their samples in the same place, and there is a problem.
         """
         return self if problem is None else None
-
-    def advice(self) -> str:
-        """Return advice, as the end of a message, for processes that collect into one place."""
-        number = this_process().world_size
-        if self.is_shared or number == 1:
-            return ""
-        return (
-            f". If all {number} processes collect into it: give the loader a sampler that splits "
-            "the data between them, such as DistributedSampler, or call collect_parts, or write "
-            "sample_ids= and Disk(PATH, rank=, world_size=)"
-        )
 
     @abc.abstractmethod
     def open(self, job: Job) -> StoreWriter:

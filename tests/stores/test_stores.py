@@ -14,61 +14,73 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores import Device, Disk, Host
+from scio_recorder.stores import Device, Disk, Host, Store, StoreWriter
 from scio_recorder.stores.buffers import Column, HostBuffer
 from tests.recording.nets import assert_same, batches, expected, recorder
-
-SIZES = {"alike": (4, 4, 4), "short end": (4, 4, 1), "unequal": (2, 7, 1, 5), "one": (3,)}
-
-
-class WrongLength(list):
-    """A loader that promises less than it yields."""
-
-    def __len__(self):
-        return 1
+from tests.stores.store_tests import StoreTests
 
 
-LOADERS = {"list": list, "generator": iter, "wrong length": WrongLength}
+class TestHost(StoreTests):
+    def make_store(self, path):
+        return Host(pin_memory=False)
 
 
-def make_store(name, path):
-    stores = {
-        "device": lambda: "device",
-        "host": lambda: "host",
-        "auto": lambda: "auto",
-        "object": Host,
-        "pageable": lambda: Host(pin_memory=False),
-        "device object": Device,
-        "disk": lambda: f"disk:{path}/run",
-        "small chunks": lambda: Disk(path / "run", chunk_bytes=200),
-    }
-    return stores[name]()
+class TestDevice(StoreTests):
+    def make_store(self, path):
+        return Device()
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(
-    "store",
-    ["device", "host", "auto", "object", "pageable", "device object", "disk", "small chunks"],
-)
-def test_stores_agree_with_single_passes(store, sizes, loader, tmp_path):
-    rnet, data = recorder(), batches(*SIZES[sizes])
-    wanted = expected(rnet, data)
-    recording = rnet.collect(LOADERS[loader](data), store=make_store(store, tmp_path))
-    assert_same(recording, wanted)
-    assert recording.num_samples == sum(SIZES[sizes])
-    assert recording.sample_ids == list(range(sum(SIZES[sizes])))
-    assert recording.complete
-    assert recording.architecture == rnet.architecture
-    assert recording.store == ("disk" if store in ("disk", "small chunks") else "host")
+class TestAuto(StoreTests):
+    def make_store(self, path):
+        return "auto"
 
 
-@pytest.mark.parametrize("store", ["host", "disk"])
-@pytest.mark.parametrize("num_batches", [1, 40])
-def test_unknown_length_grows_past_every_guess(store, num_batches, tmp_path):
-    rnet, data = recorder("1-1", "2"), batches(*[33] * num_batches)
-    wanted = expected(rnet, data)
-    assert_same(rnet.collect(iter(data), store=make_store(store, tmp_path)), wanted)
+class TestDisk(StoreTests):
+    kind = "disk"
+
+    def make_store(self, path):
+        return f"disk:{path}/run"
+
+
+class TestSmallChunks(StoreTests):
+    kind = "disk"
+
+    def make_store(self, path):
+        return Disk(path / "run", chunk_bytes=200)
+
+
+class Shelves(Store):
+    """Somebody's own store, which keeps each batch by itself."""
+
+    def open(self, job):
+        return ShelfWriter(job)
+
+
+class ShelfWriter(StoreWriter):
+    def __init__(self, job):
+        super().__init__()
+        self.job, self.shelves = job, []
+
+    def column(self, key, spec, first):
+        self.columns[key] = Column(spec, HostBuffer(), len(first), is_exact=False)
+        return self.columns[key]
+
+    def on_commit(self, ids, state):
+        shelf = {key: one.array[: self.start].clone() for key, one in self.columns.items()}
+        self.shelves.append(shelf)
+        self.start = 0
+
+    def finish(self, state, *, is_complete=True):
+        arrays = {key: torch.cat([one[key] for one in self.shelves]) for key in self.columns}
+        return self.held(arrays, self.job.architecture, is_complete=is_complete)
+
+    def abandon(self, state):
+        self.shelves.clear()
+
+
+class TestShelves(StoreTests):
+    def make_store(self, path):
+        return Shelves()
 
 
 def test_a_layer_called_twice_keeps_both_calls(tmp_path):
@@ -106,64 +118,6 @@ def test_tensors_are_ordinary_whatever_mode_collects(mode, tmp_path):
         assert_same(recording, wanted)
         assert not recording["1-1"][:].is_inference()
         torch.ones(6, requires_grad=True).mul(recording["1-1"]).sum().backward()
-
-
-DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_layouts_and_empty_shapes_are_kept(dtype, tmp_path):
-    # Transposed, so that what the layer returns is not contiguous.
-    data = [torch.randn(5, n, 3).mul(3).to(dtype).transpose(0, 1) for n in (2, 4)]
-    rnet = Recorder(nn.Identity(), input_data=data[0])
-    rnet.record("0-1")
-    for store in ("host", f"disk:{tmp_path}/run"):
-        recording = rnet.collect(data, store=store)
-        assert_same(recording, {(0, 1): torch.cat(data)})
-    hollow = [x[:, :0] for x in data]
-    recording = rnet.collect(hollow, store=f"disk:{tmp_path}/hollow")
-    assert recording["0-1"].shape == (6, 0, 3)
-    assert recording["0-1"][:].shape == (6, 0, 3)
-
-
-def inferred(x):
-    with torch.inference_mode():
-        return x + 1
-
-
-# Ways in which the numbers of a tensor can lie in memory, or not lie there.
-FORMS = {
-    "plain": lambda x: x + 1,
-    "differentiable": lambda x: (x + 1).requires_grad_(),
-    "inference": inferred,
-    "column by column": lambda x: (x + 1).t().contiguous().t(),
-    "one row for all": lambda x: x[:1].expand(x.shape),
-    "every other": lambda x: torch.cat([x, x], 1)[:, ::2],
-    "lazily negated": lambda x: torch.complex(x, x).conj().imag,
-    "lazily negated without gaps": torch._neg_view,
-    "lazily zero": lambda x: torch._efficientzerotensor(x.shape),
-    "lazily copied": torch._lazy_clone,
-    "inside": lambda x: torch.cat([x, x])[2 : 2 + len(x)],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("width", [3, 1 << 14])
-@pytest.mark.parametrize("store", ["host", "device", "small chunks"])
-def test_every_form_of_a_tensor_is_kept_after_plain_ones(store, width, form, tmp_path):
-    class Net(nn.Module):
-        def forward(self, x, form):
-            return self.inner(FORMS[form](x))
-
-    net = Net()
-    net.inner = nn.Identity()
-    data = [torch.randn(4, width) for _ in range(12)]
-    forms = ["plain"] * 3 + [form, "plain", form, form] + ["plain"] * 5
-    given = [{"x": x, "form": form} for x, form in zip(data, forms, strict=True)]
-    rnet = Recorder(net, input_data=given[0])
-    rnet.record("1-1")
-    wanted = torch.cat([FORMS[one["form"]](one["x"]).detach().clone() for one in given])
-    assert_same(rnet.collect(given, store=make_store(store, tmp_path)), {(1, 1): wanted})
 
 
 def test_nans_are_kept_and_counted(tmp_path):
