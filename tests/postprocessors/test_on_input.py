@@ -254,6 +254,7 @@ def test_what_can_not_be():
     assert torch.equal(rnet(x), x - x * 2)
 
 
+@pytest.mark.campaign
 def test_compiled_passes_refuse_it():
     rnet = recorder(Net(), "blocks.0.down")
     compiled = torch.compile(rnet, backend="eager", fullgraph=True)

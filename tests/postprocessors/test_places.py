@@ -198,6 +198,7 @@ class Block(nn.Module):
         return self.act(self.inner(x * 2)) + 1
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("index", ["negative", "strided", "list behind a slice", "new dimension"])
 def test_they_compile_and_act_in_a_recorder(index: str) -> None:
     torch.compiler.reset()
@@ -364,6 +365,7 @@ def test_layouts_of_nested_tensors_that_cannot_be_changed() -> None:
         Ablate(0)(strided)
 
 
+@pytest.mark.campaign
 def test_a_direction_fits_activations_of_varying_length_under_compile() -> None:
     torch.compiler.reset()
     rnet = Recorder(Block(), input_size=SHAPE)

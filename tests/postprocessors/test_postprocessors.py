@@ -143,6 +143,7 @@ def test_structures_compile_too() -> None:
     assert torch.equal(rest["count"], torch.arange(2))
 
 
+@pytest.mark.campaign
 @cases(without="noise")  # torch.compile takes no generator; the next test has the global one
 def test_compiles_without_a_graph_break(make: Any, by_hand: Any) -> None:
     postprocessor = make()
@@ -152,6 +153,7 @@ def test_compiles_without_a_graph_break(make: Any, by_hand: Any) -> None:
     torch.testing.assert_close(compiled(x), by_hand(x) + 1, rtol=0, atol=0)
 
 
+@pytest.mark.campaign
 def test_global_noise_compiles_and_follows_the_seed() -> None:
     noise = GaussianNoise(0.5)
     compiled = torch.compile(noise.__call__, fullgraph=True, backend="aot_eager")
@@ -254,7 +256,7 @@ class Structured(nn.Module):
         return self.act(self.inner(x).hidden) + 1
 
 
-@pytest.fixture(params=["eager", "compiled"])
+@pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.campaign)])
 def runs(request: pytest.FixtureRequest) -> tuple[Recorder, Any]:
     """A recorder, and what runs it."""
     rnet = Recorder(Structured(), input_size=SHAPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 import weakref
 from typing import Any
@@ -19,6 +20,7 @@ from scio_recorder import Recorder, UnsupportedNetError
 from scio_recorder.errors import LabellingError, LayerNotFoundError, MissingInputError
 from tests.harness import hook_state, trace
 from tests.oracle import differences, same_bits
+from tests.rotation import one_in
 from tests.zoo.base import linear
 
 
@@ -146,8 +148,12 @@ class Fails(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("selected", [("0",), ("0", "1", "2", "")])
+ERRORS = [ArithmeticError, KeyboardInterrupt, SystemExit, GeneratorExit]
+
+
+@pytest.mark.parametrize(
+    ("error", "selected"), one_in(3, itertools.product(ERRORS, [("0",), ("0", "1", "2", "")]))
+)
 def test_exception_midway_leaves_nothing(
     error: type[BaseException], selected: tuple[str, ...]
 ) -> None:

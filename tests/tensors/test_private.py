@@ -6,6 +6,7 @@ import ast
 import contextlib
 import gc
 import importlib.util
+import itertools
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder, UnsupportedTorchError
 from scio_recorder.tensors import private, private_checks
+from tests.rotation import one_in
 from tests.tensors.private_examples import EXAMPLES
 
 
@@ -66,7 +68,7 @@ def test_each_function_with_a_private_name_has_an_example() -> None:
 
 # Some examples are broken off in the middle of what torch does.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", one_in(4, EXAMPLES))
 def test_example_finds_another_meaning(name: str) -> None:
     with contextlib.suppress(Exception):
         assert not in_own_thread(EXAMPLES[name], nothing)
@@ -75,8 +77,7 @@ def test_example_finds_another_meaning(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("other", [nothing, gone])
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize(("name", "other"), one_in(2, itertools.product(TRIED, (nothing, gone))))
 def test_other_meaning_is_an_error_where_a_number_would_change(
     name: str, other: Callable[..., Any]
 ) -> None:
