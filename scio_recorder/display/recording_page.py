@@ -7,46 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from rich.filesize import decimal
 
-from scio_recorder.display.figure import (
-    EXPLOSION_FACTOR,
-    EXPLOSION_LEAST,
-    EXPLOSION_SHARE,
-    EXPLOSION_UNITS,
-    SATURATION_BOUNDS,
-    SATURATION_SHARE,
-    SATURATION_WIDTH,
-    Bars,
-    LayerSummary,
-    UnitStatistics,
-)
+from scio_recorder.display import figure, page
+from scio_recorder.display.figure import Bars, LayerSummary, UnitStatistics
 from scio_recorder.display.outline import Outline, searched, text, tree_html
-from scio_recorder.display.page import (
-    NOTHING,
-    NUMBER,
-    PLACE,
-    TEXT,
-    Section,
-    address_of,
-    alarm,
-    count_cell,
-    layer_cells,
-    link_html,
-    name_html,
-    number_cell,
-    number_text,
-    page_html,
-    search_box,
-    table_html,
-    words_html,
-)
 from scio_recorder.layer import few
 
-_FIRST = {"Layer": PLACE, "Name": TEXT, "Type": TEXT}
+_FIRST = {"Layer": page.PLACE, "Name": page.TEXT, "Type": page.TEXT}
 _OTHERS = {
-    "Values": NOTHING,
-    **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), NUMBER),
-    **dict.fromkeys(("Units", "Dead", "Saturated"), NUMBER),
-    "Kept": PLACE,
+    "Values": page.NOTHING,
+    **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), page.NUMBER),
+    **dict.fromkeys(("Units", "Dead", "Saturated"), page.NUMBER),
+    "Kept": page.PLACE,
 }
 # Types of layers in which a unit that is always zero has no gradient and learns nothing more.
 _RECTIFIERS = ("ReLU", "ReLU6")
@@ -85,16 +56,16 @@ def recording_page(
     spoilt = sorted(layers, key=lambda one: (not _faults(one), not _explosions(one)))
     warnings = [*map(text, notes), *(_warning(one) for one in spoilt if _troubles(one))]
     sections = (
-        Section("Statistics", _statistics(layers)),
-        Section("Histograms", _histograms(layers)),
-        Section("Architecture", tree_html(outline, address_of)),
-        Section("Definitions", [words_html(_definitions())]),
+        page.Section("Statistics", _statistics(layers)),
+        page.Section("Histograms", _histograms(layers)),
+        page.Section("Architecture", tree_html(outline, page.address_of)),
+        page.Section("Definitions", [page.words_html(_definitions())]),
     )
-    yield from page_html(title, facts, warnings, sections)
+    yield from page.page_html(title, facts, warnings, sections)
 
 
 def _warning(summary: LayerSummary) -> str:
-    return f"{link_html(summary.layer)}: {text('; '.join(_troubles(summary)))}"
+    return f"{page.link_html(summary.layer)}: {text('; '.join(_troubles(summary)))}"
 
 
 def _troubles(summary: LayerSummary) -> list[str]:
@@ -128,7 +99,7 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
     if not layers:
         yield "<p>No layer was recorded.</p>"
         return
-    yield search_box("statistics and histograms")
+    yield page.search_box("statistics and histograms")
     cells = [_cells(summary) for summary in layers]
     # A narrow screen shows only the first columns.
     alarming = {
@@ -138,11 +109,11 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
     }
     order = sorted(_OTHERS, key=lambda name: not alarming.get(name))
     rows = [
-        [*layer_cells(place, summary.layer), *(own[name] for name in order)]
+        [*page.layer_cells(place, summary.layer), *(own[name] for name in order)]
         for place, (summary, own) in enumerate(zip(layers, cells, strict=True))
     ]
     columns = {**_FIRST, **{name: _OTHERS[name] for name in order}}
-    yield from table_html("Statistics of layers", columns, rows)
+    yield from page.table_html("Statistics of layers", columns, rows)
 
 
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -165,21 +136,22 @@ def _figure(summary: LayerSummary) -> str:
     assert bars is not None
     name = layer.name or layer.type_name
     said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
-    said += f" from {number_text(bars.low)} to {number_text(bars.high)}"
+    said += f" from {page.number_text(bars.low)} to {page.number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
     told = [f"{count:,} {side} this range" for count, side in sides if count]
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
-        f'<a href="{address_of(layer)}">{layer.label}</a> '
-        f'<span class="tail">{name_html(name, layer)}</span></figcaption>'
+        f'<a href="{page.address_of(layer)}">{layer.label}</a> '
+        f'<span class="tail">{page.name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
-        + f'<div class="axis"><span>{number_text(bars.low)}</span>'
-        f"<span>{number_text(bars.high)}</span></div><p>{', '.join(told)}</p></figure>"
+        + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'
+        f"<span>{page.number_text(bars.high)}</span></div><p>{', '.join(told)}</p></figure>"
     )
 
 
 def _definitions() -> dict[str, str]:
-    bounded = ", ".join(_bounds_text(kind, *bounds) for kind, bounds in SATURATION_BOUNDS.items())
+    bounds = figure.SATURATION_BOUNDS.items()
+    known = ", ".join(f"{kind} ({_bounds_text(ends)})" for kind, ends in bounds)
     return {
         "Mean, std, min, max": "Over all values of a layer, all samples and positions together, in "
         "float64 and without NaNs. std is the unbiased standard deviation (n - 1).",
@@ -190,22 +162,22 @@ def _definitions() -> dict[str, str]:
         "dimension.",
         "Dead": "A unit that had the same finite value, zero or another, for all samples and "
         "positions. This takes at least two samples.",
-        "Exploding": f"A unit whose largest absolute value is more than {EXPLOSION_FACTOR:g} times "
-        f"that of the median unit of its layer, and above {EXPLOSION_LEAST:g}. Dead units do not "
-        f"count, and there must be {EXPLOSION_UNITS} others. At most {EXPLOSION_SHARE:.0%} of the "
-        "units can be exceptions.",
-        "Saturated": f"A unit with at least {SATURATION_SHARE:.0%} of its values within "
-        f"{SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a type "
-        f"whose bounds are known: {bounded}.",
+        "Exploding": "A unit whose largest absolute value is more than "
+        f"{figure.EXPLOSION_FACTOR:g} times that of the median unit of its layer, and above "
+        f"{figure.EXPLOSION_LEAST:g}. Dead units do not count, and there must be "
+        f"{figure.EXPLOSION_UNITS} others. At most {figure.EXPLOSION_SHARE:.0%} of the units can "
+        "be exceptions.",
+        "Saturated": f"A unit with at least {figure.SATURATION_SHARE:.0%} of its values within "
+        f"{figure.SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a "
+        f"type whose bounds are known: {known}.",
         "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
         "further than 6 standard deviations from the mean. Values outside are counted below the "
         "histogram.",
     }
 
 
-def _bounds_text(kind: str, low: float | None, high: float | None) -> str:
-    numbers = " and ".join(number_text(bound) for bound in (low, high) if bound is not None)
-    return f"{kind} ({numbers})"
+def _bounds_text(ends: tuple[float | None, float | None]) -> str:
+    return " and ".join(page.number_text(end) for end in ends if end is not None)
 
 
 def _cells(summary: LayerSummary) -> dict[str, str]:
@@ -218,24 +190,24 @@ def _cells(summary: LayerSummary) -> dict[str, str]:
     figures = {"Mean": values.mean, "Std": values.std, "Min": values.low, "Max": values.high}
     for name, value in figures.items():
         is_alarm = not _is_finite(value) and (name != "Std" or std_may_alarm)
-        found[name] = number_cell(value, number_text(value), is_alarm=is_alarm)
-    found["Zeros"] = number_cell(
+        found[name] = page.number_cell(value, page.number_text(value), is_alarm=is_alarm)
+    found["Zeros"] = page.number_cell(
         values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}"
     )
-    found |= {"NaN": count_cell(values.nans), "Inf": count_cell(values.infinities)}
+    found |= {"NaN": page.count_cell(values.nans), "Inf": page.count_cell(values.infinities)}
     return {**found, **_unit_cells(units), "Kept": _kept(summary)}
 
 
 def _unit_cells(units: UnitStatistics | None) -> dict[str, str]:
     if units is None:
-        return dict.fromkeys(("Units", "Dead", "Saturated"), count_cell(None))
+        return dict.fromkeys(("Units", "Dead", "Saturated"), page.count_cell(None))
     where = f" (dim {units.dimension})" if units.dimension else ""
     parts = ((units.zero, "zero"), (units.constant, "constant"))
-    dead = " ".join(alarm(f"{count:,} {kind}") for count, kind in parts if count)
+    dead = " ".join(page.alarm(f"{count:,} {kind}") for count, kind in parts if count)
     return {
-        "Units": number_cell(units.count, f"{units.count:,}{where}"),
-        "Dead": number_cell(units.dead, dead or "0", "number dead"),
-        "Saturated": count_cell(units.saturated),
+        "Units": page.number_cell(units.count, f"{units.count:,}{where}"),
+        "Dead": page.number_cell(units.dead, dead or "0", "number dead"),
+        "Saturated": page.count_cell(units.saturated),
     }
 
 

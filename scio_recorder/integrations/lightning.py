@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -312,12 +313,8 @@ class GuardCallback(Callback):
             )
         self.rnet = rnet
         self.guard: Guard | None = None
-        self._options: dict[str, Any] = {
-            "gradients": gradients,
-            "action": action,
-            "kinds": kinds,
-            "keep_inputs": keep_inputs,
-        }
+        options = {"gradients": gradients, "action": action, "kinds": kinds}
+        self._begin = partial(rnet.guard, keep_inputs=keep_inputs, **options)
         self._block = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -332,7 +329,7 @@ class GuardCallback(Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        self.guard = self._block.enter_context(self.rnet.guard(**self._options))
+        self.guard = self._block.enter_context(self._begin())
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -220,30 +220,26 @@ def _row(recording: Readable, summary: LayerSummary) -> dict[str, Any]:
 def _facts(recording: Readable) -> list[tuple[str, str]]:
     """Return names and values for the head of a page."""
     stored = [recording[label] for label in recording.stored]
-    size = sum(samples.nbytes for samples in stored)
-    kept = "Kept as rows" if recording.has_rows else "Kept as samples"
-    facts = [
-        ("Samples", f"{recording.num_samples:,}"),
-        ("Layers recorded", f"{len(list(recording)):,} of {len(recording.architecture):,}"),
-        (kept, f"{len(stored):,}, {decimal(size)}" if stored else "none"),
-        ("Fingerprint of the net", recording.architecture.fingerprint[:12]),
-    ]
-    if recording.reductions:
-        facts.append(("Kept as summaries", f"{len(recording.reductions):,}"))
-    ids = recording.sample_ids
-    if len(ids):
-        facts.insert(1, ("First and last id", f"{ids[0]}, {ids[-1]}"))
-    if recording.has_rows:
-        facts.insert(1, ("Rows", f"{recording.num_rows:,}"))
+    size = decimal(sum(samples.nbytes for samples in stored))
+    ids, settings, of_rows = recording.sample_ids, recording.settings, {}
     if recording.rows and len(ids):
-        lengths = recording.rows_of_samples().lengths
-        facts.insert(2, ("Rows of a sample", _extent(lengths)))
-        facts.insert(3, ("Known of a row", ", ".join(recording.rows)))
-    for key, name in (("dtype", "Kept in"), ("every", "Every n-th batch")):
-        value = recording.settings.get(key)
-        if value not in (None, 1):
-            facts.append((name, str(value)))
-    return facts
+        of_rows["Rows of a sample"] = _extent(recording.rows_of_samples().lengths)
+        of_rows["Known of a row"] = ", ".join(recording.rows)
+    facts = {
+        "Samples": f"{recording.num_samples:,}",
+        "Rows": f"{recording.num_rows:,}" if recording.has_rows else "",
+        **of_rows,
+        "First and last id": f"{ids[0]}, {ids[-1]}" if len(ids) else "",
+        "Layers recorded": f"{len(list(recording)):,} of {len(recording.architecture):,}",
+        f"Kept as {'rows' if recording.has_rows else 'samples'}": (
+            f"{len(stored):,}, {size}" if stored else "none"
+        ),
+        "Fingerprint of the net": recording.architecture.fingerprint[:12],
+        "Kept as summaries": f"{len(recording.reductions):,}" if recording.reductions else "",
+        "Kept in": settings.get("dtype") or "",
+        "Every n-th batch": "" if settings.get("every") in (None, 1) else settings["every"],
+    }
+    return [(name, str(value)) for name, value in facts.items() if value != ""]
 
 
 def _extent(lengths: Tensor) -> str:
