@@ -321,7 +321,8 @@ class AnalysisMethods(Collecting):
 
         After ``record(..., inputs=True)``: the nearest recorded module around each layer runs again
         as it did then, and its output is compared with the record. The net does not change.
-        The user's hooks on inner modules are called again.
+        The user's hooks on inner modules are called again, and objects that the network reaches
+        through them are put back as well.
 
         Parameters
         ----------
