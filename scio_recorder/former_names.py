@@ -25,6 +25,7 @@ MOVED = {
     "reductions.digest": "reductions.fold",
     "recorder.comparing": "analysis.comparing.compare",
     "stores.calls": "stores.kept_inputs",
+    "capture.uncopied": "capture.around",
     "capture.saved_tensors": "recompute.saved_tensors",
 }
 

@@ -1,19 +1,93 @@
-"""Functions in place of a module's call, several of them around each other."""
+"""What stands around the calls of a module, and is no part of its copies: hooks and functions.
+
+NOTE [How a copy comes without hooks]
+
+A module holds its hooks in ordered dictionaries, by number, and they are copied and saved with the
+module. ``copy`` and ``pickle`` ask a dictionary's ``__reduce_ex__`` how to construct it again. As
+long as a module has hooks of ours, its dictionaries have a ``__reduce_ex__`` that leaves them out.
+They stay the same objects, since the handles of other hooks refer to them.
+
+A function in place of a module's call lies where the module keeps the result of its own
+``compile``. Several may stand around each other.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from scio_recorder.capture.hook_changes import entries
 from scio_recorder.tensors import private
 
 # Threads may begin and end blocks around one network at once. A recorder that is collected as
 # garbage meanwhile takes out its own.
 _CHANGING_CALLS = threading.RLock()
+
+
+class Uncopied:
+    """A hook, or the object that a hook is a method of, that copies of the module don't have."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For code that copies single hooks.
+        return _Nothing, ()
+
+
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, *call: Any) -> None:
+        """Do nothing."""
+
+    after = after_traced = before = __call__
+
+
+def keep_out_of_copies(module: nn.Module) -> None:
+    """Leave the hooks that are `Uncopied` out of a module's copies."""
+    owner = weakref.ref(module)
+    for name, hooks in _dictionaries(module):
+        reduce: Any = partial(_without_uncopied, owner, name)
+        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
+
+
+def let_copy(module: nn.Module) -> None:
+    """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
+    if not _uncopied(module):
+        for _, hooks in _dictionaries(module):
+            vars(hooks).pop("__reduce_ex__", None)
+
+
+def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) -> tuple[Any, ...]:
+    owner = module()
+    left_out = set() if owner is None else _uncopied(owner)
+    own: OrderedDict[int, Any] = OrderedDict() if owner is None else vars(owner)[name]
+    rest = [(key, value) for key, value in entries(own) if key not in left_out]
+    return OrderedDict, (), None, None, iter(rest)
+
+
+def _uncopied(module: nn.Module) -> set[int]:
+    return {
+        key
+        for _, hooks in _dictionaries(module)
+        for key, hook in entries(hooks)
+        if isinstance(getattr(hook, "__self__", hook), Uncopied)
+    }
+
+
+def _dictionaries(module: nn.Module) -> Iterator[tuple[str, OrderedDict[int, Any]]]:
+    """Yield the dictionaries of hooks around forward, and those of their options, by name."""
+    for name in private.AROUND_FORWARD:
+        hooks = vars(module).get(name)
+        if isinstance(hooks, OrderedDict):
+            yield name, hooks
 
 
 class Around:

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.around import AroundPlain
+from scio_recorder.capture.around import AroundPlain, Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.capture.hook_changes import change_hooks
 from scio_recorder.capture.hooks import move_behind_others
-from scio_recorder.capture.uncopied import Uncopied, keep_out_of_copies, let_copy
 from scio_recorder.tensors import private
 
 
@@ -105,7 +104,7 @@ class Bracket(AroundPlain):
         """Begin to stand around the module's calls; the number is that of no other hook."""
         module, self._note = self._module, number
         self._hooks[1][number] = _Note(self)
-        keep_out_of_copies(module, before_only=True)
+        keep_out_of_copies(module)
         call = private.compiled_call(module)
         if call is None or isinstance(call, Bracket):
             self.put_around(module)
@@ -135,7 +134,7 @@ class Bracket(AroundPlain):
         self._hooks[1].pop(self._note, None)
         if self._num_hooks:
             private.remove_hook(module, self._handle)
-        let_copy(module, before_only=not self._num_hooks)
+        let_copy(module)
         self.take_from(module)
 
     def note_compiled(self) -> None:
