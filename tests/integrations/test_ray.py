@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     options = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
     before = signal.getsignal(signal.SIGTERM)
@@ -71,6 +71,8 @@ def check(recording: Any, num_parts: int) -> None:
     assert list(recording.sample_ids) == ids
 
 
+@pytest.mark.campaign
+@pytest.mark.usefixtures("cluster")
 def test_actors_share_the_parts_and_one_dies(tmp_path, monkeypatch):
     make_recorder, make_batches = functions()
     mark = tmp_path / "died"
@@ -90,6 +92,8 @@ def test_actors_share_the_parts_and_one_dies(tmp_path, monkeypatch):
     assert mark.exists()
 
 
+@pytest.mark.campaign
+@pytest.mark.usefixtures("cluster")
 def test_what_goes_wrong(tmp_path):
     make_recorder, make_batches = functions()
 
@@ -152,6 +156,8 @@ def test_what_makes_no_recorder():
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), TypeError)
 
 
+@pytest.mark.campaign
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
     ("resources", "lacking"),
     [

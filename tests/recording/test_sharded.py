@@ -329,6 +329,7 @@ def check_what_was_gone_on_with(folder: Path) -> None:
     torch.testing.assert_close(recording["qkv"][:], made)
 
 
+@pytest.mark.campaign
 def test_sharded_activations(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     code = "import sys; from pathlib import Path; from tests.recording.test_sharded import run_rank"

@@ -21,6 +21,8 @@ from tests.capture.test_watch_libraries import (
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.campaign
+
 ROWS = [{"input_ids": [11, 12, 13, 14, 15][: 2 + n], "labels": [5] * (2 + n)} for n in range(4)]
 
 

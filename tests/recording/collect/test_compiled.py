@@ -72,6 +72,7 @@ def test_a_call_that_runs_uncompiled_is_an_error() -> None:
         rnet.collect(batches())
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("is_first_outside", [True, False])
 def test_a_block_does_not_lose_compiled_passes_without_a_word(is_first_outside: bool) -> None:
     rnet = recorder()

@@ -71,8 +71,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True},
     "in parts": {"do_sample": False, "prefill_chunk_size": 2},
 }
+# One in the default run, and one on disk below.
 CASES = [
-    ("gpt2", "greedy"),
     ("llama", "sampled"),
     ("gpt2", "in parts"),
     *[(name, "greedy") for name in ("mistral", "gemma2", "bloom", "mamba", "minimax")],
@@ -109,7 +109,8 @@ def by_hand(rnet: Recorder, passes: list[dict[Any, Any]], text: Tensor) -> dict[
 @pytest.mark.parametrize(
     ("name", "way", "where"),
     [
-        *[(*case, "host") for case in CASES],
+        ("gpt2", "greedy", "host"),
+        *[pytest.param(*case, "host", marks=pytest.mark.campaign) for case in CASES],
         ("llama", "in parts", "disk"),
     ],
 )
@@ -171,6 +172,7 @@ def test_a_loop_by_hand_goes_on_with_what_the_pass_before_left() -> None:
     assert list(collection.recording.sample_ids) == [0, 1]
 
 
+@pytest.mark.campaign
 def test_generation_that_is_guided_by_a_second_cache_is_not_mixed_with_it() -> None:
     rnet = recorder("llama")
     options = {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[7, 8], [9, 7]])}
@@ -271,6 +273,7 @@ def test_turns_that_one_thread_takes_with_caches_that_are_others_from_pass_to_pa
     assert recording.num_samples == 2
 
 
+@pytest.mark.campaign
 def test_a_cache_that_never_says_what_it_holds_is_refused() -> None:
     net = minimax(("linear_attention",) * 2)
     rnet = Recorder(net, input_data=PROMPT)
@@ -310,7 +313,7 @@ def test_a_cache_that_has_changed_between_passes_is_refused(how: str) -> None:
     assert collection.recording.num_samples == 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.campaign)])
 def test_a_mask_of_who_attends_to_whom_is_refused(name: str) -> None:
     rnet = recorder(name)
     with (
@@ -320,6 +323,7 @@ def test_a_mask_of_who_attends_to_whom_is_refused(name: str) -> None:
         generate(rnet.net, cache_implementation="static")
 
 
+@pytest.mark.campaign
 def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
     rnet = recorder("llama")
     cache = transformers.DynamicCache(config=rnet.net.config)
@@ -352,6 +356,7 @@ def test_the_decoder_of_a_pair_goes_on_and_has_no_padding() -> None:
     assert torch.equal(rows["decoder_input_ids"][rows["sample"] == 1], text[1, :-1])
 
 
+@pytest.mark.campaign
 def test_threads_that_generate_at_once_are_not_mixed() -> None:
     rnet = recorder("llama")
     texts: dict[int, Tensor] = {}
@@ -385,7 +390,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize(
+    "way",
+    [way if way == "beams" else pytest.param(way, marks=pytest.mark.campaign) for way in REFUSED],
+)
 def test_rows_that_cannot_be_told_apart_are_refused(way: str) -> None:
     options, said = REFUSED[way]
     rnet = recorder("llama")
@@ -507,6 +515,7 @@ def test_where_leaves_positions_as_they_are() -> None:
     assert torch.equal(collection.recording.by_sample(label)[1], kept)
 
 
+@pytest.mark.campaign
 def test_pipeline() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: number for number, word in enumerate(["[PAD]", "a", "b", "c", "d"])}

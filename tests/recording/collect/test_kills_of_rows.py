@@ -83,6 +83,7 @@ def ends(data: Sequence[dict[str, torch.Tensor]]) -> list[int]:
     return [sum(counts[: number + 1]) for number in range(len(counts))]
 
 
+@pytest.mark.campaign
 def test_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.recording.collect.test_kills_of_rows", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -100,6 +101,7 @@ def killed_at_some_calls(folder: Path) -> None:
     assert counts == {0, 3, 5, 6}, counts
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("code", "from_then_on"), [(errno.EIO, False), (errno.ENOSPC, True)], ids=["EIO", "ENOSPC"]
 )
@@ -120,6 +122,7 @@ def test_any_call_failing(code: int, from_then_on: bool, tmp_path: Path, monkeyp
     assert raised > total // STEP // 2
 
 
+@pytest.mark.campaign
 def test_several_processes_fill_one_recording(tmp_path: Path) -> None:
     rnet = reader("embed", "act", "mix")
     whole = [batches(*LENGTHS), batches((2, 6), (1,)), batches((7,))]

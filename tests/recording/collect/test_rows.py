@@ -38,8 +38,10 @@ from tests.recording.collect.tables import (
 LENGTHS = ((3, 8, 1), (4, 4), (2, 5, 5, 1))
 
 
-@pytest.mark.parametrize("store", ["host", "device", "auto", "disk"])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("store", "side"),
+    [("host", "right"), ("device", "left"), ("auto", "right"), ("disk", "left"), ("host", "left")],
+)
 def test_each_real_token_is_a_row(store, side, tmp_path):
     rnet, data = reader(), batches(*LENGTHS, side=side)
     where = Disk(tmp_path / "run", chunk_bytes=300) if store == "disk" else store
@@ -153,8 +155,15 @@ LABELS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("by", LABELS)
+# Each kind with some labels, and each sort of labels with some kinds.
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [
+        (kind, [*LABELS][(number + turn) % 4])
+        for number, kind in enumerate(KINDS)
+        for turn in (0, 1)
+    ],
+)
 def test_labels_of_samples_and_of_positions(kind, by):
     rnet, data = reader("mix"), batches(*LENGTHS)
     reduction = KINDS[kind](by=lambda batch: LABELS[by](as_inputs(batch)))
@@ -312,9 +321,10 @@ def interrupted(data: list[Any], number: int) -> Iterator[Any]:
     raise InterruptedError
 
 
-@pytest.mark.parametrize("stops_at", [1, 2, 4])
-@pytest.mark.parametrize("size", [None, 1, 4, 13])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("stops_at", "size", "side"),
+    [(1, None, "left"), (2, 1, "right"), (2, 4, "left"), (4, 4, "right"), (4, 13, "left")],
+)
 def test_resumed_recordings_are_those_of_one_go(stops_at, size, side, tmp_path):
     rnet, data = reader("embed", "act", "mix"), batches(*ALL, side=side)
     options: dict[str, Any] = {
