@@ -239,7 +239,7 @@ INTERRUPTS = [
     ("Capture._expect_rerun", 5),
     ("ModuleHook.after", 20),
     ("Pass.receive", 60),
-    ("Keeper.keep", 90),
+    ("keep", 40),
     ("Capture._finish", 20),
     ("Pass.learn", 40),
 ]

@@ -17,6 +17,7 @@ from scio_recorder.errors import FlowError
 from scio_recorder.nets.labelling import data_flow, label
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.label import label_net
+from tests.harness import every_tenth
 from tests.zoo import CASES
 from tests.zoo.base import Net, linear
 from tests.zoo.transformers import GROUPED, text
@@ -484,8 +485,16 @@ STATIC = (
 )
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
-@pytest.mark.parametrize("function", DYNAMIC)
+def alternating(functions):
+    """Return parameters for a test: functions and modes, by default one mode for each function."""
+    return [
+        pytest.param(function, mode, marks=[pytest.mark.campaign] * (number % 2 != at))
+        for number, function in enumerate(functions)
+        for at, mode in enumerate(["eval", "train"])
+    ]
+
+
+@pytest.mark.parametrize(("function", "mode"), alternating(DYNAMIC))
 def test_flow_that_depends_on_data_is_refused_with_the_place(function, mode):
     with pytest.raises(FlowError) as caught:
         check_static_flow(build(function), (DATA,), {}, mode=mode)
@@ -496,13 +505,12 @@ def test_flow_that_depends_on_data_is_refused_with_the_place(function, mode):
     assert "force_static_flow=False" in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
-@pytest.mark.parametrize("function", STATIC)
+@pytest.mark.parametrize(("function", "mode"), alternating(STATIC))
 def test_other_flow_is_not_refused(function, mode):
     check_static_flow(build(function), (DATA,), {}, mode=mode)
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
+@pytest.mark.parametrize("case", every_tenth(CASES, 9))
 def test_nets_of_the_zoo(case):
     args, kwargs = case.inputs(0)
     net = case.fresh()

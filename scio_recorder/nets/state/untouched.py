@@ -529,9 +529,10 @@ class NetState:
         self._opaque = [_OpaqueNote(one) for one in found.values() if _is_opaque(one.value)]
         buffers = {id(one) for module in modules for one in module.buffers()}
         tensors = [one for one in values if issubclass(type(one), Tensor)]
-        self.leaves = [one for one in tensors if one.is_leaf and one.requires_grad]
+        parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
+        self.leaves = [*parameters, *(one for one in tensors if one.is_leaf and one.requires_grad)]
         known = buffers | _small(tensors, buffers)
         self._tensors = [_TensorNote(one, with_values=id(one) in known) for one in tensors]
 
