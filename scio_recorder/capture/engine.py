@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,22 +40,49 @@ _NO_POSTS = Assigned({})
 _MAX_SETTINGS = 64
 
 
+class CallStates(NamedTuple):
+    """What calls of one pass need to run again as they ran."""
+
+    moments: Mapping[DepthIdx, LiveMoment]
+    posts: Mapping[DepthIdx, Postprocessor]
+
+
 class _Latest(threading.local):
     """The latest pass of each thread."""
 
     activations: Records | None = None
     inputs: Records | None = None
     gradients: Gradients | None = None
-    # The state in which recorded calls ran, and the post-processors of the pass.
-    state: tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]] = ({}, {})
+    state = CallStates({}, {})
     is_exported = False
 
 
 class Capture:
-    """Records the layers of one selection. Each selection has its own.
+    """Runs passes of a network, and records the layers of one selection.
 
-    The network's hooks refer to a part of this object, never to the recorder, so that dropping the
-    recorder drops everything.
+    Each selection has its own. The network's hooks refer to a part of this object, never to a
+    recorder, so that dropping the recorder drops everything.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network; it has hooks from now on, until `remove` is called.
+    architecture : Architecture
+        Its layers.
+    recording : tuple of (int, int)
+        The labels of the layers to record, sorted.
+    options : RecordOptions, optional
+        The keywords of ``record``.
+
+    Examples
+    --------
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Tanh()), input_size=(1, 2))
+    >>> capture = Capture(rnet.net, rnet.architecture, ((1, 1),))
+    >>> _ = capture.run(rnet.net, (torch.tensor([[-1.0, 1.0]]),), {})
+    >>> capture.activations["0"]
+    tensor([[0., 1.]])
+    >>> capture.remove()
     """
 
     def __init__(
@@ -129,7 +156,7 @@ class Capture:
         return self._latest.gradients.records(self.architecture)
 
     @property
-    def state(self) -> tuple[Mapping[DepthIdx, LiveMoment], Mapping[DepthIdx, Postprocessor]]:
+    def state(self) -> CallStates:
         """The states and post-processors with which calls of the latest pass run again."""
         return self._latest.state
 
@@ -251,7 +278,7 @@ class Capture:
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
-            latest.state = current.moments, current.posts.functions
+            latest.state = CallStates(current.moments, current.posts.functions)
             for watcher in tuple(self.watchers):
                 if watcher.passes is not None:
                     watcher.passes.add(activations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,6 +44,14 @@ class StopForward(BaseException):
     def __init__(self, owner: Pass) -> None:
         super().__init__()
         self.owner = owner
+
+
+class _PendingInputs(NamedTuple):
+    """The inputs of a call that has not returned yet."""
+
+    args: Any
+    kept: Any
+    moment: LiveMoment | None
 
 
 class Pass:
@@ -91,7 +99,7 @@ class Pass:
         self._inputs: list[tuple[int, KeptValue | Recorded]] = []
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
-        self._pending: dict[int, list[tuple[Any, Any, LiveMoment | None]]] = {}
+        self._pending: dict[int, list[_PendingInputs]] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
@@ -148,7 +156,7 @@ class Pass:
         pending = self._pending.get(index)
         if not pending:
             return
-        own = next((i for i, (given, *_) in enumerate(pending) if given is args), len(pending) - 1)
+        own = next((i for i, one in enumerate(pending) if one.args is args), len(pending) - 1)
         _, kept, moment = pending[own]
         del pending[own:]
         if label is not None and self._sink is not None:
@@ -171,7 +179,7 @@ class Pass:
             kept, _ = keep(value, LEARN if LEARN in kinds else max(kinds), self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted else None
-        self._pending.setdefault(index, []).append((args, kept, moment))
+        self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
         """Add notes to an error of the network on what has probably caused it."""
