@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from scio_recorder.nets.absent import closest, closest_are
-from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
+from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.dtypes import DTYPES
 
 

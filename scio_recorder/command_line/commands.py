@@ -52,7 +52,7 @@ from scio_recorder.command_line.compare_command import add_compare, compare
 from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import counted
-from scio_recorder.stores.disk_format.bucket import is_url
+from scio_recorder.stores.disk_format.medium import is_url
 
 if TYPE_CHECKING:
     from scio_recorder.workers.holders import Progress

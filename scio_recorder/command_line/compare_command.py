@@ -26,7 +26,7 @@ from scio_recorder.command_line.command_arguments import (
 )
 from scio_recorder.command_line.command_output import print_line
 from scio_recorder.errors import RecorderError
-from scio_recorder.stores.disk_format.bucket import is_url
+from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:

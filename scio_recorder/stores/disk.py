@@ -29,7 +29,6 @@ from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
-from scio_recorder.stores.disk_format.bucket import is_url
 from scio_recorder.stores.disk_format.description import (
     agree,
     check_settings,
@@ -40,7 +39,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
-from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.stores.disk_format.medium import Medium, is_url
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight

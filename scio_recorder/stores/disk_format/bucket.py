@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_URL = re.compile(r"(s3|gs|az)://", re.ASCII)
 # The bytes that a store takes in one request; uploads in several are not conditional everywhere.
 _MAX_BYTES = 5_000_000_000
 # The key of an object's metadata: a name that all stores and proxies accept.
@@ -71,17 +70,6 @@ _slots = threading.BoundedSemaphore(_NUM_REQUESTS)
 
 class PassingError(Exception):
     """An answer after which another try may succeed."""
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a text names a place in a bucket, not a folder.
-
-    Examples
-    --------
-    >>> is_url("s3://bucket/run"), is_url("runs/cifar10")
-    (True, False)
-    """
-    return _URL.match(os.fspath(path)) is not None
 
 
 class Bucket(Medium):

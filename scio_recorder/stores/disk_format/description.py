@@ -17,9 +17,9 @@ import torch
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec, counted, few
-from scio_recorder.stores.disk_format.bucket import Bucket, is_url
+from scio_recorder.stores.disk_format.bucket import Bucket
 from scio_recorder.stores.disk_format.jsons import JSON, differences, dump, expect, parse
-from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, accessing, is_url, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     prepared,

@@ -109,22 +109,22 @@ def table_to_json(table: Table) -> list[JSON]:
 
 def table_from_json(value: Any) -> dict[str, TensorSpec]:
     """Return the table that `table_to_json` wrote; `ValueError` for anything else."""
-    pairs = expect(value, list)
-    table = {expect(name, str): _spec_from_json(entry) for name, entry in pairs}
-    if len(table) != len(pairs):
-        raise ValueError("a name is listed twice")
+    table: dict[str, TensorSpec] = {}
+    for name, entry in expect(value, list):
+        if type(name) is not str or name in table:
+            raise ValueError("a name is listed twice, or is no text")
+        table[name] = _spec_from_json(entry)
     return table
 
 
 def _spec_from_json(value: Any) -> TensorSpec:
-    shape, product = expect(value["shape"], list), 1
+    shape, dtype, product = value["shape"], DTYPES[value["dtype"]], 1
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise ValueError(f"{shape} is not a shape")
         product *= size or 1
-    if len(shape) >= MAX_DIMENSIONS or product > MAX_SIZE:
-        raise ValueError(f"a shape of {len(shape)} dimensions, or of a size, that no tensor has")
-    dtype = DTYPES[expect(value["dtype"], str)]
+    if type(shape) is not list or len(shape) >= MAX_DIMENSIONS or product > MAX_SIZE:
+        raise ValueError(f"{shape!s:.100} is not a shape")
     if dtype not in _FORMAT_NAMES:
         raise ValueError(f"no file holds {dtype}")
     return TensorSpec(tuple(shape), dtype)
@@ -169,8 +169,9 @@ class Layout:
             offsets = [start, self.num_bytes]
             entries[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": offsets}
         # The header behind the checksums of blocks.
-        self._rest = _BEFORE_CONTENT + dump(text) + b"}" + (b"," if entries else b"")
-        self._rest += dump(entries)[1:]
+        metadata = {"xxh3_64": "", "blocks": "", "content": text}
+        whole = dump({"__metadata__": metadata, **entries})
+        self._rest = whole[len(_BEFORE_CHECKSUM + _BEFORE_BLOCKS) :]
         num_bytes = _BLOCKS_AT + DIGITS * self.num_blocks + len(self._rest)
         padding = -num_bytes % _PAGE_BYTES
         self._rest += b" " * padding

@@ -157,8 +157,9 @@ class RunWriter:
         description = Description(run, world_size, dict(layers), dict(header), columns)
         try:
             # Values that JSON converted to its own types now equal those that will be read back.
-            description = Description.from_json(parse(dump(description.to_json())))
-            prepared({}, description.to_json())
+            said = parse(dump(description.to_json()))
+            description = Description.from_json(said)
+            prepared({}, said)
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
         return cls(os.fspath(path), rank, description, right)
