@@ -88,7 +88,7 @@ def main() -> None:
             shares = [a / b for a, b in zip(spent[arm], spent["two bare passes"], strict=True)]
             low, middle, high = statistics.quantiles(shares, n=4)
             least = min(spent[arm]) / min(spent["two bare passes"])
-            bar = "1.25" if arm == "digests" else "2.0"
+            bar = "1.25" if arm == "digests" else "2.5"
             table.add_row(
                 name, arm, f"{least:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}", bar
             )

@@ -25,6 +25,8 @@ import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,6 @@ from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import (
     FirstDifference,
     LayerDifference,
-    Number,
     Unmatched,
     Worst,
 )
@@ -110,18 +111,14 @@ class _MeasuredPart(NamedTuple):
         is_worst = self.noise is not None and figures.farthest is not None
         return figures.farthest if is_worst else figures.first
 
-    def place(self, block: SampleBlock, flat: int | None) -> tuple[int, tuple[int, ...]]:
-        """Return the sample of an element and its index there; a plain value is no sample's."""
-        own = self.pair.own
-        return block.place(own.shape, flat or 0) if isinstance(own, Tensor) else (0, ())
-
-    def values(self, flat: int | None) -> tuple[Number, Number]:
-        """Return the element of both."""
-        own, other = (
-            dense(one).reshape(-1)[flat or 0].item() if isinstance(one, Tensor) else one
-            for one in self.pair
-        )
-        return own, other
+    def element(self, block: SampleBlock, flat: int | None) -> tuple[int, Worst]:
+        """Return an element, and the place of its sample; a plain value is no sample's."""
+        own, other = self.pair
+        sample, index = 0, tuple[int, ...]()
+        if isinstance(own, Tensor):
+            sample, index = block.place(own.shape, flat or 0)
+            own, other = (dense(one).reshape(-1)[flat or 0].item() for one in self.pair)
+        return sample, Worst(block.ids[sample], index, own, other, self.part)
 
 
 @dataclass
@@ -144,6 +141,8 @@ class _LayerSums:
         if self.error is not None:
             self.differs, self.received_same = True, None
             self.figures = unknown(0, 0)
+            layer = self.pair.reference
+            self.first = FirstDifference(layer, None, None, None, None, None, self.error)
 
     def result(self) -> LayerDifference:
         """Return the findings about the layer."""
@@ -230,12 +229,8 @@ class Comparison:
 
     def _first(self) -> FirstDifference | None:
         makers = (sums.maker for sums in self._layers if sums.maker is not None)
-        found = next(makers, None)
-        differing = next((sums for sums in self._layers if sums.differs), None)
-        if found is not None or differing is None:
-            return found
-        layer, error = differing.pair.reference, differing.error
-        return differing.first or FirstDifference(layer, None, None, None, None, None, error)
+        others = (sums.first for sums in self._layers if sums.first is not None)
+        return next(chain(makers, others), None)
 
     def _add(
         self, sums: _LayerSums, block: SampleBlock, own: Side, other: Side, floor: Side | None
@@ -377,9 +372,7 @@ class Comparison:
             if is_digest:
                 figures = unknown(figures.num_elements, figures.num_different)
             elif figures.max_abs > sums.figures.max_abs and figures.farthest is not None:
-                sample, index = one.place(block, figures.farthest)
-                values = one.values(figures.farthest)
-                sums.worst = Worst(block.ids[sample], index, *values, one.part)
+                sums.worst = one.element(block, figures.farthest)[1]
             sums.figures.add(figures)
 
     def _spot(
@@ -392,14 +385,12 @@ class Comparison:
         """Return where a layer differs in a block."""
         if isinstance(parts, str):
             return FirstDifference(layer, block.ids[0], None, None, None, same, parts)
-        flat = [one.shown for one in parts]
-        places = [one.place(block, at) for one, at in zip(parts, flat, strict=True)]
-        least = min(range(len(parts)), key=lambda at: (places[at][0], parts[at].part))
-        (sample, index), one = places[least], parts[least]
+        found = (one.element(block, one.shown) for one in parts)
+        _, one = min(found, key=itemgetter(0))
         if layer.label in self._digested:
-            return FirstDifference(layer, block.ids[sample], None, None, None, same)
-        values = one.values(flat[least])
-        return FirstDifference(layer, block.ids[sample], index, *values, same, part=one.part)
+            return FirstDifference(layer, one.sample_id, None, None, None, same)
+        values = one.reference, one.candidate
+        return FirstDifference(layer, one.sample_id, one.index, *values, same, part=one.part)
 
 
 def _rounding(value: Any) -> float:

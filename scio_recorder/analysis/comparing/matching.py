@@ -109,16 +109,21 @@ def match_layers(
         Names that have no partner.
     """
     others = set(others)
-    partners = {name: _calls(other, match, name) for name in reference.names}
+    layers, other_layers = dict(reference.items()), dict(other.items())
+    partners = {
+        name: [other_layers[label] for label in _calls(other, match, name)]
+        for name in reference.names
+    }
     pairs, alone = [], []
-    for layer in map(reference.__getitem__, reference.in_order(list(labels))):
+    for label in reference.in_order(labels):
+        layer = layers[label]
         pair = _pair(layer, reference.labels_of(layer.name), partners[layer.name])
         if pair is not None and (pair.error or pair.partner.label in others):
             pairs.append(pair)
         else:
             alone.append(layer.name)
     named = {calls[0].name for calls in partners.values() if calls}
-    left = (other[at].name for at in other.in_order(others))
+    left = (other_layers[label].name for label in other.in_order(others))
     return pairs, Unmatched(_distinct(alone), _distinct(name for name in left if name not in named))
 
 
@@ -191,10 +196,10 @@ def _pair(layer: Layer, own: Sequence[DepthIdx], theirs: Sequence[Layer]) -> Pai
     return Pair(layer, partner, said)
 
 
-def _calls(other: Architecture, match: Match, name: str) -> list[Layer]:
+def _calls(other: Architecture, match: Match, name: str) -> tuple[DepthIdx, ...]:
     """Return the calls of the first partner of a name that ran."""
     found = (other.labels_of(partner) for partner in match.partners(name))
-    return [other[label] for label in next(filter(None, found), ())]
+    return next(filter(None, found), ())
 
 
 def _check(name: object, other: object) -> None:

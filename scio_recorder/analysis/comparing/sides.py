@@ -124,7 +124,7 @@ class NetworkSide:
         self._keeps_digests = False
         self._block = SampleBlock(())
         # What was kept of the current batch, if not by the capture: digests, and compiled records.
-        self._kept: dict[DepthIdx, Any] | None = None
+        self._kept: dict[DepthIdx, Any] = {}
 
     @property
     def labels(self) -> tuple[DepthIdx, ...]:
@@ -155,29 +155,27 @@ class NetworkSide:
 
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
-        self._block, self._kept = block, None
+        self._block, self._kept = block, {}
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, given) if self.shares_batches else given
         with naming_batch(block.number, self.architecture, self.net, given):
             if self._compiled is not None:
-                sink = self._sink()
-                self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), sink)
+                self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
             elif self._keeps_digests:
-                sink = self._sink()
-                self._capture.run(self.net, args, kwargs, records_outputs=False, sink=sink)
+                self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
             else:
                 self._capture.run(self.net, args, kwargs)
 
     def output(self, label: DepthIdx) -> Any:
         """Return a layer's output, or digests of it."""
-        if self._kept is not None:
+        if label in self._kept:
             return self._kept[label]
         return _chosen(self._capture.activations.peek(label), self._block.rows)
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
-        if self._kept is not None or not self._capture.program.options.inputs:
+        if self._kept or not self._capture.program.options.inputs:
             return None
         inputs: Inputs = _chosen(self._capture.inputs.peek(label), self._block.received)
         return inputs
@@ -186,26 +184,14 @@ class NetworkSide:
         """Whether `output` gives digests of a layer."""
         return self._keeps_digests
 
-    def _sink(self) -> _OutputSink:
-        self._kept = {}
-        keep = digests_of if self._keeps_digests else lambda value: value
-        return _OutputSink(self._capture.program.recording, self._kept, self._block.rows, keep)
+    @property
+    def receivers(self) -> dict[DepthIdx, Callable[[Any], None]]:
+        """As a sink: take digests at the hook, or the copies of a compiled pass."""
+        return {label: partial(self._receive, label) for label in self._capture.program.recording}
 
-
-class _OutputSink:
-    """Takes the outputs of layers: as digests at the hook, or as the copies of a compiled pass."""
-
-    def __init__(
-        self,
-        labels: Sequence[DepthIdx],
-        kept: dict[DepthIdx, Any],
-        rows: BatchRows | None,
-        keep: Callable[[Any], Any],
-    ) -> None:
-        def receive(label: DepthIdx, value: Any) -> None:
-            kept[label] = keep(_chosen(value, rows))
-
-        self.receivers = {label: partial(receive, label) for label in labels}
+    def _receive(self, label: DepthIdx, value: Any) -> None:
+        chosen = _chosen(value, self._block.rows)
+        self._kept[label] = digests_of(chosen) if self._keeps_digests else chosen
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
         """Keep nothing: inputs are not requested."""
