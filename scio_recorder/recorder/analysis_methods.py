@@ -123,7 +123,7 @@ class AnalysisMethods(Collecting):
         >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
         ('1', 2, 1)
         """
-        from scio_recorder.analysis.guarding.calls import guarded
+        from scio_recorder.analysis.guarding.guarded_calls import guarded
         from scio_recorder.analysis.guarding.guard import Guard
 
         guard = Guard(self.architecture, action, kinds)

@@ -6,7 +6,8 @@ A call makes a NaN if it returns one without a NaN among its inputs. It makes an
 returns one and all its inputs are finite. Calls are judged when they return, the innermost first,
 so the first that qualifies is the maker and not a container that passes it on. Inputs are judged
 before the call, since modules work in place. In the backward pass the same holds for gradients:
-the gradients of its outputs go in, and those of its inputs and its parameters come out.
+the gradients of its outputs go in, and those of its inputs and its parameters come out. There a
+call is a maker only if its inputs in the forward pass were finite too.
 """
 
 from __future__ import annotations
@@ -20,27 +21,84 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from scio_recorder.analysis.guarding.kept_call import CallBefore
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
 from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.stores.base import Held
+from scio_recorder.stores.calls import Calls, KeptCall, KeptCalls
+from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.tensors.copies import is_plain
+from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 Action: TypeAlias = Literal["raise", "warn", "record"]
 Direction: TypeAlias = Literal["forward", "gradient"]
 _WORDS = {"nan": "NaN", "inf": "infinite"}
 
 
-class Call(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Call:
     """One call of a module, without a reference that would keep the network alive."""
 
     name: str
-    number: int  # the number of the module's calls that returned before it in its pass
     pass_number: int
     is_outermost: bool
+    # The number of the module's calls that returned before it in its pass.
+    number: int = 0
+    # Findings about its inputs.
+    received: Sequence[Found] = ()
+
+
+class CallBefore:
+    """Copies of a module's inputs before a call, and of the state in which it will run.
+
+    Parameters
+    ----------
+    layer : Layer
+        A call of the module.
+    module : torch.nn.Module
+        The module.
+    inputs : Inputs
+        The inputs that its forward is about to receive.
+    weights : Weights
+        Takes digests of modules' parameters.
+    """
+
+    def __init__(self, layer: Layer, module: nn.Module, inputs: Inputs, weights: Weights) -> None:
+        self._calls = KeptCalls()
+        call = KeptCall(inputs, Moment.of(module, inputs), weights.digest(module))
+        self._kept = self._calls.keep(layer, call)
+        self._output: Any = None
+
+    def end(self, output: Any) -> None:
+        """Note the module's output."""
+        self._kept["output"] = digest_of(output)
+        self._output = map_tensors(lambda tensor: tensor.detach().clone(), output)
+
+    def save(self, path: str | os.PathLike[str], architecture: Architecture, layer: Layer) -> None:
+        """Write a recording of this call of a layer, with its output if that is a tensor."""
+        # A guard does not wait for the import of what reads recordings.
+        from scio_recorder.recording.recording import Recording
+
+        output, calls, ids = self._output, self._calls, SampleIds()
+        sizes = [len(tensor) for tensor in tensors(output) if tensor.ndim]
+        num_samples = sizes[0] if sizes else 1
+        is_kept = isinstance(output, Tensor) and is_plain(output) and output.ndim > 0
+        if not calls.rows:
+            calls.commit(num_samples, {str(layer.label): self._kept})
+        ids.add(to_ids(range(num_samples)))
+        held = Held(
+            {layer.label: output} if is_kept else {},
+            ids,
+            Calls(calls, architecture, [str(layer.label)]),
+        )
+        Recording(architecture, held, reductions={}, relative_errors={}, settings={}).save(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +138,7 @@ class Origin:
     inputs_finite: bool
     weights_finite: bool
     _architecture: Architecture = field(repr=False)
-    _kept: CallBefore | None = field(repr=False)
+    _before: CallBefore | None = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the inputs of the call, and the state in which it ran, as a recording.
@@ -115,7 +173,7 @@ class Origin:
         ...     recording.inputs["1"][0].args, recording.recompute(rnet, "1")["1"]
         ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
         """
-        if self._kept is None:
+        if self._before is None:
             if self.direction == "forward":
                 raise ArgumentError(
                     "the inputs of the call were not kept: write guard(keep_inputs=True)"
@@ -124,7 +182,7 @@ class Origin:
                 "it was made in a backward pass, and no part of that can run again on its own: "
                 "save the weights and the batch instead, and run the step again"
             )
-        self._kept.save(path, self._architecture, self.layer)
+        self._before.save(path, self._architecture, self.layer)
 
     @property
     def sample(self) -> int | None:
@@ -158,20 +216,14 @@ class Case(NamedTuple):
     made: Sequence[Found]
     # The leaf whose gradient was made, if it is one.
     parameter: weakref.ref[Any] | None = None
-    # The state before the call, if that is kept.
-    kept: CallBefore | None = None
+    # Its inputs and the state before it, if these are kept.
+    before: CallBefore | None = None
     # Whether the network handed on its own inputs, so that no call is judged.
     is_handed_on: bool = False
 
 
 class Cases:
-    """Cases in their order, judged at once if all is known, otherwise when they are read.
-
-    Attributes
-    ----------
-    has_origin : bool
-        Whether one of them was a maker, since the last `reset`.
-    """
+    """Cases in their order, judged at once if all is known, otherwise when they are read."""
 
     def __init__(self) -> None:
         self.reset()
@@ -179,36 +231,35 @@ class Cases:
     def reset(self) -> None:
         """Forget all cases."""
         self._waiting: list[Case] = []
-        self.has_origin = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether cases are still to be read."""
-        return bool(self._waiting)
+        # Whether one of them was a maker.
+        self._has_origin = False
 
     def add(self, guard: Guard, case: Case) -> bool:
-        """Add a case, and return whether it must be read after waiting for the device."""
+        """Add a case, and return whether it is the first that must be read later."""
         self._waiting.append(case)
-        is_known = len(self._waiting) == 1 and not any(
-            isinstance(one, Unread) for one in (*case.given, *case.made)
-        )
-        if is_known:
+        is_first = len(self._waiting) == 1
+        if is_first and not any(isinstance(one, Unread) for one in (*case.given, *case.made)):
             self.read(guard)
-        return not is_known
+        return is_first and bool(self._waiting)
 
     def read(self, guard: Guard) -> None:
         """Judge all waiting cases; each device is waited for once."""
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
-        found = iter(read([one for case in waiting for one in (*case.given, *case.made)]))
-        for case in waiting:
-            given, made = (
-                [one for one in [next(found) for _ in part] if one is not None]
-                for part in (case.given, case.made)
+        found = [(one.given, one.made, one.call.received) for one in waiting]
+        numbers = iter(read([one for parts in found for part in parts for one in part]))
+        for case, parts in zip(waiting, found, strict=True):
+            given, made, received = (
+                [one for one in itertools.islice(numbers, len(part)) if one is not None]
+                for part in parts
             )
-            if not case.is_handed_on:
-                self.has_origin |= guard.judge(case, given, made)
-            elif not self.has_origin:
-                guard.hand_on(case.direction, made)
+            if case.is_handed_on:
+                if not self._has_origin:
+                    guard.hand_on(case.direction, made)
+            # A gradient is nobody's fault if the call received something of the kind.
+            elif case.direction == "forward" or not received:
+                self._has_origin |= guard.judge(case, given, made)
 
 
 class Guard:
@@ -252,7 +303,7 @@ class Guard:
         self._scaling = LossScaling()
         self._has_warned = False
         self._numbers = itertools.count()
-        # The part that examines gradients lives as long as this guard, and graphs hold it weakly.
+        # What examines gradients lives as long as this guard, and graphs hold it weakly.
         self.gradients: object = None
         # Whether the guard is done, as it is after an exception in the block, whatever graphs are
         # left.
@@ -348,7 +399,7 @@ class Guard:
             inputs_finite=not given,
             weights_finite=not any(read([look(tensor) for tensor in held])),
             _architecture=self._architecture,
-            _kept=case.kept,
+            _before=case.before,
         )
 
     def _layer_of(self, call: Call) -> Layer:

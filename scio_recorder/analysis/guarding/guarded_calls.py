@@ -1,0 +1,240 @@
+"""Looking at the inputs and at the output of every call of a network, by two hooks on each module.
+
+NOTE [Which calls are running]
+
+Each thread has a list of the calls that it runs, from the outermost on. Torch calls no hook after a
+call that something like ``KeyboardInterrupt`` has ended. So each entry holds the frame that called
+its first hook: a call whose frame is not on the stack any more has ended, and so have those in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.guarding.guard import Call, CallBefore, Case, Cases, Guard
+from scio_recorder.analysis.guarding.guarded_gradients import CallGradients, GuardedGradients
+from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.hooks import CallHooks, around_calls
+from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
+from scio_recorder.layer import Layer
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import boolean
+from scio_recorder.tensors.digests import Weights
+from scio_recorder.tensors.finite import Found, Known
+from scio_recorder.tensors.structures import tensors
+
+_WITHOUT_TENSORS = (str, int, float)
+
+
+@contextlib.contextmanager
+def guarded(
+    architecture: Architecture, guard: Guard, *, gradients: bool, keep_inputs: bool
+) -> Iterator[Guard]:
+    """Let a guard judge every call of a network's modules inside a block.
+
+    Backward passes of passes made in the block are judged after it too, as long as somebody holds
+    the guard. Inputs are kept until a call returns, and those of the one that fails from then on.
+
+    Raises
+    ------
+    FlowError
+        No module of the network was called.
+    UnsupportedNetError
+        The network is compiled, in part or as a whole.
+    """
+    boolean("gradients", gradients, ArgumentError)
+    boolean("keep_inputs", keep_inputs, ArgumentError)
+    # The rows of a module differ in nothing that matters here.
+    rows = {
+        row.module: row
+        for row in architecture.values()
+        if row.module is not None and takes_hooks(row.module)
+    }
+    if private.dynamo_is_loaded() and any(map(private.is_compiled, rows)):
+        raise UnsupportedNetError(
+            "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
+            "guard the uncompiled network"
+        )
+    guard.gradients = watched = GuardedGradients(guard) if gradients else None
+    passes = _GuardedPasses(architecture, guard, watched, Weights() if keep_inputs else None)
+    try:
+        with around_calls({module: _ModuleHooks(row, passes) for module, row in rows.items()}):
+            yield guard
+            passes.thread.cases.read(guard)
+    except BaseException:
+        guard.is_settled = True
+        raise
+    finally:
+        passes.thread.calls.clear()
+    if passes.unseen:
+        raise UnsupportedNetError(
+            f"the module {next(iter(passes.unseen))!r} ran as compiled code inside the block, "
+            "which can't be guarded: leave the network uncompiled there"
+        )
+    if not guard.num_passes:
+        raise FlowError(
+            "nothing was guarded: the network was not called inside the block, or a copy of it "
+            "was called, or it was compiled before"
+        )
+
+
+class _Running(NamedTuple):
+    """A call that has not returned yet."""
+
+    call: Call
+    # The frame that called its first hook.
+    frame: FrameType | None
+    gradients: CallGradients | None
+    # Its inputs and the state before it, if these are kept.
+    before: CallBefore | None
+
+
+class _Thread(threading.local):
+    """The pass that a thread runs."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Running] = []
+        self.known = Known()
+        # How many calls of each module have returned.
+        self.counts: dict[str, int] = {}
+        self.pass_number = 0
+        self.cases = Cases()
+
+    def look(self, values: Iterable[Any]) -> list[Found]:
+        """Return findings about those tensors of some values that are not finite, or may not be."""
+        found: list[Found] = []
+        for value in values:
+            # Taking structures apart takes longer than examining most tensors.
+            if not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+                for tensor in (value,) if isinstance(value, Tensor) else tensors(value):
+                    one = self.known.look(tensor)
+                    if one is not None:
+                        found.append(one)
+        return found
+
+    def call_around(self, frame: FrameType | None) -> _Running | None:
+        """Return the innermost call that a frame is part of, and forget those that have ended."""
+        while self.calls:
+            inner = frame
+            while inner is not None and inner is not self.calls[-1].frame:
+                inner = inner.f_back
+            if inner is not None:
+                return self.calls[-1]
+            self.calls.pop()
+        return None
+
+
+class _GuardedPasses:
+    """The passes of one block: what the hooks of all modules share."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        guard: Guard,
+        gradients: GuardedGradients | None,
+        weights: Weights | None,
+    ) -> None:
+        self.guard = guard
+        self.gradients = gradients
+        # Takes digests of parameters, if inputs are kept.
+        self.weights = weights
+        self.thread = _Thread()
+        # Names of modules that ran as compiled code.
+        self.unseen: dict[str, bool] = {}
+        self._modules = {row.module for row in architecture.values()}
+        # Found once: there are many passes, and most networks have none.
+        self._fusable = fusable(architecture)
+        self._has_warned = False
+
+    def begin_pass(self) -> None:
+        """Begin a pass: a call that is part of no other."""
+        refuse_transforms("guarded")
+        thread = self.thread
+        # The pass before may have failed, with findings that wait for a device.
+        thread.cases.read(self.guard)
+        thread.cases.reset()
+        thread.known.forget()
+        if self._fusable and not self._has_warned:
+            self._has_warned = warn_of_other_kernels(self._fusable, self._modules, "guarded")
+        # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
+        if private.backward_pass() == -1:
+            thread.counts.clear()
+            thread.pass_number = self.guard.begin_pass()
+
+    def judge(self, running: _Running, output: Any) -> None:
+        """Judge a call that has returned, by what it has returned."""
+        call, cases = running.call, self.thread.cases
+        made = self.thread.look((output,))
+        if made:
+            if running.before is not None:
+                running.before.end(output)
+            case = Case(call, "forward", call.received, made, before=running.before)
+            cases.add(self.guard, case)
+            if call.is_outermost:
+                cases.add(self.guard, Case(call, "forward", (), made, is_handed_on=True))
+        if call.is_outermost or running.before is not None:
+            cases.read(self.guard)
+
+
+class _ModuleHooks(CallHooks):
+    """The two hooks of a module."""
+
+    def __init__(self, layer: Layer, passes: _GuardedPasses) -> None:
+        self._layer = layer
+        self._passes = passes
+        self._thread = passes.thread
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Look at the inputs of a call that begins, since the module may work in place."""
+        passes, thread, name = self._passes, self._thread, self._layer.name
+        if torch.compiler.is_dynamo_compiling():
+            passes.unseen[name] = True
+            return
+        if kwargs is None:
+            return
+        # A frame that a variable of its own held would live until garbage is collected.
+        frame = inspect.currentframe().f_back  # type: ignore[union-attr]  # it runs
+        around = thread.call_around(frame)
+        if around is None:
+            passes.begin_pass()
+        call = Call(name, thread.pass_number, is_outermost=around is None)
+        gradients = before = None
+        if not passes.guard.is_settled:
+            call.received = thread.look((*args, *kwargs.values()))
+            if passes.gradients is not None and torch.is_grad_enabled():
+                outer = None if around is None else around.gradients
+                gradients = CallGradients(call, outer, (args, kwargs))
+            if passes.weights is not None:
+                before = CallBefore(self._layer, module, Inputs(args, kwargs), passes.weights)
+        thread.calls.append(_Running(call, frame, gradients, before))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at the output of a call that has returned."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        passes, thread = self._passes, self._thread
+        frame = inspect.currentframe().f_back  # type: ignore[union-attr]  # it runs
+        running = thread.call_around(frame)
+        # The call may have failed, or a hook ahead of ours, so that it never began.
+        if running is None or running.frame is not frame:
+            return
+        thread.calls.pop()
+        name = running.call.name
+        running.call.number = thread.counts.get(name, 0)
+        thread.counts[name] = running.call.number + 1
+        if passes.guard.is_settled:
+            return
+        passes.judge(running, output)
+        if passes.gradients is not None and running.gradients is not None:
+            passes.gradients.attach(running.gradients, output)

@@ -1,0 +1,244 @@
+"""Looking at the gradients that enter and leave every call of a network.
+
+NOTE [Gradients of a call]
+
+A hook on a tensor sees the sum of the gradients that all its users send, and would blame one of
+them for another. So the hooks are on the nodes of the graph. The nodes of a call are those that its
+outputs lead to, and that autograd has numbered since the call began. Each thread has numbers of its
+own, so nodes of inputs that were made on another thread are noted. Gradients enter a call at the
+nodes that made its outputs. They leave it where one of its nodes leads to an older one, which made
+an input, or to a leaf, usually a parameter. The gradient that leaves a node was made by this node
+alone.
+
+Each node is visited once, for the innermost call that it belongs to: a walk that leaves this call
+continues when the call around it returns. If a gradient that leaves is not finite, the innermost
+call is judged first, and then those around it that it leaves too. Nodes own the hooks, which go
+with the graph. They hold the guard weakly, and no module.
+
+A write into an output that is a view takes the node that made this output out of the graph, but not
+the one that made the base of the view. There the gradient is looked at instead. A call into which
+no gradient was seen to enter is not judged.
+
+If gradients are differentiated (``create_graph=True``), a second backward pass also enters a call
+by what it made in the first one. The nodes that made this are noted during the first pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
+from scio_recorder.tensors import private
+from scio_recorder.tensors.finite import Found, Known
+from scio_recorder.tensors.structures import tensors
+
+# Leaves are numbered as if they came after everything else.
+_LEAF = 1 << 63
+
+
+class _BackwardPass(threading.local):
+    """The backward pass that runs on a thread."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.known = Known()
+        self.cases = Cases()
+
+
+class CallGradients:
+    """The gradients of one call.
+
+    Parameters
+    ----------
+    call : Call
+        The call.
+    around : CallGradients or None
+        Those of the call that contains it.
+    inputs : Any
+        Its inputs.
+    """
+
+    __slots__ = ("_found", "_other_threads", "_start", "_task", "around", "call", "nodes")
+
+    def __init__(self, call: Call, around: CallGradients | None, inputs: Any) -> None:
+        self.call = call
+        self.around = around
+        # The number of operations that autograd had noted when the call began.
+        self._start = private.num_operations()
+        # The nodes that made inputs on another thread, if these have later numbers there.
+        self._other_threads: set[Any] = (
+            around._other_threads if around else _later(inputs, self._start)
+        )
+        # Its nodes to which the calls inside it lead.
+        self.nodes: list[Any] = []
+        # The last backward pass that entered the call, and its findings about what entered.
+        self._task = -1
+        self._found: list[Found] = []
+
+    def innermost_with(self, node: Any) -> CallGradients | None:
+        """Return the call, from this one outwards, of which a node is an operation; None for none.
+
+        Parameters
+        ----------
+        node : Node
+            One to which outputs of this call lead.
+        """
+        place = private.place_of(node)
+        if place >= _LEAF or node in self._other_threads:
+            return None
+        call: CallGradients | None = self
+        while call is not None and place < call._start:
+            call = call.around
+        return call
+
+    def enter(self, task: int, found: Found) -> None:
+        """Note what was found about a gradient that a backward pass brings."""
+        if task != self._task:
+            self._task, self._found = task, []
+        self._found = [*self._found, found]
+
+    def entered(self, task: int) -> list[Found]:
+        """Return findings about all gradients that the backward pass has brought; none if none."""
+        return self._found if task == self._task else []
+
+
+class _Exit(NamedTuple):
+    """An edge of a node that leads out of a call."""
+
+    # The number of the edge, and the node to which it leads.
+    edge: int
+    target: Any
+    # The call around to which this node belongs.
+    owner: CallGradients | None
+
+
+class GuardedGradients:
+    """The gradients of all calls of one guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        # The guard holds this.
+        self._guard = weakref.ref(guard)
+        self._own = weakref.ref(self)
+        # Marks the nodes that were visited. It must not lead to the guard.
+        self._mark = object()
+        self._backward = _BackwardPass()
+
+    def attach(self, call: CallGradients, output: Any) -> None:
+        """Attach hooks for the gradients of a call that has returned."""
+        nodes, call.nodes = call.nodes, []
+        for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
+            base = None if tensor.grad_fn is None else private.base_of(tensor)
+            for end in (tensor,) if base is None else (tensor, base):
+                if end.grad_fn is not None and call.innermost_with(end.grad_fn) is call:
+                    self._attach_before(end, call, is_base=end is base)
+                    nodes.append(end.grad_fn)
+        # The list grows meanwhile.
+        for node in nodes:
+            if self._mark not in node.metadata:
+                node.metadata[self._mark] = True
+                self._attach_behind(node, call, nodes)
+
+    def _attach_before(self, end: Tensor, call: CallGradients, *, is_base: bool = False) -> None:
+        """Look at what enters a call at the node that made a tensor."""
+        node: Any = end.grad_fn
+        node.register_prehook(partial(_enter, self._own, call, end.output_nr, is_base))
+
+    def _attach_behind(self, node: Any, call: CallGradients, nodes: list[Any]) -> None:
+        """Look at what leaves a call behind one of its nodes, and add those of its own ahead."""
+        exits: list[_Exit] = []
+        for index, (target, _) in enumerate(node.next_functions):
+            if target is not None:
+                owner = call.innermost_with(target)
+                if owner is call:
+                    nodes.append(target)
+                else:
+                    exits.append(_Exit(index, target, owner))
+                    if owner is not None:
+                        owner.nodes.append(target)
+        if exits:
+            node.register_hook(partial(_leave, self._own, call, exits))
+
+    def begin(self) -> _BackwardPass | None:
+        """Return what is known in the current backward pass; None if nobody asks."""
+        guard = self._guard()
+        if guard is None or guard.is_settled:
+            return None
+        backward, task = self._backward, private.backward_pass()
+        if backward.task != task:
+            backward.task = task
+            backward.known.forget()
+            backward.cases.reset()
+        return backward
+
+    def judge(
+        self, backward: _BackwardPass, gradient: Tensor, call: CallGradients, at: _Exit
+    ) -> None:
+        """Judge the calls, from one outwards, that a gradient leaves."""
+        found = backward.known.look(gradient)
+        if found is None and gradient.grad_fn is None:
+            return
+        is_leaf = private.place_of(at.target) >= _LEAF
+        leaf = weakref.ref(at.target.variable) if is_leaf else None
+        left: CallGradients | None = call
+        while left is not None and left is not at.owner:
+            given = left.entered(backward.task)
+            if found is not None and given:
+                self.add(backward, Case(left.call, "gradient", given, [found], leaf))
+            if gradient.grad_fn is not None:
+                # A second backward pass may enter here.
+                self._attach_before(gradient, left)
+            left = left.around
+
+    def add(self, backward: _BackwardPass, case: Case) -> None:
+        """Add a case, which is judged at the end of the backward pass if a device is behind."""
+        guard, cases = self._guard(), backward.cases
+        if guard is not None and cases.add(guard, case):
+            private.call_at_end_of_backward(partial(cases.read, guard))
+
+
+def _enter(
+    own: weakref.ref[GuardedGradients],
+    call: CallGradients,
+    number: int,
+    is_base: bool,
+    given: Sequence[Tensor | None],
+) -> None:
+    """Look at a gradient that enters a call at a node; behind a view only if none came there."""
+    gradients, gradient = own(), given[number]
+    backward = None if gradients is None else gradients.begin()
+    if gradients is None or backward is None or gradient is None:
+        return
+    if is_base and call.entered(backward.task):
+        return
+    found = backward.known.look(gradient)
+    call.enter(backward.task, found)
+    if found is not None and call.around is None:
+        gradients.add(backward, Case(call.call, "gradient", (), [found], is_handed_on=True))
+
+
+def _leave(
+    own: weakref.ref[GuardedGradients],
+    call: CallGradients,
+    exits: list[_Exit],
+    made: Sequence[Tensor | None],
+    given: Sequence[Tensor | None],
+) -> None:
+    """Look at the gradients that leave a call from a node."""
+    gradients = own()
+    backward = None if gradients is None else gradients.begin()
+    if gradients is not None and backward is not None:
+        for at in exits:
+            gradient = made[at.edge]
+            if gradient is not None:
+                gradients.judge(backward, gradient, call, at)
+
+
+def _later(inputs: Any, start: int) -> set[Any]:
+    nodes = [tensor.grad_fn for tensor in tensors(inputs)]
+    return {node for node in nodes if node is not None and private.place_of(node) >= start}
