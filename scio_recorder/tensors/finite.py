@@ -195,16 +195,6 @@ class Known:
         self._found[id(tensor)] = weakref.ref(tensor), version, found
         return found
 
-    def note_finite(self, tensor: Tensor) -> None:
-        """Note that a tensor is finite in its present version.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            With a version.
-        """
-        self._found[id(tensor)] = weakref.ref(tensor), tensor._version, None
-
     def forget(self) -> None:
         """Forget all tensors."""
         self._found.clear()

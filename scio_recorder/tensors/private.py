@@ -221,22 +221,6 @@ def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return (module._backward_hooks, module._backward_pre_hooks, *hooks_on_all_modules())
 
 
-@needs("Module._forward_hooks_always_called", "guarding")
-def put_hooks_around(
-    module: nn.Module, number: int, before: Callable[..., Any], after: Callable[..., Any]
-) -> None:
-    """Register a pre-hook that takes keyword arguments, and a hook that is called after errors too.
-
-    Both get the number of one handle, which no other hook has. That takes a quarter of the time of
-    registering them, which matters if all modules of a network get hooks for a single pass.
-    """
-    # The options first: another thread may call the module in between.
-    module._forward_pre_hooks_with_kwargs[number] = True
-    module._forward_pre_hooks[number] = before
-    module._forward_hooks_always_called[number] = True
-    module._forward_hooks[number] = after
-
-
 @needs("Module._forward_pre_hooks_with_kwargs", "recording")
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
@@ -307,12 +291,6 @@ def called_module() -> nn.Module | None:
         module: nn.Module = frame.f_locals["self"]
         return module
     return None
-
-
-@needs("Module._wrapped_call_impl", "guarding")
-def has_usual_call(module: nn.Module) -> bool:
-    """Whether a call of a module does what torch does, and nobody has replaced that."""
-    return type(module).__call__ is nn.Module._wrapped_call_impl
 
 
 @needs("Module._call_impl", "watching")

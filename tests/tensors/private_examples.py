@@ -6,7 +6,6 @@ Those of `private_checks` run in the package as well.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -149,18 +148,6 @@ def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]
             handle.remove()
 
 
-def calls_both(put: Callable[..., None]) -> bool:
-    class Fails(nn.Module):
-        def forward(self, number: int) -> None:
-            raise KeyError
-
-    module, calls = Fails(), []
-    put(module, -1, lambda *call: calls.append(call), lambda *call: calls.append(call))
-    with contextlib.suppress(KeyError):
-        module(number=1)
-    return calls == [(module, (), {"number": 1}), (module, (), None)]
-
-
 def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
     module, calls = nn.Identity(), []
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
@@ -197,15 +184,6 @@ def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
 
     module._compiled_call_impl = call
     return module() is module and call() is None
-
-
-def distinguishes_usual_call(has_usual_call: Callable[[nn.Module], bool]) -> bool:
-    class Own(nn.Identity):
-        def __call__(self, *args: Any) -> Any:
-            return args
-
-    usual = has_usual_call(nn.Identity()) == (nn.Module.__call__ is nn.Module._wrapped_call_impl)
-    return usual and not has_usual_call(Own())
 
 
 def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
@@ -286,15 +264,17 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
     "hooks_besides": finds_others,
+<<<<<<< HEAD
     "hooks_on_all_modules": finds_hooks_on_all,
     "restoring_version": puts_back_version,
     "put_hooks_around": calls_both,
+=======
+>>>>>>> f8b758e (Test guards against identities around each call, in random nets and in the zoo)
     "remove_hook": removes_both,
     "is_saved": distinguishes_saved_buffer,
     "compiled_call": finds_compiled_call,
     "set_compiled_call": is_called_instead,
     "called_module": is_seen_by_its_call,
-    "has_usual_call": distinguishes_usual_call,
     "plain_call": runs_hooks_too,
     "generation_in": finds_generation,
     "make_wrapper": has_shape_only,

@@ -29,9 +29,9 @@ from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.stores.base import Held
-from scio_recorder.stores.calls import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
+from scio_recorder.stores.store import Held
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read

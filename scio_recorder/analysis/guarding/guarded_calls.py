@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -22,9 +23,8 @@ from torch import Tensor, nn
 from scio_recorder.analysis.guarding.guard import Call, CallBefore, Case, Cases, Guard
 from scio_recorder.analysis.guarding.guarded_gradients import CallGradients, GuardedGradients
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
-from scio_recorder.capture.hooks import CallHooks, around_calls
+from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
-from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
@@ -61,25 +61,32 @@ def guarded(
         for row in architecture.values()
         if row.module is not None and takes_hooks(row.module)
     }
-    if private.dynamo_is_loaded() and any(map(private.is_compiled, rows)):
+    if private.DYNAMO in sys.modules and any(map(private.is_compiled, rows)):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
             "guard the uncompiled network"
         )
     guard.gradients = watched = GuardedGradients(guard) if gradients else None
     passes = _GuardedPasses(architecture, guard, watched, Weights() if keep_inputs else None)
+    hooks = CallHooks()
     try:
-        with around_calls({module: _ModuleHooks(row, passes) for module, row in rows.items()}):
-            yield guard
-            passes.thread.cases.read(guard)
+        hooks.add(
+            *(
+                CallHook(module, row.name, passes.begin_call, passes.end_call, always=True)
+                for module, row in rows.items()
+            )
+        )
+        yield guard
+        passes.thread.cases.read(guard)
     except BaseException:
         guard.is_settled = True
         raise
     finally:
+        hooks.remove()
         passes.thread.calls.clear()
-    if passes.unseen:
+    if hooks.compiled:
         raise UnsupportedNetError(
-            f"the module {next(iter(passes.unseen))!r} ran as compiled code inside the block, "
+            f"the module {next(iter(hooks.compiled))!r} ran as compiled code inside the block, "
             "which can't be guarded: leave the network uncompiled there"
         )
     if not guard.num_passes:
@@ -145,24 +152,23 @@ class _GuardedPasses:
         gradients: GuardedGradients | None,
         weights: Weights | None,
     ) -> None:
-        self.guard = guard
-        self.gradients = gradients
+        self._guard = guard
+        self._gradients = gradients
         # Takes digests of parameters, if inputs are kept.
-        self.weights = weights
+        self._weights = weights
         self.thread = _Thread()
-        # Names of modules that ran as compiled code.
-        self.unseen: dict[str, bool] = {}
+        self._layers = {row.name: row for row in architecture.values()}
         self._modules = {row.module for row in architecture.values()}
         # Found once: there are many passes, and most networks have none.
         self._fusable = fusable(architecture)
         self._has_warned = False
 
-    def begin_pass(self) -> None:
+    def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
         refuse_transforms("guarded")
         thread = self.thread
         # The pass before may have failed, with findings that wait for a device.
-        thread.cases.read(self.guard)
+        thread.cases.read(self._guard)
         thread.cases.reset()
         thread.known.forget()
         if self._fusable and not self._has_warned:
@@ -170,9 +176,45 @@ class _GuardedPasses:
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
         if private.backward_pass() == -1:
             thread.counts.clear()
-            thread.pass_number = self.guard.begin_pass()
+            thread.pass_number = self._guard.begin_pass()
 
-    def judge(self, running: _Running, output: Any) -> None:
+    def begin_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at the inputs of a call that begins, since the module may work in place."""
+        thread = self.thread
+        # A frame that a variable of its own held would live until garbage is collected.
+        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        around = thread.call_around(frame)
+        if around is None:
+            self._begin_pass()
+        call = Call(name, thread.pass_number, is_outermost=around is None)
+        gradients = before = None
+        if not self._guard.is_settled:
+            call.received = thread.look((*args, *kwargs.values()))
+            if self._gradients is not None and torch.is_grad_enabled():
+                outer = None if around is None else around.gradients
+                gradients = CallGradients(call, outer, (args, kwargs))
+            if self._weights is not None:
+                inputs = Inputs(args, kwargs)
+                before = CallBefore(self._layers[name], module, inputs, self._weights)
+        thread.calls.append(_Running(call, frame, gradients, before))
+
+    def end_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at the output of a call that has returned."""
+        thread = self.thread
+        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        running = thread.call_around(frame)
+        # The call may have failed, or a hook ahead of ours, so that it never began.
+        if running is None or running.frame is not frame:
+            return
+        thread.calls.pop()
+        running.call.number = thread.counts.get(name, 0)
+        thread.counts[name] = running.call.number + 1
+        if not self._guard.is_settled:
+            self._judge(running, output)
+            if self._gradients is not None and running.gradients is not None:
+                self._gradients.attach(running.gradients, output)
+
+    def _judge(self, running: _Running, output: Any) -> None:
         """Judge a call that has returned, by what it has returned."""
         call, cases = running.call, self.thread.cases
         made = self.thread.look((output,))
@@ -180,61 +222,8 @@ class _GuardedPasses:
             if running.before is not None:
                 running.before.end(output)
             case = Case(call, "forward", call.received, made, before=running.before)
-            cases.add(self.guard, case)
+            cases.add(self._guard, case)
             if call.is_outermost:
-                cases.add(self.guard, Case(call, "forward", (), made, is_handed_on=True))
+                cases.add(self._guard, Case(call, "forward", (), made, is_handed_on=True))
         if call.is_outermost or running.before is not None:
-            cases.read(self.guard)
-
-
-class _ModuleHooks(CallHooks):
-    """The two hooks of a module."""
-
-    def __init__(self, layer: Layer, passes: _GuardedPasses) -> None:
-        self._layer = layer
-        self._passes = passes
-        self._thread = passes.thread
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        """Look at the inputs of a call that begins, since the module may work in place."""
-        passes, thread, name = self._passes, self._thread, self._layer.name
-        if torch.compiler.is_dynamo_compiling():
-            passes.unseen[name] = True
-            return
-        if kwargs is None:
-            return
-        # A frame that a variable of its own held would live until garbage is collected.
-        frame = inspect.currentframe().f_back  # type: ignore[union-attr]  # it runs
-        around = thread.call_around(frame)
-        if around is None:
-            passes.begin_pass()
-        call = Call(name, thread.pass_number, is_outermost=around is None)
-        gradients = before = None
-        if not passes.guard.is_settled:
-            call.received = thread.look((*args, *kwargs.values()))
-            if passes.gradients is not None and torch.is_grad_enabled():
-                outer = None if around is None else around.gradients
-                gradients = CallGradients(call, outer, (args, kwargs))
-            if passes.weights is not None:
-                before = CallBefore(self._layer, module, Inputs(args, kwargs), passes.weights)
-        thread.calls.append(_Running(call, frame, gradients, before))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at the output of a call that has returned."""
-        if torch.compiler.is_dynamo_compiling():
-            return
-        passes, thread = self._passes, self._thread
-        frame = inspect.currentframe().f_back  # type: ignore[union-attr]  # it runs
-        running = thread.call_around(frame)
-        # The call may have failed, or a hook ahead of ours, so that it never began.
-        if running is None or running.frame is not frame:
-            return
-        thread.calls.pop()
-        name = running.call.name
-        running.call.number = thread.counts.get(name, 0)
-        thread.counts[name] = running.call.number + 1
-        if passes.guard.is_settled:
-            return
-        passes.judge(running, output)
-        if passes.gradients is not None and running.gradients is not None:
-            passes.gradients.attach(running.gradients, output)
+            cases.read(self._guard)

@@ -64,11 +64,15 @@ class CallGradients:
         Its inputs.
     """
 
-    __slots__ = ("_found", "_other_threads", "_start", "_task", "around", "call", "nodes")
+    __slots__ = (
+        *("_found", "_other_threads", "_start", "_task"),
+        *("around", "call", "has_returned", "nodes"),
+    )
 
     def __init__(self, call: Call, around: CallGradients | None, inputs: Any) -> None:
         self.call = call
         self.around = around
+        self.has_returned = False
         # The number of operations that autograd had noted when the call began.
         self._start = private.num_operations()
         # The nodes that made inputs on another thread, if these have later numbers there.
@@ -131,6 +135,7 @@ class GuardedGradients:
 
     def attach(self, call: CallGradients, output: Any) -> None:
         """Attach hooks for the gradients of a call that has returned."""
+        call.has_returned = True
         nodes, call.nodes = call.nodes, []
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
             base = None if tensor.grad_fn is None else private.base_of(tensor)
@@ -186,7 +191,8 @@ class GuardedGradients:
         is_leaf = private.place_of(at.target) >= _LEAF
         leaf = weakref.ref(at.target.variable) if is_leaf else None
         left: CallGradients | None = call
-        while left is not None and left is not at.owner:
+        # A call that has not returned yet differentiates what is inside it.
+        while left is not None and left is not at.owner and left.has_returned:
             given = left.entered(backward.task)
             if found is not None and given:
                 self.add(backward, Case(left.call, "gradient", given, [found], leaf))

@@ -53,7 +53,9 @@ def gradient_makers(net: nn.Module) -> Iterator[list[Made]]:
     def leave(around: list[_Seen], gradient: Tensor) -> None:
         kinds = _kinds(gradient)
         for seen in reversed(around):
-            is_maker = bool(kinds - seen.kinds if not seen.kinds else (kinds & {"nan"}) - seen.kinds)
+            is_maker = bool(
+                kinds - seen.kinds if not seen.kinds else (kinds & {"nan"}) - seen.kinds
+            )
             if is_maker and seen.is_given_finite and seen.was_entered:
                 nan, inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
                 makers.append(Made(seen.name, nan, inf))

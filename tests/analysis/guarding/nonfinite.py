@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.tensors import finite
+
 NAN, INF = torch.nan, torch.inf
 
 
@@ -161,3 +163,10 @@ def forward_faults() -> dict[str, tuple[nn.Module, str | None]]:
             "1",
         ),
     }
+
+
+def read_later(tensor: Tensor) -> finite.Found:
+    """Find as on a device, for which nothing may wait before the pass ends."""
+    if not tensor.is_floating_point():
+        return None
+    return finite.Unread(finite._counts(tensor.detach()), tuple(tensor.shape))
