@@ -264,12 +264,8 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
     "hooks_besides": finds_others,
-<<<<<<< HEAD
     "hooks_on_all_modules": finds_hooks_on_all,
     "restoring_version": puts_back_version,
-    "put_hooks_around": calls_both,
-=======
->>>>>>> f8b758e (Test guards against identities around each call, in random nets and in the zoo)
     "remove_hook": removes_both,
     "is_saved": distinguishes_saved_buffer,
     "compiled_call": finds_compiled_call,
