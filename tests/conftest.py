@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -28,6 +29,15 @@ def _known_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # the global generator is the one that nets draw from
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_collect() -> Iterator[None]:
+    """Leave what was there before out of collections, which many tests ask for, and wait for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
