@@ -93,6 +93,7 @@ def test_a_url_is_a_store(store, place, rnet, tmp_path):
     assert_same(open_recording(f"s3://{place}-saved"), expected(rnet, DATA))
 
 
+@pytest.mark.campaign
 def test_inside_a_block(place, rnet):
     with rnet.collecting(store=f"s3://{place}", progress=False) as collection, torch.no_grad():
         for batch in DATA:
@@ -100,6 +101,7 @@ def test_inside_a_block(place, rnet):
     assert_same(collection.recording, expected(rnet, DATA))
 
 
+@pytest.mark.campaign
 def test_at_every_request_something_goes_wrong(traffic, place, rnet):
     def all_of_it(name: str) -> None:
         interrupted = iter([*DATA[:2], RuntimeError()])
@@ -125,6 +127,7 @@ def test_at_every_request_something_goes_wrong(traffic, place, rnet):
         assert traffic.number >= number_of_requests
 
 
+@pytest.mark.campaign
 def test_when_the_store_has_gone_what_is_durable_stays(traffic, place, rnet):
     collect(rnet, f"{place}/clean")
     number_of_requests = traffic.number
@@ -137,6 +140,7 @@ def test_when_the_store_has_gone_what_is_durable_stays(traffic, place, rnet):
         check(rnet, collect(rnet, f"{place}/{at}", resume=True))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_without_permission_nothing_runs(traffic, place, rnet, in_parts):
     traffic.fate = lambda number, method, path: "denied" if method == "PUT" else ""
@@ -156,6 +160,7 @@ def test_without_permission_nothing_runs(traffic, place, rnet, in_parts):
         open_recording(f"s3://{place}")
 
 
+@pytest.mark.campaign
 def test_no_such_bucket(store, rnet):
     for use in (open_recording, lambda url: rnet.collect(DATA, store=url, progress=False)):
         with pytest.raises(RecordingError, match=r"no such bucket|holds no recording"):
@@ -164,6 +169,7 @@ def test_no_such_bucket(store, rnet):
         rnet.collect(DATA, store="ftp://bucket/run")
 
 
+@pytest.mark.campaign
 def test_of_two_who_go_on_with_one_recording_one_commits(place, rnet):
     def stops() -> Iterator[torch.Tensor]:
         yield DATA[0]
@@ -182,6 +188,7 @@ def test_of_two_who_go_on_with_one_recording_one_commits(place, rnet):
     check(rnet, open_recording(f"s3://{place}", verify=True))
 
 
+@pytest.mark.campaign
 def test_parts(traffic, place, rnet):
     dice = random.Random(0)
     traffic.fate = lambda number, method, path: dice.choice(FAULTS) if dice.random() < 0.1 else ""
@@ -198,6 +205,7 @@ def test_parts(traffic, place, rnet):
     assert {path for path in Counter(one.path for one in traffic.requests) if "lease" in path}
 
 
+@pytest.mark.campaign
 def test_rows_in_any_order_are_asked_for_at_once(traffic, place, rnet):
     recording = rnet.collect(DATA, store=Disk(f"s3://{place}", chunk_bytes=1), progress=False)
     waiting = threading.Barrier(len(DATA), timeout=300)
@@ -212,6 +220,7 @@ def test_rows_in_any_order_are_asked_for_at_once(traffic, place, rnet):
     assert torch.equal(recording["0"][order], wanted[order])
 
 
+@pytest.mark.campaign
 def test_workers_killed_at_random_moments():
     command = [sys.executable, "-m", "tests.workers.parts_campaign", "s3", "500" if FULL else "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -234,6 +243,7 @@ def test_loading_in_processes(place, rnet, workers):
     assert torch.equal(rows.sort(0).values, wanted.sort(0).values)
 
 
+@pytest.mark.campaign
 def test_commands(place, rnet, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = "from tests.recording.nets import plain_net, batches\ndata = batches(3, 2)\n"

@@ -50,9 +50,10 @@ def unsynced(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("at_random_instants", 500 if FULL else 50),
-        ("at_every_call", 1),
-        ("at_every_call_of_a_resume", 1 if FULL else 5),
+        ("at_random_instants", 3),
+        pytest.param("at_random_instants", 500 if FULL else 50, marks=pytest.mark.campaign),
+        pytest.param("at_every_call", 1, marks=pytest.mark.campaign),
+        pytest.param("at_every_call_of_a_resume", 1 if FULL else 5, marks=pytest.mark.campaign),
     ],
 )
 def test_killed(kind, count, tmp_path):
@@ -61,6 +62,7 @@ def test_killed(kind, count, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign
 def test_power_is_cut(tmp_path):
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
         pytest.skip("only root can mount a file system, and Linux has to be able to make one")
@@ -79,6 +81,7 @@ def test_power_is_cut(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("code", "from_then_on"), [(errno.EIO, False), (errno.ENOSPC, True)], ids=["EIO", "ENOSPC"]
 )
@@ -122,6 +125,7 @@ def is_noticed(job: Job, path: Path) -> bool:
     return problem is not None
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["recording.safetensors", "manifest-00000.safetensors"])
 def test_a_flip_or_an_end_in_what_describes_the_data(collected, name):
     job, path = collected

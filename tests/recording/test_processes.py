@@ -58,6 +58,7 @@ def child(path: Path, rank: int, barrier: Any) -> None:
     assert_same(recording, expected(seeded("*"), [batch for batch, _ in data_of(rank)]))
 
 
+@pytest.mark.campaign
 def test_processes_at_the_same_time(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(WORLD_SIZE)
@@ -251,6 +252,7 @@ def test_inputs_of_all(tmp_path):
     assert torch.equal(again, truth)
 
 
+@pytest.mark.campaign
 def test_all_begin_at_once(tmp_path):
     # Many times more often than processes could.
     nets = [seeded("*") for _ in range(WORLD_SIZE)]

@@ -68,6 +68,7 @@ for attempt in (
 """
 
 
+@pytest.mark.campaign
 def test_without_what_windows_lacks_all_but_folders_works(tmp_path):
     command = [sys.executable, "-c", WITHOUT + USE]
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

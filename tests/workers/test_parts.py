@@ -194,6 +194,7 @@ def in_processes(path: Path, dying: list[str | None]) -> list[int | None]:
     return [worker.exitcode for worker in workers]
 
 
+@pytest.mark.campaign
 def test_processes_at_the_same_time(tmp_path):
     path = tmp_path / "run"
     assert in_processes(path, [None, None]) == [0, 0]
@@ -223,6 +224,7 @@ class Broken(Exception):  # noqa: N818 - it is thrown by no fault of anybody
     pass
 
 
+@pytest.mark.campaign
 def test_killed_at_random_moments(tmp_path):
     count = 250 if FULL else 3
     command = [sys.executable, "-m", "tests.workers.parts_campaign", str(tmp_path), str(count)]

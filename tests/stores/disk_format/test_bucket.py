@@ -56,6 +56,7 @@ def read(medium: Bucket, name: str) -> bytes:
         return file.read(0, 1000)
 
 
+@pytest.mark.campaign
 def test_of_many_who_put_one_name_one_succeeds(store, place):
     def try_to(number: int) -> bool:
         try:
@@ -70,6 +71,7 @@ def test_of_many_who_put_one_name_one_succeeds(store, place):
     assert objects(store[0], place) == {"name": b"%d" % outcomes.index(True)}
 
 
+@pytest.mark.campaign
 def test_equal_objects_are_put_though_their_tags_are_equal(store, traffic, place):
     medium = Bucket(f"s3://{place}")
     for name in ("one", "other"):
@@ -77,7 +79,10 @@ def test_equal_objects_are_put_though_their_tags_are_equal(store, traffic, place
     assert objects(store[0], place) == {"one": b"content", "other": b"content"}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    ["unanswered", *(pytest.param(fault, marks=pytest.mark.campaign) for fault in FAULTS)],
+)
 def test_a_put_acts_once_and_knows_it(store, traffic, place, fault):
     medium = Bucket(f"s3://{place}")
     traffic.fate = lambda number, method, path: fault if number == 0 else ""
@@ -91,6 +96,7 @@ def test_a_put_acts_once_and_knows_it(store, traffic, place, fault):
         medium.claim("name", b"content")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_asked_is_answered_whatever_goes_wrong(store, traffic, place, fault):
     medium = Bucket(f"s3://{place}")
@@ -111,6 +117,7 @@ def test_what_is_asked_is_answered_whatever_goes_wrong(store, traffic, place, fa
     assert "b-0" not in medium.names("b")
 
 
+@pytest.mark.campaign
 def test_names_are_listed_from_where_a_page_failed(traffic, place, monkeypatch):
     medium = Bucket(f"s3://{place}")
     for number in range(7):
@@ -120,6 +127,7 @@ def test_names_are_listed_from_where_a_page_failed(traffic, place, monkeypatch):
     assert medium.names("n-") == [f"n-{number}" for number in range(7)]
 
 
+@pytest.mark.campaign
 def test_tries_end(traffic, place):
     medium = Bucket(f"s3://{place}")
     traffic.fate = lambda number, method, path: "refused"
@@ -128,6 +136,7 @@ def test_tries_end(traffic, place):
     assert len(traffic.requests) == 7
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("may_read", [True, False])
 def test_what_is_not_permitted_is_said_at_once_and_quotes_no_secret(
     store, traffic, place, may_read, monkeypatch
@@ -174,6 +183,7 @@ def test_without_credentials_that_is_said(monkeypatch):
     assert "no credentials in the environment" in str(said[0])
 
 
+@pytest.mark.campaign
 def test_what_is_too_large_for_one_put_is_said(place, monkeypatch):
     monkeypatch.setattr(buckets, "_MAX_BYTES", 2)
     with pytest.raises(RecordingError, match="set a smaller chunk_bytes"):
@@ -186,6 +196,7 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         Bucket("s3://bucket/run")
 
 
+@pytest.mark.campaign
 def test_what_no_store_can_be_made_of_is_said_at_once(traffic, monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     monkeypatch.setattr(buckets.time, "sleep", lambda seconds: pytest.fail("tried again"))
@@ -193,6 +204,7 @@ def test_what_no_store_can_be_made_of_is_said_at_once(traffic, monkeypatch):
         Bucket("az://container/run").names()
 
 
+@pytest.mark.campaign
 def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
     real = Bucket.make
 
@@ -209,6 +221,7 @@ def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
         Bucket(f"s3://{place}").check_writable(0)
 
 
+@pytest.mark.campaign
 def test_what_has_become_another_one_is_refused(store, place):
     medium = Bucket(f"s3://{place}")
     put(medium, "name", b"one")
@@ -241,6 +254,7 @@ def test_the_format_is_one(store, place, tmp_path):
     assert check_contents(f"s3://{place}-2") == 9
 
 
+@pytest.mark.campaign
 def test_a_flipped_bit_is_noticed(store, place):
     with RunWriter.create(f"s3://{place}", layers=LAYERS, header=HEADER) as writer:
         writer.append(rows(0, 5), range(5), state=Packed({}, []))
@@ -252,6 +266,7 @@ def test_a_flipped_bit_is_noticed(store, place):
         RunReader(f"s3://{place}", verify=True)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("length", [0, 1, 4000])
 def test_an_object_that_was_cut_is_damaged(store, place, length):
     with RunWriter.create(f"s3://{place}", layers=LAYERS, header=HEADER) as writer:
@@ -270,6 +285,7 @@ def test_an_object_that_was_cut_is_damaged(store, place, length):
         by_hand(store[0], "PUT", f"/{place}/{name}", whole)
 
 
+@pytest.mark.campaign
 def test_rows_cost_their_bytes_and_two_requests(traffic, place):
     layers = {"a": TensorSpec((MIB // 4,), torch.float32), "b": TensorSpec((4,), torch.float32)}
     generator = numpy.random.default_rng(0)
@@ -295,6 +311,7 @@ def test_rows_cost_their_bytes_and_two_requests(traffic, place):
         assert Counter(one.method for one in traffic.requests) == {"GET": 1}
 
 
+@pytest.mark.campaign
 def test_a_process_that_was_forked_is_told_what_to_do(place):
     medium = Bucket(f"s3://{place}")
     put(medium, "name", b"content")

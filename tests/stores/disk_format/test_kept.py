@@ -125,6 +125,7 @@ def test_with_some_chunks_only_is_damage(tmp_path: Path) -> None:
         RunReader(tmp_path / "run")
 
 
+@pytest.mark.campaign
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     write(tmp_path / "run")
     file = tmp_path / "run" / "chunk-00000-00000001.safetensors"

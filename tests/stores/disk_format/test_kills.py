@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+CAMPAIGN = pytest.mark.campaign
 NUM_KILLS = 2000 if os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0" else 20
 
 
@@ -78,11 +79,15 @@ def in_child(
     return last, wait_status
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["between calls", "inside a write"])
-def test_killed_at_every_system_call(tmp_path, torn):
+@pytest.mark.parametrize(
+    ("torn", "step"),
+    [(False, 12), pytest.param(False, 1, marks=CAMPAIGN), pytest.param(True, 1, marks=CAMPAIGN)],
+    ids=["at a few calls", "between calls", "inside a write"],
+)
+def test_killed_at_every_system_call(tmp_path, torn, step):
     names = calls_of(lambda: write_rest(tmp_path / "count", []))
     assert names.count("write") > 10
-    for target in [i for i, name in enumerate(names) if name == "write" or not torn]:
+    for target in [i for i, name in enumerate(names) if name == "write" or not torn][::step]:
         path = tmp_path / str(target)
 
         def act(number: int, name: str, go_on: Any, arguments: Any, target: int = target) -> Any:
@@ -102,6 +107,7 @@ def test_killed_at_every_system_call(tmp_path, torn):
         shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.mark.campaign
 def test_killed_at_random_instants(tmp_path):
     dice = random.Random(0)
     counts = []
@@ -183,6 +189,7 @@ class Disk:
             (folder / name).write_bytes(content)
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
 def test_power_lost_at_every_system_call(tmp_path):
     num_calls = len(calls_of(lambda: write_rest(tmp_path / "count", [])))

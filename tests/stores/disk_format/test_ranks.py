@@ -58,6 +58,7 @@ def check(path: Path) -> None:
             assert part.read("x", 0, 1).tolist() == [rank]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("is_joining", [False, True])
 def test_killed_at_every_system_call(tmp_path, is_joining):
     def prepared(path: Path) -> Path:
@@ -154,6 +155,7 @@ def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, 
         begin_part(second)
 
 
+@pytest.mark.campaign
 def test_opened_while_another_has_stopped_anywhere_and_goes_on_anywhere(tmp_path):
     # Each call of the one with some calls of the other, or with all of them.
     def prepared(name: str) -> Path:

@@ -165,6 +165,7 @@ def test_ranks_are_joined_and_samples_counted_on(tmp_path):
         assert torch.equal(part.read(SAMPLE, 0, part.num_rows), expected(4)[1][SAMPLE])
 
 
+@pytest.mark.campaign
 def test_killed_at_every_system_call(tmp_path):
     total = len(calls_of(lambda: fill(tmp_path / "count")))
     assert total > 60
@@ -206,6 +207,7 @@ def test_rows_samples_and_state_are_all_there_or_none(tmp_path):
     assert outcomes == set(range(len(COMMITS) + 1))
 
 
+@pytest.mark.campaign
 def test_every_flipped_byte_is_noticed(tmp_path):
     fill(tmp_path / "run")
     file = tmp_path / "run" / "chunk-00000-00000000.safetensors"

@@ -189,6 +189,7 @@ def test_a_writer_that_is_dropped_gives_up_its_lock(tmp_path):
     resume(tmp_path).abort()
 
 
+@pytest.mark.campaign
 def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
     script = (
         "import sys; from tests.stores.disk_format.runs import start\n"
