@@ -34,7 +34,7 @@ class GradientListeners:
 
     def __init__(self, log: EventLog) -> None:
         self._log = weakref.ref(log)
-        # Hooks on leaves, such as parameters, would stay as long as these.
+        # A leaf, such as a parameter, outlives the log: the hooks on leaves go with these entries.
         self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
 
     def listen(self, name: str, kind: type[nn.Module], output: Any) -> None:

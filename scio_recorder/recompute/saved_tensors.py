@@ -73,7 +73,6 @@ class SavedTensors:
         self._root = architecture[0, 1].module
         self._calls = _calls_by_module(architecture, set(select(architecture, selectors)))
         self._around: dict[nn.Module, _AroundLayer] = {}
-        # The calls of each module so far, in the pass that a thread runs.
         self._local = _Local()
         self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
@@ -97,7 +96,7 @@ class SavedTensors:
         if (
             not self._is_chosen(module)
             or not torch.is_grad_enabled()
-            # Checkpointing runs a region again: the graph of its first run is what it was.
+            # Checkpointing runs a region again, and must find what its first run saved.
             or private.backward_pass() != -1
             or (active is not None and self._is_own_or_checkpointing(active[0]))
         ):
@@ -136,7 +135,7 @@ class SavedTensors:
 
 
 class _Local(threading.local):
-    """What a block knows on one thread."""
+    """How often each module was called so far in the pass that a thread runs."""
 
     def __init__(self) -> None:
         self.counts: Counter[nn.Module] = Counter()
