@@ -79,8 +79,9 @@ class LayerStatsMonitor(Callback):
 
     Notes
     -----
-    The callback reads the output of a layer at once, before anything overwrites it. NaNs and
-    infinities are counted; they don't stop the training. Each process observes its own batches.
+    The callback reads the output of a layer at once, before anything overwrites it: in steps that
+    are logged, it waits for the device. NaNs and infinities are counted; they don't stop the
+    training. Each process observes its own batches.
 
     Examples
     --------

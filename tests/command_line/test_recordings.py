@@ -178,7 +178,7 @@ def test_status_of_nothing(capsys):
     ],
 )
 def test_rows_of_tokens(rows, known, count, capsys):
-    command = ["collect", "collect_nets:words_net", "--input-size", "1,3,4", "--layers", "layer"]
+    command = ["collect", "collect_nets:words_net", "--input-size", "1,5,4", "--layers", "layer"]
     command += ["--data", "collect_nets:padded", "--out", "run", "--rows", rows]
     assert main(command) == 0
     assert main(["inspect", "run"]) == 0
