@@ -52,7 +52,7 @@ class GradientListeners:
         known: Any = self._on_leaves if node is None else node.metadata
         key = tensor if node is None else (weakref.ref(self), tensor.output_nr)
         listener: _Listener | None = known.get(key)
-        if listener is None or listener.is_over:
+        if listener is None or not listener.calls:
             listener = known[key] = _Listener(tensor)
         elif node is None:
             # A leaf outlives passes: an earlier one that was not differentiated is over.
@@ -66,7 +66,6 @@ class _Listener:
     def __init__(self, tensor: Tensor) -> None:
         # Each with the key of the tensor in it.
         self.calls: list[tuple[_TrackedCall, int]] = []
-        self.is_over = False
         self._is_on_leaf = tensor.grad_fn is None
         hook = unserializable_hook(partial(_receive, weakref.ref(self)))  # type: ignore[no-untyped-call]  # torch leaves it without types
         self._handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ class _Listener:
         """Take a gradient of the tensor."""
         calls = self.calls[::-1]
         if self._is_on_leaf:
-            self.is_over, self.calls = True, []
+            self.calls = []
             self._handle.remove()
         for call, key in calls:
             call.receive(key, gradient)
