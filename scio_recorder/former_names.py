@@ -15,6 +15,7 @@ MOVED = {
     "stores.disk_format.row_reader": "stores.disk_format.reader",
     "stores.joined": "stores.disk_format.reader",
     "analysis.alikeness": "analysis",
+    "analysis.guarding.kept_call": "analysis.guarding.guard",
     "analysis.alikeness.similarity": "analysis.similarity",
     "stores.column": "stores.buffers",
     "stores.disk_format.progress": "workers.holders",

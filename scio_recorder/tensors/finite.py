@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import cmath
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from scio_recorder.tensors.copies import is_dense
+from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_WITHOUT_TENSORS = (str, int, float)
 # Their sums don't overflow soon.
 _SUMMED = {torch.float32, torch.float64, torch.bfloat16}
 
@@ -61,7 +63,7 @@ class Unread(NamedTuple):
 Found: TypeAlias = NonFinite | Unread | None
 
 
-def look(tensor: Tensor) -> Found:
+def examine(tensor: Tensor) -> Found:
     """Return the NaNs and infinities of a tensor; None if all is finite.
 
     Parameters
@@ -76,14 +78,14 @@ def look(tensor: Tensor) -> Found:
 
     Examples
     --------
-    >>> look(torch.tensor([3e38, 3e38])) is None
+    >>> examine(torch.tensor([3e38, 3e38])) is None
     True
-    >>> look(torch.tensor([1.0, torch.inf, torch.nan]))
+    >>> examine(torch.tensor([1.0, torch.inf, torch.nan]))
     NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         inner = _values_of(tensor.detach())
-        return None if inner is None else look(inner)
+        return None if inner is None else examine(inner)
     dtype = tensor.dtype
     if not (dtype in _SUMMED or dtype.is_floating_point or dtype.is_complex):
         return None
@@ -108,7 +110,7 @@ def read(found: Sequence[Found]) -> list[NonFinite | None]:
     Parameters
     ----------
     found : sequence of NonFinite, Unread or None
-        The results of `look`.
+        The results of `examine`.
 
     Returns
     -------
@@ -176,8 +178,8 @@ class Known:
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], int, Found]] = {}
 
-    def look(self, tensor: Tensor) -> Found:
-        """Return the result of the function `look`.
+    def examine(self, tensor: Tensor) -> Found:
+        """Return the result of the function `examine`.
 
         Parameters
         ----------
@@ -187,13 +189,30 @@ class Known:
         try:
             version = tensor._version
         except RuntimeError:
-            return look(tensor)
+            return examine(tensor)
         known = self._found.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
-        found = look(tensor)
+        found = examine(tensor)
         self._found[id(tensor)] = weakref.ref(tensor), version, found
         return found
+
+    def examine_all(self, values: Iterable[Any]) -> list[Found]:
+        """Return the findings about those tensors in some values that may not be finite.
+
+        Parameters
+        ----------
+        values : iterable
+            Tensors, structures that hold some, or anything else.
+        """
+        found: list[Found] = []
+        for value in values:
+            # Taking structures apart takes longer than examining most tensors.
+            if isinstance(value, Tensor):
+                found.append(self.examine(value))
+            elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+                found += map(self.examine, tensors(value))
+        return [one for one in found if one is not None]
 
     def forget(self) -> None:
         """Forget all tensors."""

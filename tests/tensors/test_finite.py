@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from scio_recorder.tensors.finite import Known, NonFinite, look
+from scio_recorder.tensors.finite import Known, NonFinite, examine
 
 NAN, INF = torch.nan, torch.inf
 
@@ -39,7 +39,7 @@ def test_counts_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     tensor = torch.tensor(VALUES[name]).to(dtype)
     wide = tensor if dtype.is_complex else tensor.double()
     nan, inf = int(wide.isnan().sum()), int(wide.isinf().sum())
-    found = look(tensor)
+    found = examine(tensor)
     if not nan + inf:
         assert found is None
         return
@@ -52,7 +52,7 @@ def test_counts_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("largest", [3e38, 1.7e308])
 def test_a_sum_that_overflows_is_no_infinity(largest: float) -> None:
     dtype = torch.float32 if largest < 1e39 else torch.float64
-    assert look(torch.full((4,), largest, dtype=dtype)) is None
+    assert examine(torch.full((4,), largest, dtype=dtype)) is None
 
 
 def kinds_of_tensors() -> dict[str, tuple[Any, bool]]:
@@ -76,34 +76,34 @@ def kinds_of_tensors() -> dict[str, tuple[Any, bool]]:
 @pytest.mark.parametrize("name", list(kinds_of_tensors()))
 def test_every_kind_of_tensor_is_looked_at(name: str) -> None:
     tensor, is_bad = kinds_of_tensors()[name]
-    assert (look(tensor) is not None) == is_bad
+    assert (examine(tensor) is not None) == is_bad
 
 
 def test_no_graph_is_made() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.autocast("cpu"):
-        assert look(x * 3) is None
+        assert examine(x * 3) is None
     assert x.grad_fn is None
 
 
 def test_what_is_written_to_is_looked_at_again() -> None:
     known, x = Known(), torch.ones(3)
-    assert known.look(x) is None
+    assert known.examine(x) is None
     x[1] = NAN
-    assert known.look(x) == NonFinite(1, 0, 1, 3, (3,))
+    assert known.examine(x) == NonFinite(1, 0, 1, 3, (3,))
     with torch.inference_mode():
         y = torch.ones(2)
-        assert known.look(y) is None
+        assert known.examine(y) is None
         y[0] = INF
-        assert known.look(y) is not None
+        assert known.examine(y) is not None
 
 
 def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known, x = Known(), torch.ones(3)
-    known.look(x)
+    known.examine(x)
 
     def no_sum(self: Tensor) -> None:
         raise AssertionError
 
     monkeypatch.setattr(Tensor, "sum", no_sum)
-    assert known.look(x) is None
+    assert known.examine(x) is None

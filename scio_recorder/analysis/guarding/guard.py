@@ -34,7 +34,7 @@ from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import Weights, digest_of
-from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, look, read
+from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, examine, read
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 Action: TypeAlias = Literal["raise", "warn", "record"]
@@ -138,7 +138,7 @@ class Origin:
     inputs_finite: bool
     weights_finite: bool
     _architecture: Architecture = field(repr=False)
-    _before: CallBefore | None = field(repr=False)
+    _kept: CallBefore | None = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the inputs of the call, and the state in which it ran, as a recording.
@@ -173,7 +173,7 @@ class Origin:
         ...     recording.inputs["1"][0].args, recording.recompute(rnet, "1")["1"]
         ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
         """
-        if self._before is None:
+        if self._kept is None:
             if self.direction == "forward":
                 raise ArgumentError(
                     "the inputs of the call were not kept: write guard(keep_inputs=True)"
@@ -182,7 +182,7 @@ class Origin:
                 "it was made in a backward pass, and no part of that can run again on its own: "
                 "save the weights and the batch instead, and run the step again"
             )
-        self._before.save(path, self._architecture, self.layer)
+        self._kept.save(path, self._architecture, self.layer)
 
     @property
     def sample(self) -> int | None:
@@ -307,7 +307,7 @@ class Guard:
         self.gradients: object = None
         # Whether the guard is done, as it is after an exception in the block, whatever graphs are
         # left.
-        self.is_settled = False
+        self.is_over = False
 
     @property
     def num_skipped_steps(self) -> int:
@@ -333,7 +333,7 @@ class Guard:
 
     def begin_pass(self) -> int:
         """Count a pass, and return its number."""
-        self._scaling.settle()
+        self._scaling.count_skipped()
         number = next(self._numbers)
         self.num_passes = number + 1
         return number
@@ -347,20 +347,20 @@ class Guard:
             The call is the maker, and the guard's action is to raise.
         """
         kinds = _made(given, made) & self._kinds
-        if not kinds or self.is_settled:
+        if not kinds or self.is_over:
             return False
         if case.direction == "gradient" and self._scaling.explains_overflow():
             return False
         origin = self._origin(case, kinds, given, made)
         self.origin = self.origin or origin
-        self.is_settled = self._action != "raise"
+        self.is_over = self._action != "raise"
         self._act(origin)
         return True
 
     def hand_on(self, direction: Direction, found: Sequence[NonFinite]) -> None:
         """Note that the network handed on NaNs or infinities that it received, and made none."""
         held = {kind for one in found for kind in one.kinds} & self._kinds
-        if not held or self.is_settled:
+        if not held or self.is_over:
             return
         if direction == "gradient" and self._scaling.explains_overflow():
             return
@@ -382,7 +382,7 @@ class Guard:
         given: Sequence[NonFinite],
         made: Sequence[NonFinite],
     ) -> Origin:
-        layer = self._layer_of(case.call)
+        layer = self.layer_of(case.call)
         module = layer.module
         first = next(one for one in made if one.kinds & kinds)
         place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
@@ -397,12 +397,13 @@ class Guard:
             index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
             parameter=_name_of(module, case.parameter),
             inputs_finite=not given,
-            weights_finite=not any(read([look(tensor) for tensor in held])),
+            weights_finite=not any(read([examine(tensor) for tensor in held])),
             _architecture=self._architecture,
-            _before=case.before,
+            _kept=case.before,
         )
 
-    def _layer_of(self, call: Call) -> Layer:
+    def layer_of(self, call: Call) -> Layer:
+        """Return the row of the architecture that a call belongs to."""
         architecture = self._architecture
         labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
         rows = sorted(

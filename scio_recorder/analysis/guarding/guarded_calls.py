@@ -1,4 +1,4 @@
-"""Looking at the inputs and at the output of every call of a network, by two hooks on each module.
+"""Examining the inputs and the output of every call of a network, by two hooks on each module.
 
 NOTE [Which calls are running]
 
@@ -13,12 +13,12 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scio_recorder.analysis.guarding.guard import Call, CallBefore, Case, Cases, Guard
 from scio_recorder.analysis.guarding.guarded_gradients import CallGradients, GuardedGradients
@@ -31,10 +31,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import boolean
 from scio_recorder.tensors.digests import Weights
-from scio_recorder.tensors.finite import Found, Known
-from scio_recorder.tensors.structures import tensors
-
-_WITHOUT_TENSORS = (str, int, float)
+from scio_recorder.tensors.finite import Known
 
 
 @contextlib.contextmanager
@@ -67,7 +64,8 @@ def guarded(
             "guard the uncompiled network"
         )
     guard.gradients = watched = GuardedGradients(guard) if gradients else None
-    passes = _GuardedPasses(architecture, guard, watched, Weights() if keep_inputs else None)
+    weights = Weights() if keep_inputs else None
+    passes = _GuardedPasses(architecture, rows.keys(), guard, watched, weights)
     hooks = CallHooks()
     try:
         hooks.add(
@@ -79,7 +77,7 @@ def guarded(
         yield guard
         passes.thread.cases.read(guard)
     except BaseException:
-        guard.is_settled = True
+        guard.is_over = True
         raise
     finally:
         hooks.remove()
@@ -118,18 +116,6 @@ class _Thread(threading.local):
         self.pass_number = 0
         self.cases = Cases()
 
-    def look(self, values: Iterable[Any]) -> list[Found]:
-        """Return findings about those tensors of some values that are not finite, or may not be."""
-        found: list[Found] = []
-        for value in values:
-            # Taking structures apart takes longer than examining most tensors.
-            if not (value is None or isinstance(value, _WITHOUT_TENSORS)):
-                for tensor in (value,) if isinstance(value, Tensor) else tensors(value):
-                    one = self.known.look(tensor)
-                    if one is not None:
-                        found.append(one)
-        return found
-
     def call_around(self, frame: FrameType | None) -> _Running | None:
         """Return the innermost call that a frame is part of, and forget those that have ended."""
         while self.calls:
@@ -148,6 +134,7 @@ class _GuardedPasses:
     def __init__(
         self,
         architecture: Architecture,
+        modules: Collection[nn.Module | None],
         guard: Guard,
         gradients: GuardedGradients | None,
         weights: Weights | None,
@@ -157,8 +144,7 @@ class _GuardedPasses:
         # Takes digests of parameters, if inputs are kept.
         self._weights = weights
         self.thread = _Thread()
-        self._layers = {row.name: row for row in architecture.values()}
-        self._modules = {row.module for row in architecture.values()}
+        self._modules = modules
         # Found once: there are many passes, and most networks have none.
         self._fusable = fusable(architecture)
         self._has_warned = False
@@ -179,7 +165,7 @@ class _GuardedPasses:
             thread.pass_number = self._guard.begin_pass()
 
     def begin_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at the inputs of a call that begins, since the module may work in place."""
+        """Examine the inputs of a call that begins, since the module may work in place."""
         thread = self.thread
         # A frame that a variable of its own held would live until garbage is collected.
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
@@ -188,18 +174,19 @@ class _GuardedPasses:
             self._begin_pass()
         call = Call(name, thread.pass_number, is_outermost=around is None)
         gradients = before = None
-        if not self._guard.is_settled:
-            call.received = thread.look((*args, *kwargs.values()))
+        if not self._guard.is_over:
+            values = *args, *kwargs.values()
+            call.received = thread.known.examine_all(values)
             if self._gradients is not None and torch.is_grad_enabled():
                 outer = None if around is None else around.gradients
-                gradients = CallGradients(call, outer, (args, kwargs))
+                gradients = CallGradients(call, outer, values)
             if self._weights is not None:
-                inputs = Inputs(args, kwargs)
-                before = CallBefore(self._layers[name], module, inputs, self._weights)
+                layer, inputs = self._guard.layer_of(call), Inputs(args, kwargs)
+                before = CallBefore(layer, module, inputs, self._weights)
         thread.calls.append(_Running(call, frame, gradients, before))
 
     def end_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Look at the output of a call that has returned."""
+        """Examine the output of a call that has returned."""
         thread = self.thread
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
         running = thread.call_around(frame)
@@ -209,7 +196,7 @@ class _GuardedPasses:
         thread.calls.pop()
         running.call.number = thread.counts.get(name, 0)
         thread.counts[name] = running.call.number + 1
-        if not self._guard.is_settled:
+        if not self._guard.is_over:
             self._judge(running, output)
             if self._gradients is not None and running.gradients is not None:
                 self._gradients.attach(running.gradients, output)
@@ -217,7 +204,7 @@ class _GuardedPasses:
     def _judge(self, running: _Running, output: Any) -> None:
         """Judge a call that has returned, by what it has returned."""
         call, cases = running.call, self.thread.cases
-        made = self.thread.look((output,))
+        made = self.thread.known.examine_all((output,))
         if made:
             if running.before is not None:
                 running.before.end(output)

@@ -1,4 +1,4 @@
-"""Looking at the gradients that enter and leave every call of a network.
+"""Examining the gradients that enter and leave every call of a network.
 
 NOTE [Gradients of a call]
 
@@ -16,8 +16,8 @@ call is judged first, and then those around it that it leaves too. Nodes own the
 with the graph. They hold the guard weakly, and no module.
 
 A write into an output that is a view takes the node that made this output out of the graph, but not
-the one that made the base of the view. There the gradient is looked at instead. A call into which
-no gradient was seen to enter is not judged.
+the one that made the base of the view. There the gradient is examined instead. A call is judged
+only if a gradient was seen to enter it.
 
 If gradients are differentiated (``create_graph=True``), a second backward pass also enters a call
 by what it made in the first one. The nodes that made this are noted during the first pass.
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class CallGradients:
         The call.
     around : CallGradients or None
         Those of the call that contains it.
-    inputs : Any
+    inputs : iterable
         Its inputs.
     """
 
@@ -69,21 +69,23 @@ class CallGradients:
         *("around", "call", "has_returned", "nodes"),
     )
 
-    def __init__(self, call: Call, around: CallGradients | None, inputs: Any) -> None:
+    def __init__(self, call: Call, around: CallGradients | None, inputs: Iterable[Any]) -> None:
         self.call = call
         self.around = around
         self.has_returned = False
         # The number of operations that autograd had noted when the call began.
         self._start = private.num_operations()
         # The nodes that made inputs on another thread, if these have later numbers there.
-        self._other_threads: set[Any] = (
-            around._other_threads if around else _later(inputs, self._start)
-        )
+        self._other_threads: set[Any] = around._other_threads if around else self._later(inputs)
         # Its nodes to which the calls inside it lead.
         self.nodes: list[Any] = []
         # The last backward pass that entered the call, and its findings about what entered.
         self._task = -1
         self._found: list[Found] = []
+
+    def _later(self, inputs: Iterable[Any]) -> set[Any]:
+        nodes = [tensor.grad_fn for value in inputs for tensor in tensors(value)]
+        return {one for one in nodes if one is not None and private.place_of(one) >= self._start}
 
     def innermost_with(self, node: Any) -> CallGradients | None:
         """Return the call, from this one outwards, of which a node is an operation; None for none.
@@ -128,7 +130,8 @@ class GuardedGradients:
     def __init__(self, guard: Guard) -> None:
         # The guard holds this.
         self._guard = weakref.ref(guard)
-        self._own = weakref.ref(self)
+        self._enter = partial(_call, weakref.WeakMethod(self._enter_call))
+        self._leave = partial(_call, weakref.WeakMethod(self._leave_call))
         # Marks the nodes that were visited. It must not lead to the guard.
         self._mark = object()
         self._backward = _BackwardPass()
@@ -150,12 +153,12 @@ class GuardedGradients:
                 self._attach_behind(node, call, nodes)
 
     def _attach_before(self, end: Tensor, call: CallGradients, *, is_base: bool = False) -> None:
-        """Look at what enters a call at the node that made a tensor."""
+        """Examine what enters a call at the node that made a tensor."""
         node: Any = end.grad_fn
-        node.register_prehook(partial(_enter, self._own, call, end.output_nr, is_base))
+        node.register_prehook(partial(self._enter, call, end.output_nr, is_base))
 
     def _attach_behind(self, node: Any, call: CallGradients, nodes: list[Any]) -> None:
-        """Look at what leaves a call behind one of its nodes, and add those of its own ahead."""
+        """Examine what leaves a call behind one of its nodes, and add those of its own ahead."""
         exits: list[_Exit] = []
         for index, (target, _) in enumerate(node.next_functions):
             if target is not None:
@@ -167,12 +170,12 @@ class GuardedGradients:
                     if owner is not None:
                         owner.nodes.append(target)
         if exits:
-            node.register_hook(partial(_leave, self._own, call, exits))
+            node.register_hook(partial(self._leave, call, exits))
 
-    def begin(self) -> _BackwardPass | None:
+    def _current(self) -> _BackwardPass | None:
         """Return what is known in the current backward pass; None if nobody asks."""
         guard = self._guard()
-        if guard is None or guard.is_settled:
+        if guard is None or guard.is_over:
             return None
         backward, task = self._backward, private.backward_pass()
         if backward.task != task:
@@ -181,13 +184,43 @@ class GuardedGradients:
             backward.cases.reset()
         return backward
 
-    def judge(
-        self, backward: _BackwardPass, gradient: Tensor, call: CallGradients, at: _Exit
+    def _enter_call(
+        self, call: CallGradients, number: int, is_base: bool, given: Sequence[Tensor | None]
+    ) -> None:
+        """Examine a gradient that enters a call; behind a view only if none came there."""
+        backward, gradient = self._current(), given[number]
+        if backward is None or gradient is None or (is_base and call.entered(backward.task)):
+            return
+        found = backward.known.examine(gradient)
+        call.enter(backward.task, found)
+        if found is not None and call.around is None:
+            self._add(backward, Case(call.call, "gradient", (), [found], is_handed_on=True))
+
+    def _leave_call(
+        self,
+        call: CallGradients,
+        exits: list[_Exit],
+        made: Sequence[Tensor | None],
+        given: Sequence[Tensor | None],
+    ) -> None:
+        """Examine the gradients that leave a call from a node."""
+        backward = self._current()
+        for at in exits if backward is not None else ():
+            gradient = made[at.edge]
+            if backward is not None and gradient is not None:
+                found = backward.known.examine(gradient)
+                if found is not None or gradient.grad_fn is not None:
+                    self._judge(backward, gradient, found, call, at)
+
+    def _judge(
+        self,
+        backward: _BackwardPass,
+        gradient: Tensor,
+        found: Found,
+        call: CallGradients,
+        at: _Exit,
     ) -> None:
         """Judge the calls, from one outwards, that a gradient leaves."""
-        found = backward.known.look(gradient)
-        if found is None and gradient.grad_fn is None:
-            return
         is_leaf = private.place_of(at.target) >= _LEAF
         leaf = weakref.ref(at.target.variable) if is_leaf else None
         left: CallGradients | None = call
@@ -195,56 +228,21 @@ class GuardedGradients:
         while left is not None and left is not at.owner and left.has_returned:
             given = left.entered(backward.task)
             if found is not None and given:
-                self.add(backward, Case(left.call, "gradient", given, [found], leaf))
+                self._add(backward, Case(left.call, "gradient", given, [found], leaf))
             if gradient.grad_fn is not None:
                 # A second backward pass may enter here.
                 self._attach_before(gradient, left)
             left = left.around
 
-    def add(self, backward: _BackwardPass, case: Case) -> None:
+    def _add(self, backward: _BackwardPass, case: Case) -> None:
         """Add a case, which is judged at the end of the backward pass if a device is behind."""
         guard, cases = self._guard(), backward.cases
         if guard is not None and cases.add(guard, case):
             private.call_at_end_of_backward(partial(cases.read, guard))
 
 
-def _enter(
-    own: weakref.ref[GuardedGradients],
-    call: CallGradients,
-    number: int,
-    is_base: bool,
-    given: Sequence[Tensor | None],
-) -> None:
-    """Look at a gradient that enters a call at a node; behind a view only if none came there."""
-    gradients, gradient = own(), given[number]
-    backward = None if gradients is None else gradients.begin()
-    if gradients is None or backward is None or gradient is None:
-        return
-    if is_base and call.entered(backward.task):
-        return
-    found = backward.known.look(gradient)
-    call.enter(backward.task, found)
-    if found is not None and call.around is None:
-        gradients.add(backward, Case(call.call, "gradient", (), [found], is_handed_on=True))
-
-
-def _leave(
-    own: weakref.ref[GuardedGradients],
-    call: CallGradients,
-    exits: list[_Exit],
-    made: Sequence[Tensor | None],
-    given: Sequence[Tensor | None],
-) -> None:
-    """Look at the gradients that leave a call from a node."""
-    gradients = own()
-    backward = None if gradients is None else gradients.begin()
-    if gradients is not None and backward is not None:
-        for at in exits:
-            gradient = made[at.edge]
-            if gradient is not None:
-                gradients.judge(backward, gradient, call, at)
-
-
-def _later(inputs: Any, start: int) -> set[Any]:
-    nodes = [tensor.grad_fn for tensor in tensors(inputs)]
-    return {node for node in nodes if node is not None and private.place_of(node) >= start}
+def _call(method: weakref.WeakMethod[Any], *values: Any) -> None:
+    """Call a method of an object that a graph must not hold, if it is still there."""
+    bound = method()
+    if bound is not None:
+        bound(*values)

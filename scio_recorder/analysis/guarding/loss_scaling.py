@@ -46,10 +46,10 @@ class LossScaling:
     @property
     def num_skipped_steps(self) -> int:
         """The number of steps that scalers have skipped."""
-        self.settle()
+        self.count_skipped()
         return self._num_skipped_steps
 
-    def settle(self) -> None:
+    def count_skipped(self) -> None:
         """Count the steps that were skipped since the last time: each made the scale smaller."""
         for key, (reference, scale) in list(self._overflows.items()):
             scaler = reference()
@@ -70,7 +70,7 @@ class LossScaling:
         if not self._scalers:
             self._scalers.update(_scalers())
         scalers = [one for one in self._scalers if one.is_enabled() and one.get_scale() > 1]
-        self.settle()
+        self.count_skipped()
         for scaler in scalers:
             self._overflows.setdefault(id(scaler), (weakref.ref(scaler), scaler.get_scale()))
         return bool(scalers)

@@ -240,7 +240,7 @@ def test_half_precision_overflows() -> None:
 def test_what_a_device_finds_is_judged_at_the_end_of_the_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(finite, "look", read_later)
+    monkeypatch.setattr(finite, "examine", read_later)
     ended = []
 
     def end(x: Tensor) -> Tensor:

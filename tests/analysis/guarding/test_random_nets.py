@@ -172,7 +172,7 @@ def test_guards_name_whom_hooks_name(first: int, monkeypatch: pytest.MonkeyPatch
         bare = [weight.grad for weight in net.parameters()]
         with monkeypatch.context() as patch:
             if seed % 2:
-                patch.setattr(finite, "look", read_later)
+                patch.setattr(finite, "examine", read_later)
             with rnet.guard(action="record") as guard:
                 step()
         for weight, plain in zip(net.parameters(), bare, strict=True):
