@@ -73,7 +73,8 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements; zero if a dimension varies."""
-        return math.prod(max(0, length) for length in self.shape) * self.dtype.itemsize
+        varies = min(self.shape, default=0) < 0
+        return 0 if varies else math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, rows: int) -> TensorSpec:
         """Return the specification of this many such tensors, stacked.

@@ -198,7 +198,7 @@ class Lease:
             self._medium.unlink(lease_name(self.part, number))
 
 
-class Keeper:
+class LeaseRenewer:
     """Renews the held lease, from a thread, inside a ``with`` block."""
 
     def __init__(self) -> None:

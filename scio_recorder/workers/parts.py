@@ -33,7 +33,7 @@ from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.run import put_together
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.workers.leases import Claims, Keeper, Lease, machine, seconds
+from scio_recorder.workers.leases import Claims, Lease, LeaseRenewer, machine, seconds
 from scio_recorder.workers.samplers import refuse_split
 from scio_recorder.workers.terminating import terminable
 
@@ -108,7 +108,7 @@ class Parts:
         with (
             terminable(),
             closing(self._store.join_parts(self.num_parts, header)) as self._medium,
-            Keeper() as self._keeper,
+            LeaseRenewer() as self._renewer,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
             path = self._medium.path
@@ -127,7 +127,7 @@ class Parts:
             self._advance(0, 0, claims.num_done - shown)
             shown = claims.num_done
             if lease is not None:
-                with self._keeper.holding(lease):
+                with self._renewer.holding(lease):
                     self._do(claims, lease)
                 busy_at = time.monotonic()
                 continue

@@ -289,7 +289,7 @@ class RunReader(RowReader):
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         chunk = self._chunks[number]
-        chunk.file.copy_into(out, name, start * self._spec(name).nbytes)
+        chunk.file.copy_into(out, name, start * self.table[name].nbytes)
         if name == SAMPLE:
             self._count_on(out.view(numpy.int64), chunk)
 

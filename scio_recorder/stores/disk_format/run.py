@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -77,11 +76,11 @@ class Chunk:
         self.rank, self.samples_before = rank, samples_before
         self._medium, self._description, self._number = medium, description, number
         self._file: TensorFile | None = None
-        if stated is None:
-            self._file, said = self._opened()
-            stated = self._file.checksum, said
-        self.checksum = stated[0]
         with parsing(self.path):
+            if stated is None:
+                self._file, said = self._opened()
+                stated = self._file.checksum, said
+            self.checksum = stated[0]
             self._read(stated[1])
             if self._file is not None:
                 self._check_table(self._file)
@@ -101,8 +100,8 @@ class Chunk:
     def file(self) -> TensorFile:
         """Its file, which is opened now, and compared with the manifest, if it was not yet."""
         if self._file is None:
-            file, said = self._opened()
             with parsing(self.path):
+                file, said = self._opened()
                 if (file.checksum, said) != (self.checksum, self.said):
                     raise ValueError("it is not the commit that the manifest lists")
                 self._check_table(file)
@@ -120,13 +119,12 @@ class Chunk:
 
     def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
         file = TensorFile(self._medium, self.name)
-        with parsing(file.path):
-            place = self._description.place(self.rank, self._number, self.samples_before)
-            if {key: file.content[key] for key in place} != place:
-                raise ValueError("it does not belong here, or samples before it are lost")
-            # Recordings of versions without rows don't mention them.
-            said, file.content = {"rows": None, **file.content}, {}
-            return file, {key: said[key] for key in said_of(None, None, None, None)}
+        place = self._description.place(self.rank, self._number, self.samples_before)
+        if {key: file.content[key] for key in place} != place:
+            raise ValueError("it does not belong here, or samples before it are lost")
+        # Recordings of versions without rows don't mention them.
+        said, file.content = {"rows": None, **file.content}, {}
+        return file, {key: said[key] for key in ("ids", "rows", "batches", "state")}
 
     def _read(self, said: Mapping[str, Any]) -> None:
         self.ids = ids_from_json(said["ids"])
@@ -213,22 +211,6 @@ class Run:
         return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
-@contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Suspend garbage collection inside the block, which makes many objects that stay.
-
-    With 100,000 parts, examining them again and again would take as long as the rest.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_garbage_left()
 def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = True) -> Run:
     """Read everything about a recording, or one rank's part, except the data.
 

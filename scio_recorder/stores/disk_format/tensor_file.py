@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from json import JSONDecoder
 from typing import Any, TypeAlias
@@ -308,7 +307,7 @@ class TensorFile:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
         step = self._medium.span_bytes
         spans = range(start - start % BLOCK_BYTES, start + len(out), step)
-        with self._opened() as file:
+        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
             work = partial(self._copy_span, file, out, name, start)
             # In two threads, the system and the checksum don't wait for each other.
             threads = max(self._medium.num_readers, 1 + (len(spans) >= _READS_FOR_TWO))
@@ -330,16 +329,11 @@ class TensorFile:
         self.distrust()
         step = self._medium.span_bytes
         scratch = numpy.empty(step, numpy.uint8)
-        with self._opened() as file:
+        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
             for name, spec in self.table.items():
                 for start in range(0, spec.nbytes, step):
                     self._copy_span(file, scratch[: spec.nbytes - start], name, start, start)
         return self.num_bytes
-
-    @contextmanager
-    def _opened(self) -> Iterator[OpenFile]:
-        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
-            yield file
 
     def _copy_span(
         self, file: OpenFile, out: NDArray[numpy.uint8], name: str, start: int, span: int
