@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder
 from tests.oracle import differences, freeze, seed_everything
@@ -214,3 +215,18 @@ def test_outstanding_passes_of_a_shared_net_keep_growing_apart(reentrant: bool) 
         output.sum().backward()
         plain(x, scaled(factor)).sum().backward()
         assert_equal(gradients(rnet.net), gradients(plain.net))
+
+
+@REENTRANT
+def test_a_recorder_that_is_run_again_itself_keeps_the_records_of_its_pass(
+    reentrant: bool,
+) -> None:
+    rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), input_size=(1, 2), verbose=0)
+    rnet.record("*")
+    x = torch.rand(3, 2, requires_grad=True)
+    with rnet.watch() as passes:
+        output = checkpoint(rnet, x, use_reentrant=reentrant)
+        before = rnet.activations
+        output.sum().backward()
+    assert len(passes) == 1
+    assert rnet.activations is before

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from scio_recorder import Recorder
 from tests import zoo
 from tests.harness import (
     MODES,
@@ -33,7 +34,6 @@ from tests.zoo import transformers as transformers_zoo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from scio_recorder import Recorder
     from tests.zoo.base import Case
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
@@ -231,3 +231,30 @@ def test_changed_kernel_is_said_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             rnet(x)
+
+
+def test_records_are_those_of_their_layers_when_modules_return_in_another_order() -> None:
+    class EitherFirst(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.is_swapped = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order = [self.first, self.second]
+            for module in order[::-1] if self.is_swapped else order:
+                x = module(x)
+            return x
+
+    net = EitherFirst()
+    rnet = Recorder(net, input_size=(1, 2), verbose=0)
+    rnet.record("first", "second")
+    for is_swapped in (False, False, True, True, False):
+        net.is_swapped = is_swapped
+        x = torch.rand(3, 2)
+        with torch.no_grad():
+            rnet(x)
+            order = ("second", "first") if is_swapped else ("first", "second")
+            for name in order:
+                x = getattr(net, name).forward(x)
+                assert same_bits(rnet.activations[name], x)
