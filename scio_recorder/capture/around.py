@@ -148,7 +148,7 @@ class AroundPlain(Around):
             return self.run_traced(args, kwargs)
         called = private.called_module()
         if called is not None and called is not self._module:
-            return self.run_copy(called, args, kwargs)
+            return private.plain_call(called)(*args, **kwargs)
         return self.run(args, kwargs)
 
     def call(self, args: Any, kwargs: Any) -> Any:
@@ -162,10 +162,6 @@ class AroundPlain(Around):
     def run_traced(self, args: Any, kwargs: Any) -> Any:
         """Stand for a call of the module that dynamo follows."""
         return self.run(args, kwargs)
-
-    def run_copy(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a shallow copy of the module."""
-        return private.plain_call(copy)(*args, **kwargs)
 
 
 def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:

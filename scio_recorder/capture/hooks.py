@@ -7,7 +7,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,15 +186,6 @@ def _recording(hooks: Mapping[int, Any]) -> list[tuple[int, ModuleHook]]:
     return [(number, owner) for number, owner in owners if isinstance(owner, ModuleHook)]
 
 
-def move_behind_others(hooks: OrderedDict[int, Any], site: Site | None = None) -> None:
-    """Move the hooks of recorders, or those of one site, behind all others."""
-    last = [number for number, owner in _recording(hooks) if site in (None, owner.site)]
-    if last and list(hooks)[-len(last) :] != last:
-        for number in last:
-            # Other threads, which call the module meanwhile, must not miss it.
-            hooks.move_to_end(number)
-
-
 class Hooks:
     """The hooks of one program, attached or not."""
 
@@ -276,7 +266,10 @@ class Hooks:
         next_id = RemovableHandle.next_id
         for module in self._modules:
             for hooks in private.forward_hooks(module):
-                move_behind_others(hooks, self._site)
+                last = [at for at, owner in _recording(hooks) if owner.site is self._site]
+                for number in last if list(hooks)[-len(last) :] != last else ():
+                    # Other threads, which call the module meanwhile, must not miss it.
+                    hooks.move_to_end(number)
         self._checked_at = next_id
 
 

@@ -216,11 +216,6 @@ def hooks_on_all_modules() -> tuple[dict[int, Any], ...]:
     )
 
 
-def hooks_besides(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the live dictionaries of all hooks that act on a call besides `forward_hooks`."""
-    return (module._backward_hooks, module._backward_pre_hooks, *hooks_on_all_modules())
-
-
 @needs("Module._forward_pre_hooks_with_kwargs", "recording")
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""

@@ -131,23 +131,6 @@ def puts_back_version(restoring_version: Callable[[Tensor], Callable[[], None]])
     return versions == [1, 1]
 
 
-def finds_others(hooks_besides: Callable[[nn.Module], tuple[dict[int, Any], ...]]) -> bool:
-    module = nn.Identity()
-    own = hooks_besides(module)
-    handles = [
-        module.register_full_backward_pre_hook(nothing),
-        module.register_full_backward_hook(nothing),
-        # Other threads may call these, which do nothing.
-        nn.modules.module.register_module_forward_pre_hook(nothing),
-        nn.modules.module.register_module_forward_hook(nothing),
-    ]
-    try:
-        return sum(handle.id in hooks for handle in handles for hooks in own) == len(handles)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
     module, calls = nn.Identity(), []
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
@@ -263,7 +246,6 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "transform_around": sees_vmap,
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
-    "hooks_besides": finds_others,
     "hooks_on_all_modules": finds_hooks_on_all,
     "restoring_version": puts_back_version,
     "remove_hook": removes_both,
