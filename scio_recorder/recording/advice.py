@@ -91,7 +91,7 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     return True
 
 
-def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
+def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] | None:
     """Refuse a first batch that is a single sample, whose features would count as samples.
 
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
@@ -106,6 +106,11 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
     inputs : Inputs
         What it is given for the first batch.
 
+    Returns
+    -------
+    (int,) or None
+        The number of samples at labelling, if known.
+
     Raises
     ------
     CollectError
@@ -116,10 +121,10 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
     name = next((name for name, value in source.tensors.items() if value is given), None)
     before = None if name is None else source.labelled_shape(name)
     if before is None or len(before) != given.ndim + 1:
-        return
+        return (before[0],) if before is not None and len(before) == given.ndim else None
     if len(given) == 1 != before[1]:
         # It counts as one sample, and is one in any case.
-        return
+        return None
     text = (
         f"batch 0 has shape {tuple(given.shape)}, but the net was labelled with {before}: if it is "
         f"one sample, give batches, as DataLoader(samples, batch_size=32) or torch.stack(samples) "
@@ -129,6 +134,7 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
     if len(given) == before[1]:
         raise CollectError(text)
     warn(text, CollectWarning)
+    return None
 
 
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:

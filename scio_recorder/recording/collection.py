@@ -67,6 +67,8 @@ class Collection:
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
         # Whether batches have their optional entries, by name: all batches or none.
         self._has: dict[str, bool] = {}
+        # The number of samples at labelling, if known.
+        self._labelled: tuple[int] | None = None
 
     def open(self) -> None:
         """Open the store, and make what receives the outputs of layers."""
@@ -147,12 +149,14 @@ class Collection:
         if (current.is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
             if rows is None and feed.number == 0 and self.asked.sample_ids is None:
                 shape = self.layers.architecture[0, 1].input_shape
-                refuse_sample(self.capture.net, shape, inputs)
+                self._labelled = refuse_sample(self.capture.net, shape, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if current.is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
-        rows = rows or BatchRows.of_samples(number, self.asked.sample_ids is not None)
-        rows = rows.of_some(0, rows.num_samples - (number - len(ids)))
+        are_given = self.asked.sample_ids is not None
+        rows = rows or BatchRows.of_samples(number, are_given, self._labelled)
+        if number > len(ids):
+            rows = rows.of_some(0, rows.num_samples - (number - len(ids)))
         if rows.num_samples:
             is_durable = number > 0 and skip == len(ids)
         else:

@@ -84,8 +84,6 @@ class Sequences:
         The number of positions that ran so far, padding included.
     step : int
         The number of passes.
-    is_told : bool
-        Whether their cache says that it holds something.
     held : _Held
         What the latest pass left in their cache.
     """
@@ -95,7 +93,6 @@ class Sequences:
     is_taken: bool
     num_positions: int = 0
     step: int = 0
-    is_told: bool = True
     held: _Held = field(default_factory=_Held)
 
 
@@ -166,8 +163,6 @@ class Continuing:
         for part in _parts(own, output):
             self._by_part[part] = sequences
         sequences.held = _Held(own)
-        if not past.length and own is not None:
-            sequences.is_told = not _is_silent(own)
 
     def drop(self) -> None:
         """Forget the pass, which has failed."""
@@ -179,7 +174,8 @@ class Continuing:
             return None
         known = [self._by_part[part] for part in _parts(past.cache) if part in self._by_part]
         if past.length == 0:
-            if not all(sequences.is_told for sequences in known):
+            if known:
+                # It was emptied, or never says what it holds.
                 raise _of_unknown_length(past.cache)
             return None
         if not known:
@@ -287,15 +283,6 @@ def _length_of_layers(cache: Any) -> int:
     layers = getattr(cache, "layers", ())
     lengths = (int(getattr(layer, "get_seq_length", int)()) for layer in layers)
     return next(filter(None, lengths), 0)
-
-
-def _is_silent(cache: Any) -> bool:
-    """Whether a cache that a pass has filled says that it is empty."""
-    try:
-        return _length_of(cache, "", None) == 0
-    except CollectError:
-        # The next pass that receives it is refused.
-        return False
 
 
 def _of_unknown_length(cache: Any) -> CollectError:

@@ -59,8 +59,8 @@ class CurrentBatch:
         self.batch, self.ids = batch, ids
         self.skip, self.num_repeats, self.start = skip, num_repeats, start
         self.num_own_rows = rows.num_rows
-        self.rows = rows.of_some(skip, rows.num_samples)
-        self.num_rows = self.rows.num_rows
+        self.rows = rows.of_some(skip, rows.num_samples) if skip else rows
+        self.num_rows = self.rows.num_rows if skip else self.num_own_rows
         self.is_reduced = False
 
     @property
@@ -267,7 +267,10 @@ class ReducingIntake(LayerIntake):
         """Hand an activation to the reductions, or a copy of it later."""
         kept = self._transformed(activation)
         rows = self.current.rows
-        if not rows.are_whole_batch:
+        if rows.are_whole_batch:
+            if self.transform is None and rows.is_chance(self.layer):
+                self._check_rows(kept)
+        else:
             self._check_rows(kept)
             self._check_boundary()
             kept = rows.choose(kept)

@@ -73,9 +73,11 @@ class BatchRows:
 
     @classmethod
     @lru_cache(maxsize=16)  # most batches have the length of the one before
-    def of_samples(cls, number: int, are_given: bool = False) -> BatchRows:
+    def of_samples(
+        cls, number: int, are_given: bool = False, labelled: tuple[int] | None = None
+    ) -> BatchRows:
         """Return the rows of a batch of this many samples, in which each sample is a row."""
-        return cls(("batch",), (number,), number, are_given=are_given)
+        return cls(("batch",), (number,), number, are_given=are_given, labelled=labelled)
 
     @property
     def are_samples(self) -> bool:
@@ -130,7 +132,7 @@ class BatchRows:
         is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
         fits = shape[:number] == self.shape
         is_doubtful = not is_known and self._is_doubtful(layer)
-        if fits and (is_transformed or not (is_map or is_doubtful or self._is_chance(layer))):
+        if fits and (is_transformed or not (is_map or is_doubtful or self.is_chance(layer))):
             return
         gave = f"layer {layer} gave a tensor of shape {shape}"
         if fits and self.other_half in layer.name.split("."):
@@ -139,7 +141,8 @@ class BatchRows:
                 "mask=, but different ones: record it with the mask of its half"
             )
         if self.are_samples:
-            raise CollectError(self._explain_samples(gave, shape))
+            was = f" (at labelling {layer.output_shape}, for {self.labelled})" if fits else ""
+            raise CollectError(self._explain_samples(gave + was, shape))
         if fits and not is_map and (is_doubtful or shape == layer.output_shape):
             raise CollectError(
                 f"{gave}, as at labelling ({layer.output_shape}), and other dimensions have these "
@@ -175,12 +178,13 @@ class BatchRows:
             "how many samples a batch has"
         )
 
-    def _is_chance(self, layer: Layer) -> bool:
+    def is_chance(self, layer: Layer) -> bool:
         """Whether dimensions have these lengths by chance, as the layer's name or shape shows."""
         if self.other_half in layer.name.split("."):
             return True
         was, labelled = layer.output_shape, self.labelled
-        if labelled is None or not isinstance(was, tuple):
+        is_shape = isinstance(was, tuple) and all(isinstance(length, int) for length in was)
+        if labelled is None or not is_shape:
             return False
         if self._was_shared(layer):
             # The only sample has what all share; otherwise nothing tells whether they differ.

@@ -169,16 +169,41 @@ def test_dimension_0_must_count_samples():
         rnet.collect([torch.ones(2, 6)])
     for part in ("table", "(3, 6)", "2 samples", "transform"):
         assert part in str(caught.value)
-    # A layer that is only reduced may count as it likes.
-    assert rnet.collect([torch.ones(2, 6)], reduce=Mean())["table"].shape == (6,)
+    # A transform says that it is meant.
+    as_it_is = {"transform": lambda activation, batch: activation, "reduce": Mean()}
+    assert rnet.collect([torch.ones(2, 6)], **as_it_is)["table"].shape == (6,)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_dimension_0_counts_samples_by_chance_at_first(rows):
-    rnet = Recorder(Positions(), input_size=(2, 6))
+class Turned(nn.Module):
+    """Has positions in dimension 0, and samples in dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("reduce", [None, Mean()])
+def test_dimension_0_that_counts_something_else_at_labelling_is_refused(reduce):
+    rnet = Recorder(Turned(), input_size=(1, 5, 3))
+    rnet.record("block")
+    batch = torch.randn(5, 5, 3)
+    with pytest.raises(CollectError, match=r"at labelling \(5, 1, 2\)(.|\n)*transform="):
+        rnet.collect([batch], reduce=reduce)
+    rnet.record("0-1")
+    kept = rnet.collect([batch], reduce=reduce)["0-1"]
+    expected = rnet.net(batch).detach()
+    torch.testing.assert_close(kept, expected if reduce is None else expected.mean(0))
+
+
+def test_dimension_0_counts_samples_by_chance_at_first():
+    # Labelled with as many samples as the table has rows, so nothing is known.
+    rnet = Recorder(Positions(), input_size=(3, 6))
     rnet.record("table")
-    with pytest.raises(CollectError, match=rf"shape \(3, 6\) for a batch of {rows} sample"):
-        rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(rows, 6)])
+    with pytest.raises(CollectError, match=r"shape \(3, 6\) for a batch of 2 sample"):
+        rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(2, 6)])
 
 
 @pytest.mark.parametrize(
