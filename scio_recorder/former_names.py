@@ -23,6 +23,7 @@ MOVED = {
     "recording.collect.nodes": "recording.nodes",
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",
+    "postprocessors.base": "postprocessors.floating_map",
     "reductions.digest": "reductions.fold",
     "recorder.comparing": "analysis.comparing.compare",
     "stores.calls": "stores.kept_inputs",

@@ -12,7 +12,7 @@ from scio_recorder.errors import PostprocessorError, raised_by
 from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
-from scio_recorder.postprocessors.base import refuse_class
+from scio_recorder.postprocessors.floating_map import refuse_class
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors.structures import flatten
 

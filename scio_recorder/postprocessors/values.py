@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors.base import FloatingMap, describe, number, take_apart
+from scio_recorder.postprocessors.floating_map import FloatingMap, describe, number, take_apart
 from scio_recorder.tensors.structures import tensors
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch import Tensor, nn
 
+from scio_recorder.analysis.guarding.finite import KINDS, Found, NonFinite, Unread, examine, read
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
 from scio_recorder.layer import Layer, counted
@@ -34,7 +35,6 @@ from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import Weights, digest_of
-from scio_recorder.tensors.finite import KINDS, Found, NonFinite, Unread, examine, read
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 Action: TypeAlias = Literal["raise", "warn", "record"]

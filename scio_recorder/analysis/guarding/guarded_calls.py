@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from scio_recorder.analysis.guarding.finite import Known
 from scio_recorder.analysis.guarding.guard import Call, CallBefore, Case, Cases, Guard
 from scio_recorder.analysis.guarding.guarded_gradients import CallGradients, GuardedGradients
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
@@ -31,7 +32,6 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import boolean
 from scio_recorder.tensors.digests import Weights
-from scio_recorder.tensors.finite import Known
 
 
 @contextlib.contextmanager

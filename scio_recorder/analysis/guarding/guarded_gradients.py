@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from scio_recorder.analysis.guarding.finite import Found, Known
 from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
 from scio_recorder.tensors import private
-from scio_recorder.tensors.finite import Found, Known
 from scio_recorder.tensors.structures import tensors
 
 # Leaves are numbered as if they came after everything else.

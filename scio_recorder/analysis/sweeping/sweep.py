@@ -27,7 +27,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.nets.state.untouched import NetState, untouched
-from scio_recorder.postprocessors.base import describe
+from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import boolean
 from scio_recorder.tensors.copies import twin

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from scio_recorder.tensors.finite import Known, NonFinite, examine
+from scio_recorder.analysis.guarding.finite import Known, NonFinite, examine
 
 NAN, INF = torch.nan, torch.inf
 
