@@ -43,7 +43,7 @@ _WORDS = {"nan": "NaN", "inf": "infinite"}
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class GuardedCall:
     """One call of a module, without a reference that would keep the network alive."""
 
     name: str
@@ -210,7 +210,7 @@ class Origin:
 class Case(NamedTuple):
     """The inputs and outputs of a call that are not finite, or may not be."""
 
-    call: Call
+    call: GuardedCall
     direction: Direction
     given: Sequence[Found]
     made: Sequence[Found]
@@ -321,9 +321,8 @@ class Guard:
         if self.num_passed_on:
             said += f"; {self.num_passed_on} only handed on NaNs or infinities"
         if self.num_skipped_steps:
-            said += (
-                f"; the scaler of the loss has skipped {counted(self.num_skipped_steps, 'step')}"
-            )
+            steps = counted(self.num_skipped_steps, "step")
+            said += f"; the scaler of the loss has skipped {steps}"
         return said
 
     def __repr__(self) -> str:
@@ -347,22 +346,21 @@ class Guard:
             The call is the maker, and the guard's action is to raise.
         """
         kinds = _made(given, made) & self._kinds
-        if not kinds or self.is_over:
-            return False
-        if case.direction == "gradient" and self._scaling.explains_overflow():
+        if not kinds or self._is_excused(case.direction):
             return False
         origin = self._origin(case, kinds, given, made)
         self.origin = self.origin or origin
         self.is_over = self._action != "raise"
-        self._act(origin)
+        if self._action == "raise":
+            raise _error(origin)
+        if self._action == "warn":
+            warn(str(origin))
         return True
 
     def hand_on(self, direction: Direction, found: Sequence[NonFinite]) -> None:
         """Note that the network handed on NaNs or infinities that it received, and made none."""
         held = {kind for one in found for kind in one.kinds} & self._kinds
-        if not held or self.is_over:
-            return
-        if direction == "gradient" and self._scaling.explains_overflow():
+        if not held or self._is_excused(direction):
             return
         self.num_passed_on += 1
         if self._action != "record" and not self._has_warned:
@@ -374,6 +372,10 @@ class Guard:
                 else f"the gradient of the network's output holds {what}: the loss made them"
             )
             warn(f"{source}; no layer has made any")
+
+    def _is_excused(self, direction: Direction) -> bool:
+        """Whether nothing that is not finite matters, or the scale of the loss explains it."""
+        return self.is_over or (direction == "gradient" and self._scaling.explains_overflow())
 
     def _origin(
         self,
@@ -402,20 +404,13 @@ class Guard:
             _kept=case.before,
         )
 
-    def layer_of(self, call: Call) -> Layer:
+    def layer_of(self, call: GuardedCall) -> Layer:
         """Return the row of the architecture that a call belongs to."""
         architecture = self._architecture
         labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
-        rows = sorted(
-            (architecture[label] for label in labels), key=lambda row: row.completion or 0
-        )
+        rows = [architecture[label] for label in labels]
+        rows.sort(key=lambda row: row.completion or 0)
         return rows[min(call.number, len(rows) - 1)]
-
-    def _act(self, origin: Origin) -> None:
-        if self._action == "raise":
-            raise _error(origin)
-        if self._action == "warn":
-            warn(str(origin))
 
 
 def _error(origin: Origin) -> NonFiniteError:
@@ -430,7 +425,7 @@ def _made(had: Sequence[NonFinite], gives: Sequence[NonFinite]) -> frozenset[str
     """Return the kinds that were returned but not received, see NOTE [Who made it]."""
     given = frozenset[str]().union(*(one.kinds for one in had))
     kinds = frozenset[str]().union(*(one.kinds for one in gives))
-    return (kinds - given) if not given else (kinds & {"nan"}) - given
+    return (kinds & {"nan"} if given else kinds) - given
 
 
 def _name_of(module: nn.Module | None, parameter: weakref.ref[Any] | None) -> str | None:

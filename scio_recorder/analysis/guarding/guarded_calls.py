@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from scio_recorder.analysis.guarding.finite import Known
-from scio_recorder.analysis.guarding.guard import Call, CallBefore, Case, Cases, Guard
+from scio_recorder.analysis.guarding.guard import CallBefore, Case, Cases, Guard, GuardedCall
 from scio_recorder.analysis.guarding.guarded_gradients import CallGradients, GuardedGradients
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import CallHook, CallHooks
@@ -94,10 +94,10 @@ def guarded(
         )
 
 
-class _Running(NamedTuple):
+class _RunningCall(NamedTuple):
     """A call that has not returned yet."""
 
-    call: Call
+    call: GuardedCall
     # The frame that called its first hook.
     frame: FrameType | None
     gradients: CallGradients | None
@@ -109,14 +109,14 @@ class _Thread(threading.local):
     """The pass that a thread runs."""
 
     def __init__(self) -> None:
-        self.calls: list[_Running] = []
+        self.calls: list[_RunningCall] = []
         self.known = Known()
         # How many calls of each module have returned.
         self.counts: dict[str, int] = {}
         self.pass_number = 0
         self.cases = Cases()
 
-    def call_around(self, frame: FrameType | None) -> _Running | None:
+    def call_around(self, frame: FrameType | None) -> _RunningCall | None:
         """Return the innermost call that a frame is part of, and forget those that have ended."""
         while self.calls:
             inner = frame
@@ -172,7 +172,7 @@ class _GuardedPasses:
         around = thread.call_around(frame)
         if around is None:
             self._begin_pass()
-        call = Call(name, thread.pass_number, is_outermost=around is None)
+        call = GuardedCall(name, thread.pass_number, is_outermost=around is None)
         gradients = before = None
         if not self._guard.is_over:
             values = *args, *kwargs.values()
@@ -183,7 +183,7 @@ class _GuardedPasses:
             if self._weights is not None:
                 layer, inputs = self._guard.layer_of(call), Inputs(args, kwargs)
                 before = CallBefore(layer, module, inputs, self._weights)
-        thread.calls.append(_Running(call, frame, gradients, before))
+        thread.calls.append(_RunningCall(call, frame, gradients, before))
 
     def end_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Examine the output of a call that has returned."""
@@ -201,7 +201,7 @@ class _GuardedPasses:
             if self._gradients is not None and running.gradients is not None:
                 self._gradients.attach(running.gradients, output)
 
-    def _judge(self, running: _Running, output: Any) -> None:
+    def _judge(self, running: _RunningCall, output: Any) -> None:
         """Judge a call that has returned, by what it has returned."""
         call, cases = running.call, self.thread.cases
         made = self.thread.known.examine_all((output,))

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scio_recorder.analysis.guarding.finite import Found, Known
-from scio_recorder.analysis.guarding.guard import Call, Case, Cases, Guard
+from scio_recorder.analysis.guarding.guard import Case, Cases, Guard, GuardedCall
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
@@ -56,7 +56,7 @@ class CallGradients:
 
     Parameters
     ----------
-    call : Call
+    call : GuardedCall
         The call.
     around : CallGradients or None
         Those of the call that contains it.
@@ -64,28 +64,24 @@ class CallGradients:
         Its inputs.
     """
 
-    __slots__ = (
-        *("_found", "_other_threads", "_start", "_task"),
-        *("around", "call", "has_returned", "nodes"),
-    )
-
-    def __init__(self, call: Call, around: CallGradients | None, inputs: Iterable[Any]) -> None:
+    def __init__(
+        self, call: GuardedCall, around: CallGradients | None, inputs: Iterable[Any]
+    ) -> None:
         self.call = call
         self.around = around
         self.has_returned = False
         # The number of operations that autograd had noted when the call began.
         self._start = private.num_operations()
         # The nodes that made inputs on another thread, if these have later numbers there.
-        self._other_threads: set[Any] = around._other_threads if around else self._later(inputs)
+        self._other_threads: set[Any] = set() if around is None else around._other_threads
+        for tensor in tensors(inputs) if around is None else ():
+            if tensor.grad_fn is not None and private.place_of(tensor.grad_fn) >= self._start:
+                self._other_threads.add(tensor.grad_fn)
         # Its nodes to which the calls inside it lead.
         self.nodes: list[Any] = []
         # The last backward pass that entered the call, and its findings about what entered.
         self._task = -1
         self._found: list[Found] = []
-
-    def _later(self, inputs: Iterable[Any]) -> set[Any]:
-        nodes = [tensor.grad_fn for value in inputs for tensor in tensors(value)]
-        return {one for one in nodes if one is not None and private.place_of(one) >= self._start}
 
     def innermost_with(self, node: Any) -> CallGradients | None:
         """Return the call, from this one outwards, of which a node is an operation; None for none.
@@ -205,9 +201,11 @@ class GuardedGradients:
     ) -> None:
         """Examine the gradients that leave a call from a node."""
         backward = self._current()
-        for at in exits if backward is not None else ():
+        if backward is None:
+            return
+        for at in exits:
             gradient = made[at.edge]
-            if backward is not None and gradient is not None:
+            if gradient is not None:
                 found = backward.known.examine(gradient)
                 if found is not None or gradient.grad_fn is not None:
                     self._judge(backward, gradient, found, call, at)

@@ -38,7 +38,7 @@ class LossScaling:
     def __init__(self) -> None:
         self._num_skipped_steps = 0
         # The scale in the first backward pass that overflowed since the scaler's last step.
-        self._overflows: dict[int, tuple[weakref.ref[GradScaler], float]] = {}
+        self._overflows: weakref.WeakKeyDictionary[GradScaler, float] = weakref.WeakKeyDictionary()
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
         # The backward pass of the last question, and the answer.
         self._answer = -1, False
@@ -51,11 +51,10 @@ class LossScaling:
 
     def count_skipped(self) -> None:
         """Count the steps that were skipped since the last time: each made the scale smaller."""
-        for key, (reference, scale) in list(self._overflows.items()):
-            scaler = reference()
-            if scaler is None or scaler.get_scale() < scale:
-                self._num_skipped_steps += scaler is not None
-                del self._overflows[key]
+        for scaler, scale in list(self._overflows.items()):
+            if scaler.get_scale() < scale:
+                self._num_skipped_steps += 1
+                del self._overflows[scaler]
 
     def explains_overflow(self) -> bool:
         """Whether gradients of the current backward pass may overflow, and note that they do."""
@@ -72,7 +71,7 @@ class LossScaling:
         scalers = [one for one in self._scalers if one.is_enabled() and one.get_scale() > 1]
         self.count_skipped()
         for scaler in scalers:
-            self._overflows.setdefault(id(scaler), (weakref.ref(scaler), scaler.get_scale()))
+            self._overflows.setdefault(scaler, scaler.get_scale())
         return bool(scalers)
 
 

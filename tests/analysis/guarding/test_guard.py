@@ -849,6 +849,18 @@ def test_a_pass_that_is_broken_off_is_not_held() -> None:
         assert references[-1]() is None
 
 
+def test_a_pass_that_fails_is_held_by_nobody() -> None:
+    net = nn.Sequential(Do(torch.sin), nn.Sequential(linear()))
+    with garbage_left(), recorder(net).guard():
+        x = X.clone()
+        reference = weakref.ref(x)
+        with contextlib.suppress(RuntimeError):
+            net(x[:, :2])
+        del x
+        assert reference() is None
+        net(X)
+
+
 def test_a_call_that_never_began_ends_no_other() -> None:
     class Tries(nn.Module):
         def __init__(self) -> None:
