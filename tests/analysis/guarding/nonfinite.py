@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors import finite
+from scio_recorder.analysis.guarding import finite
 
 NAN, INF = torch.nan, torch.inf
 

@@ -26,8 +26,9 @@ from scio_recorder import (
     UnsupportedNetError,
     open_recording,
 )
+from scio_recorder.analysis.guarding import finite
 from scio_recorder.errors import ArgumentError
-from scio_recorder.tensors import finite, private
+from scio_recorder.tensors import private
 from tests.analysis.guarding.nonfinite import (
     INF,
     NAN,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LabellingError, Recorder
+from scio_recorder.analysis.guarding import finite
 from scio_recorder.analysis.guarding.guard import Guard
-from scio_recorder.tensors import finite
 from tests.analysis.guarding.by_hand import gradient_makers
 from tests.analysis.guarding.nonfinite import INF, NAN, Residual, first_maker, read_later
 from tests.zoo import CASES, Case
