@@ -30,16 +30,14 @@ from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
 from scio_recorder.stores.disk_format.description import (
-    agree,
     check_settings,
     check_writable,
     holds_recording,
-    medium_at,
     place_of,
 )
 from scio_recorder.stores.disk_format.ids import Ids, joined_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
-from scio_recorder.stores.disk_format.medium import Medium, is_url
+from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
@@ -155,36 +153,6 @@ class Disk(Store):
             "the data between them, such as DistributedSampler, or call collect_parts, or write "
             "sample_ids= and Disk(PATH, rank=, world_size=)"
         )
-
-    def join_parts(self, num_parts: int, header: dict[str, Any]) -> Medium:
-        """Begin, or join, a recording that several processes fill part by part.
-
-        Parameters
-        ----------
-        num_parts : int
-            The number of parts.
-        header : dict
-            Settings, in which all processes must agree.
-
-        Returns
-        -------
-        Medium
-            The place of the recording.
-
-        Raises
-        ------
-        RecordingError
-            The recording was begun with other settings.
-        """
-        if self.is_shared:
-            raise CollectError(
-                "collect_parts decides which process writes what: leave rank= and world_size= "
-                "out of Disk(...)"
-            )
-        medium = medium_at(self.path, makes_it=True)
-        medium.check_writable(0)
-        agree(medium, num_parts, header)
-        return medium
 
     def part(self, number: int, num_parts: int, right: WriteRight | None = None) -> Disk:
         """Return the store of one part of such a recording: the first, or the next one.

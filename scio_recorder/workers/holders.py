@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.description import agreed, complete_ranks, recordings_inside
+from scio_recorder.stores.disk_format.description import complete_ranks, recordings_inside
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.workers.leases import holder_of, lease_name, machine, newest_leases
+from scio_recorder.workers.parts import agreed
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError, caught_as, raised_by
+from scio_recorder.errors import CollectError, RecordingError, caught_as, raised_by
+from scio_recorder.layer import counted
 from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.advice import naming_part
 from scio_recorder.recording.collection import Collection
@@ -27,16 +28,26 @@ from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.recording import Recording, opened
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk import EmptyPartError
-from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
-from scio_recorder.stores.disk_format.medium import accessing
+from scio_recorder.stores.disk_format.description import (
+    DESCRIPTION_NAME,
+    MAX_RANKS,
+    check_empty,
+    check_settings,
+    medium_at,
+    read_description,
+)
+from scio_recorder.stores.disk_format.jsons import JSON, dump, expect, parse
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.run import put_together
+from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import Claims, Lease, LeaseRenewer, machine, seconds
 from scio_recorder.workers.samplers import refuse_split
 from scio_recorder.workers.terminating import terminable
 
+PARTS_NAME = "parts.safetensors"
 # Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
@@ -51,11 +62,52 @@ def check_make_batches(given: Any) -> None:
         raise caught_as(CollectError, TypeError(text), text)
 
 
+def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
+    """Begin a recording in parts before anything has run, or join the processes that have.
+
+    Raises
+    ------
+    RecordingError
+        They have another number of parts or other settings, or there is something else.
+    """
+    given = parse(dump({"parts": num_parts, "header": header}))
+    stored = agreed(medium)
+    if stored is None:
+        check_empty(medium, is_in_parts=True)
+        with accessing(medium.path), suppress(FileExistsError):
+            medium.put(PARTS_NAME, "parts", prepared({}, given))
+        stored = agreed(medium)
+    if stored is None or stored["parts"] != num_parts:
+        found = 0 if stored is None else stored["parts"]
+        raise RecordingError(
+            f"{medium.path} is a recording in {counted(found, 'part')}, and num_parts is "
+            f"{num_parts} here: give the same number, or choose another folder"
+        )
+    check_settings(medium.path, stored["header"], given["header"])
+
+
+def agreed(medium: Medium) -> dict[str, Any] | None:
+    """Return the settings of a recording in parts, even if only ranks have begun it."""
+    if medium.has(PARTS_NAME):
+        with parsing(medium.path_of(PARTS_NAME)):
+            said = TensorFile(medium, PARTS_NAME).content
+            return {"parts": expect(said["parts"], int), "header": expect(said["header"], dict)}
+    if medium.has(DESCRIPTION_NAME):
+        found = read_description(medium)
+        return {"parts": found.world_size, "header": found.header}
+    return None
+
+
 def _seen_by_others(store: Store) -> Disk:
     if not isinstance(store, Disk):
         raise CollectError(
             f"collect_parts needs a store that other processes see, which {type(store).__name__} "
             'is not: write store="disk:PATH"'
+        )
+    if store.is_shared:
+        raise CollectError(
+            "collect_parts decides which process writes what: leave rank= and world_size= out of "
+            "Disk(...)"
         )
     return store
 
@@ -107,11 +159,13 @@ class Parts:
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
             terminable(),
-            closing(self._store.join_parts(self.num_parts, header)) as self._medium,
+            closing(medium_at(self._store.path, makes_it=True)) as self._medium,
             LeaseRenewer() as self._renewer,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
             path = self._medium.path
+            self._medium.check_writable(0)
+            agree(self._medium, self.num_parts, header)
             with accessing(path):
                 claims = Claims(self._medium, self.num_parts, self._said, clock=seconds)
             if claims.num_done == self.num_parts:

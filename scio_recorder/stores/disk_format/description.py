@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec, counted, few
+from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.jsons import JSON, differences, dump, expect, parse
+from scio_recorder.stores.disk_format.jsons import JSON, differences, expect
 from scio_recorder.stores.disk_format.medium import Medium, accessing, is_url, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
-    prepared,
     table_from_json,
     table_to_json,
 )
@@ -38,7 +37,6 @@ _MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.M
 # The name in a chunk of the values that are kept of its batches.
 VALUES = "#values"
 _SHOWN = 10
-PARTS_NAME = "parts.safetensors"
 # Names that may exist before there is a recording, left by killed writers too.
 _REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
 _REMAINS_OF_PARTS = re.compile(r"lease-.*|parts\.safetensors(\..*\.tmp)?", re.ASCII)
@@ -262,42 +260,6 @@ def for_others(path: str) -> str:
     's3://bucket/run'
     """
     return path if is_url(path) else os.path.abspath(path)
-
-
-def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
-    """Begin a recording in parts before anything has run, or join the processes that have.
-
-    Raises
-    ------
-    RecordingError
-        They have another number of parts or other settings, or there is something else.
-    """
-    given = parse(dump({"parts": num_parts, "header": header}))
-    stored = agreed(medium)
-    if stored is None:
-        check_empty(medium, is_in_parts=True)
-        with accessing(medium.path), suppress(FileExistsError):
-            medium.put(PARTS_NAME, "parts", prepared({}, given))
-        stored = agreed(medium)
-    if stored is None or stored["parts"] != num_parts:
-        found = 0 if stored is None else stored["parts"]
-        raise RecordingError(
-            f"{medium.path} is a recording in {counted(found, 'part')}, and num_parts is "
-            f"{num_parts} here: give the same number, or choose another folder"
-        )
-    check_settings(medium.path, stored["header"], given["header"])
-
-
-def agreed(medium: Medium) -> dict[str, Any] | None:
-    """Return the settings of a recording in parts, even if only ranks have begun it."""
-    if medium.has(PARTS_NAME):
-        with parsing(medium.path_of(PARTS_NAME)):
-            said = TensorFile(medium, PARTS_NAME).content
-            return {"parts": expect(said["parts"], int), "header": expect(said["header"], dict)}
-    if medium.has(DESCRIPTION_NAME):
-        found = read_description(medium)
-        return {"parts": found.world_size, "header": found.header}
-    return None
 
 
 def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
