@@ -112,7 +112,9 @@ class RunningStatistics:
         self._low.update(finite)
         self._high.update(finite)
         self.num_finite += len(finite)
-        self._zeros += int((finite == 0).sum())
+        # A sum of floats takes a fraction of the time that a sum of booleans takes.
+        is_zero = torch.eq(finite, 0, out=torch.empty_like(finite))
+        self._zeros += int(is_zero.sum(dtype=torch.float64))
 
     def _add_units(self, samples: Tensor, type_name: str) -> None:
         self.dimension = unit_dimension(type_name, samples.ndim)
