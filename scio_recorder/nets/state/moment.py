@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -178,7 +178,7 @@ class LiveMoment(Moment):
                 moment.buffers[at] = buffer.detach().clone()
         named = module.named_parameters()
         moment.weights = [(name, p, version_of(p), p.device) for name, p in named]
-        moment.samples = moment._sampled()
+        moment.samples = joined(sampled(moment._uncopied()))
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
@@ -193,25 +193,38 @@ class LiveMoment(Moment):
             if version_of(buffer) != version:
                 return f"the buffer {name} has changed since that pass"
         # Writes through `.data` and by fused optimisers are not counted.
-        samples = self._sampled()
-        if samples.keys() != self.samples.keys() or not all(
-            same_bits(samples[kind], then) for kind, then in self.samples.items()
-        ):
+        if not same_samples(joined(sampled(self._uncopied())), self.samples):
             return "weights have changed since that pass, or large buffers"
         return super().explain_change(module)
 
-    def _sampled(self) -> dict[Any, Tensor]:
-        """Return some values of each tensor: reading all would take as long as a small pass."""
-        parts: dict[Any, list[Tensor]] = {}
-        with torch.no_grad():
-            weights = [weight for _, weight, _, _ in self.weights]
-            for tensor in (*weights, *(buffer for _, buffer, _ in self.large)):
-                if is_plain(tensor) and _is_gapless(tensor) and tensor.numel():
-                    step = -(-tensor.numel() // _SAMPLED)
-                    count = -(-tensor.numel() // step)
-                    kind = tensor.device, tensor.dtype
-                    parts.setdefault(kind, []).append(tensor.as_strided((count,), (step,)))
-            return {kind: torch.cat(some) for kind, some in parts.items()}
+    def _uncopied(self) -> list[Tensor]:
+        return [
+            *(weight for _, weight, *_ in self.weights),
+            *(buffer for _, buffer, _ in self.large),
+        ]
+
+
+def sampled(given: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Return a view of some values of each tensor, by device and dtype."""
+    parts: dict[Any, list[Tensor]] = {}
+    for tensor in given:
+        if is_plain(tensor) and _is_gapless(tensor) and tensor.numel():
+            step = -(-tensor.numel() // _SAMPLED)
+            count = -(-tensor.numel() // step)
+            kind = tensor.device, tensor.dtype
+            parts.setdefault(kind, []).append(tensor.detach().as_strided((count,), (step,)))
+    return parts
+
+
+def joined(views: dict[Any, list[Tensor]]) -> dict[Any, Tensor]:
+    """Return the values: reading all those of the tensors would take as long as a small pass."""
+    with torch.no_grad():
+        return {kind: torch.cat(some) for kind, some in views.items()}
+
+
+def same_samples(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
+    """Whether the same values were found."""
+    return one.keys() == other.keys() and all(map(same_bits, one.values(), other.values()))
 
 
 def _is_gapless(tensor: Tensor) -> bool:

@@ -44,10 +44,9 @@ def is_sharded(net: nn.Module) -> bool:
     >>> is_sharded(nn.Linear(2, 1))
     False
     """
-    if not (loaded(FSDP, "FSDPModule") or dtensor_type()):
-        return False
-    tensors = (*net.parameters(), *net.buffers())
-    return bool(fsdp_modules(net)) or any(map(is_dtensor, tensors))
+    spread = dtensor_type()
+    tensors = (*net.parameters(), *net.buffers()) if spread else ()
+    return bool(fsdp_modules(net)) or any(isinstance(one, spread) for one in tensors)
 
 
 def dtensor_type() -> tuple[type, ...]:

@@ -31,7 +31,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from operator import is_
-from typing import Any, NamedTuple, Optional, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -40,11 +40,12 @@ from torch import Tensor, nn
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
 from scio_recorder.nets.state.copying import OriginalCalledError, are_large
+from scio_recorder.nets.state.moment import joined, same_samples, sampled
 from scio_recorder.nets.state.own_hooks import LIBRARIES, leave_own_hooks
 from scio_recorder.nets.state.random_numbers import random_state, restore_random
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_dense, same_bits, version_of
+from scio_recorder.tensors.copies import is_dense, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
 
 # Objects of these packages are not a network's own, and may belong to other threads.
@@ -55,6 +56,7 @@ _MACHINERY = (
     *("_queue", "logging", "asyncio", "multiprocessing", "concurrent", "socket", "subprocess"),
     *("ctypes", "selectors"),
 )
+_OURS = "scio_recorder."
 # A recorder is a module, but no part of a network.
 _RECORDER = "scio_recorder.recorder"
 # Types of values that never change, or are code.
@@ -64,39 +66,41 @@ _VALUES = (
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(np.dtype, np.generic, np.ufunc, property, staticmethod, classmethod),
 )
-_CONTAINERS: tuple[Any, ...] = (
-    *(dict, types.MappingProxyType, list, tuple, set, frozenset, deque),
-)
+# Types of keys of dictionaries that never change, and are names.
+_NAMES = frozenset((str, int))
 _GENERATORS: tuple[Any, ...] = (
     *(torch.Generator, random.Random),
     *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
 )
+_MAPPINGS = (OrderedDict, dict)
+_SEEN_INTO = (*_GENERATORS, Tensor, bytearray, array)
 # A generator in between may have gone round in a loop.
 _AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
 _EMPTY = object()
+# A class is hashable, which checkers of types don't know.
+_type: Any = type
 # Names that say nothing to a user.
 _UNNAMED = {"_modules", "_parameters", "_buffers", ""}
 _SHOWN = 5
 
 _PutBack: TypeAlias = Callable[[], object]
-# A name, and the way to what holds the object of that name.
-_Way: TypeAlias = tuple[str, Optional["_Way"]]
 
 
 class Found(NamedTuple):
-    """An object that was reached, and the way to it."""
+    """An object that was reached, its name in what holds it, and the way to that."""
 
     value: Any
-    way: _Way
+    name: object
+    holder: Found | None
 
     @property
-    def name(self) -> str:
+    def path(self) -> str:
         """The way to it, as a user would write it."""
         names: list[str] = []
-        way: _Way | None = self.way
-        while way is not None:
-            names.append(way[0])
-            way = way[1]
+        at: Found | None = self
+        while at is not None:
+            names.append(str(at.name))
+            at = at.holder
         return ".".join(name for name in reversed(names) if name not in _UNNAMED)
 
 
@@ -117,24 +121,23 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
     --------
     >>> net = nn.ReLU()
     >>> net.seen = {"counts": [1]}
-    >>> reached([net])[id(net.seen["counts"])].name
+    >>> reached([net])[id(net.seen["counts"])].path
     'net.seen.counts'
     """
     found: dict[int, Found] = {}
-    waiting = [Found(root, ("net", None)) for root in roots]
+    waiting = [Found(root, "net", None) for root in roots]
     while waiting:
         one = waiting.pop()
-        if id(one.value) not in found:
-            found[id(one.value)] = one
-            if not is_machinery(one.value):
-                parts = _parts(one.value)
-                waiting += [Found(part, (name, one.way)) for name, part in parts if _changes(part)]
+        if id(one.value) in found:
+            continue
+        found[id(one.value)] = one
+        kind: Any = type(one.value)
+        for parts_of in _kind(kind).parts:
+            parts = parts_of(one.value)
+            waiting += [
+                Found(part, name, one) for name, part in parts if not _is_value(_type(part))
+            ]
     return found
-
-
-def _changes(value: Any) -> bool:
-    kind: Any = type(value)
-    return not _is_value(kind)
 
 
 @lru_cache(4096)
@@ -142,98 +145,63 @@ def _is_value(kind: type) -> bool:
     return issubclass(kind, _VALUES)
 
 
-def is_machinery(value: Any) -> bool:
-    """Whether an object belongs to the works of a library, ours among them."""
-    kind: Any = type(value)
-    if kind is partial:
-        return is_machinery(value.func)
-    if kind is types.MethodType:
-        return is_machinery(value.__self__)
-    if kind is types.FunctionType:
-        # Not its `__module__`, which decorators make that of another function.
-        return str(value.__globals__.get("__name__")).startswith(_MACHINERY)
-    return _is_machinery_type(kind)
+# -- the parts of an object, with names ------------------------------------------------------------
 
 
-@lru_cache(4096)
-def _is_machinery_type(kind: type) -> bool:
-    return str(kind.__module__).startswith(_RECORDER if issubclass(kind, nn.Module) else _MACHINERY)
+def _of_dict(value: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    if "_forward_hooks" in value:
+        # Modules have very many empty dictionaries of hooks, which are noted apart.
+        hooks = private.HOOK_DICTIONARIES
+        return [(name, part) for name, part in value.items() if name not in hooks or part]
+    if _NAMES.issuperset(map(type, value)):
+        return dict.items(value)
+    return [*dict.items(value), *zip(itertools.repeat(""), dict.keys(value), strict=False)]
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, with names."""
-    kind: Any = type(value)
-    if issubclass(kind, torch.jit.ScriptModule):
-        # All else is out of sight.
-        yield from value.named_parameters()
-        yield from value.named_buffers()
-        return
-    if issubclass(kind, _CONTAINERS):
-        yield from _items(value)
-    elif issubclass(kind, np.ndarray):
-        yield from _named(value.flat if value.dtype.hasobject else ())
-    else:
-        yield from _parts_of_code(value)
-    attributes = _attributes(value)
-    if attributes is not None:
-        yield "", attributes
-    yield from ((name, getattr(value, name, None)) for name in _slots(kind))
+def _of_array(value: Any) -> Iterable[tuple[Any, Any]]:
+    return enumerate(value.flat) if value.dtype.hasobject else ()
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a container holds, whatever a class derived from it makes of that."""
-    base = next(base for base in _CONTAINERS if issubclass(type(value), base))
-    if base in (dict, types.MappingProxyType):
-        for key, item in base.items(value):
-            if _changes(key):
-                yield "", key
-            # Modules have very many empty dictionaries of hooks, which are noted apart.
-            if type(key) is not str or key not in private.HOOK_DICTIONARIES or item:
-                yield str(key), item
-    else:
-        yield from _named(base.__iter__(value))
+def _of_function(value: Any) -> Iterable[tuple[Any, Any]]:
+    # Not its `__module__`, which decorators make that of another function.
+    if str(value.__globals__.get("__name__")).startswith(_MACHINERY):
+        return ()
+    cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    return [*cells, ("", value.__defaults__), ("", value.__kwdefaults__)]
 
 
-def _named(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((str(number), item) for number, item in enumerate(items))
+def _of_cell(value: types.CellType) -> Iterable[tuple[Any, Any]]:
+    return [("", _content(value))]
 
 
-def _parts_of_code(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what functions and methods hold, and what references refer to."""
-    kind: Any = type(value)
-    if issubclass(kind, types.FunctionType):
-        yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from (("", one) for one in (value.__defaults__, value.__kwdefaults__))
-    elif issubclass(kind, types.CellType):
-        yield "", _content(value)
-    elif issubclass(kind, partial):
-        yield from (("", one) for one in (value.func, value.args, value.keywords))
-    elif issubclass(kind, types.MethodType):
-        yield "", value.__self__
-        # A method of a class is code, but any function can be made one.
-        if getattr(type(value.__self__), value.__name__, None) is not value.__func__:
-            yield "", value.__func__
-    elif issubclass(kind, types.BuiltinFunctionType | types.MethodWrapperType):
-        yield "", value.__self__
-    elif issubclass(kind, weakref.ref):
-        yield "", value()
+def _of_partial(value: Any) -> Iterable[tuple[Any, Any]]:
+    return [("", value.func), ("", value.args), ("", value.keywords)]
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _of_method(value: Any) -> Iterable[tuple[Any, Any]]:
+    # A method of a class is code, but any function can be made one.
+    function = getattr(value, "__func__", None)
+    is_own = getattr(type(value.__self__), value.__name__, None) is function
+    return [("", value.__self__), ("", None if is_own else function)]
+
+
+def _of_reference(value: Any) -> Iterable[tuple[Any, Any]]:
+    return [("", value())]
+
+
+def _of_script(value: Any) -> Iterable[tuple[Any, Any]]:
+    # All else is out of sight.
+    return [*value.named_parameters(), *value.named_buffers()]
+
+
+def _attributes(value: Any) -> Iterable[tuple[Any, Any]]:
     found = getattr(value, "__dict__", None)
-    return found if type(found) is dict else None
+    return [("", found)] if type(found) is dict else ()
 
 
-@lru_cache(4096)
-def _slots(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class that is written in Python."""
-    return tuple(
-        name
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+def _slots_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    kind: Any = type(value)
+    return [(name, getattr(value, name, None)) for name in _kind(kind).slots]
 
 
 def _content(cell: types.CellType) -> Any:
@@ -243,58 +211,84 @@ def _content(cell: types.CellType) -> Any:
         return _EMPTY
 
 
-# -- notes of former states, each a function that puts it back -------------------------------------
+_PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
+_PARTS: tuple[tuple[Any, _PartsOf], ...] = (
+    (dict, _of_dict),
+    (types.MappingProxyType, types.MappingProxyType.items),
+    ((list, tuple, set, frozenset, deque), enumerate),
+    (np.ndarray, _of_array),
+    (types.FunctionType, _of_function),
+    (types.CellType, _of_cell),
+    (partial, _of_partial),
+    ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
+    (weakref.ref, _of_reference),
+)
 
 
-def _notes_of(value: Any) -> Iterator[_PutBack]:
-    """Yield functions that put back what an object itself holds."""
-    kind: Any = type(value)
-    if issubclass(kind, _GENERATORS):
-        yield from _note_generator(value)
-    elif not is_machinery(value):
-        yield from (note(value) for note in _notes_for(kind))
+class _Kind(NamedTuple):
+    """What is known of all objects of a class."""
+
+    parts: tuple[_PartsOf, ...]
+    # The names of slots of a class that is written in Python.
+    slots: tuple[str, ...]
+    is_machinery: bool
+    is_opaque: bool
 
 
 @lru_cache(4096)
-def _notes_for(kind: type) -> list[Callable[[Any], _PutBack]]:
-    notes = [note for base, note in _NOTES if issubclass(kind, base)]
-    return [*notes, *([_note_slots] if _slots(kind) else [])]
+def _kind(kind: type) -> _Kind:
+    is_module = issubclass(kind, nn.Module)
+    is_machinery = str(kind.__module__).startswith(_RECORDER if is_module else _MACHINERY)
+    parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
+    slots = () if is_machinery else _slots(kind)
+    has_attributes = hasattr(kind, "__dict__") and bool(kind.__dictoffset__)
+    is_seen = bool(parts) or has_attributes or bool(slots) or issubclass(kind, _SEEN_INTO)
+    is_opaque = _is_opaque(kind, is_machinery, is_seen)
+    if is_machinery:
+        parts = []
+    elif issubclass(kind, torch.jit.ScriptModule):
+        parts = [_of_script]
+    else:
+        parts += [_attributes] * has_attributes + [_slots_of] * bool(slots)
+    return _Kind(tuple(parts), slots, is_machinery, is_opaque)
 
 
-def _note_dict(value: dict[Any, Any]) -> _PutBack:
-    base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    keys, items = [*base.keys(value)], [*base.values(value)]
-
-    def put_back() -> None:
-        is_same = len(keys) == base.__len__(value) and all(map(is_, base.values(value), items))
-        if not (is_same and all(map(is_, base.keys(value), keys))):
-            base.clear(value)
-            for key, item in zip(keys, items, strict=True):
-                base.__setitem__(value, key, item)
-
-    return put_back
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    )
 
 
-def _note_sequence(value: Any) -> _PutBack:
-    base: Any = next(base for base in (list, deque, set) if isinstance(value, base))
-    items = [*base.__iter__(value)]
+def _is_opaque(kind: type, is_machinery: bool, is_seen: bool) -> bool:
+    """Whether passes may change objects of a class of which nothing can be seen."""
+    if issubclass(kind, io.IOBase):
+        return True
+    if is_machinery:
+        return hasattr(kind, "__next__") or hasattr(kind, "qsize")
+    package = kind.__module__.partition(".")[0]
+    is_known = package in sys.stdlib_module_names or package in ("torch", "numpy")
+    return not is_seen and (hasattr(kind, "__next__") or not is_known)
 
-    def put_back() -> None:
-        if len(items) != base.__len__(value) or not all(map(is_, base.__iter__(value), items)):
-            base.clear(value)
-            (base.update if base is set else base.extend)(value, items)
 
-    return put_back
+# -- former states, and functions that put them back -----------------------------------------------
+
+
+def _refill(value: Any, base: Any, items: Iterable[Any]) -> None:
+    """Give a container its items again, whatever a class derived from it makes of that."""
+    base.clear(value)
+    for item in items:
+        if base in _MAPPINGS:
+            base.__setitem__(value, *item)
+        else:
+            (base.add if base is set else base.append)(value, item)
 
 
 def _note_bytes(value: bytearray | array[Any]) -> _PutBack:
-    before: Any = value[:]
-
-    def put_back() -> None:
-        if value != before:
-            value[:] = before
-
-    return put_back
+    return partial(operator.setitem, value, slice(None), value[:])
 
 
 def _note_cell(cell: types.CellType) -> _PutBack:
@@ -322,11 +316,10 @@ def _note_array(value: np.ndarray[Any, Any]) -> _PutBack:
 
 def _note_slots(value: Any) -> _PutBack:
     kind: Any = type(value)
-    names = _slots(kind)
-    before = [getattr(value, name, _EMPTY) for name in names]
+    before = [(name, getattr(value, name, _EMPTY)) for name in _kind(kind).slots]
 
     def put_back() -> None:
-        for name, then in zip(names, before, strict=True):
+        for name, then in before:
             now = getattr(value, name, _EMPTY)
             if then is _EMPTY and now is not _EMPTY:
                 object.__delattr__(value, name)
@@ -336,54 +329,59 @@ def _note_slots(value: Any) -> _PutBack:
     return put_back
 
 
-def _note_generator(value: Any) -> Iterator[_PutBack]:
+def _note_generator(value: Any) -> _PutBack:
     if isinstance(value, torch.Generator):
-        yield partial(value.set_state, value.get_state())
-    elif isinstance(value, np.random.RandomState):
-        yield partial(value.set_state, value.get_state(legacy=False))
-    elif isinstance(value, np.random.Generator | np.random.BitGenerator):
-        source: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
-        yield partial(setattr, source, "state", source.state)
-    elif not isinstance(value, random.SystemRandom):
-        yield partial(value.setstate, value.getstate())
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    source: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
+    return partial(setattr, source, "state", source.state)
 
 
 _NOTES: tuple[tuple[Any, Callable[[Any], _PutBack]], ...] = (
-    (dict, _note_dict),
-    ((list, deque, set), _note_sequence),
     ((bytearray, array), _note_bytes),
     (types.CellType, _note_cell),
     (np.ndarray, _note_array),
+    (_GENERATORS, _note_generator),
 )
 
 
-class _HooksNote:
-    """The hooks on one module. Ours come and go meanwhile, and are left as they are."""
+@lru_cache(4096)
+def _notes(kind: type) -> list[Callable[[Any], _PutBack]]:
+    # The system's own generator has no state.
+    bases = () if issubclass(kind, random.SystemRandom) else _NOTES
+    found = [note for base, note in bases if issubclass(kind, base)]
+    return [*found, *([_note_slots] * bool(_kind(kind).slots))]
 
-    def __init__(self, module: nn.Module) -> None:
-        own = vars(module)
-        self._hooks = {name: own[name] for name in private.HOOK_DICTIONARIES if name in own}
-        self._before = {name: dict(hooks) for name, hooks in self._hooks.items()}
 
-    @property
-    def dictionaries(self) -> Iterable[dict[int, Any]]:
-        """The dictionaries that hold them."""
-        return self._hooks.values()
+@lru_cache(4096)
+def _container(kind: type) -> Any:
+    """Return the built-in container that a class is, or is derived from; None for others."""
+    bases = () if _kind(kind).is_machinery else (*_MAPPINGS, list, deque, set)
+    return next((base for base in bases if issubclass(kind, base)), None)
 
-    def put_back(self) -> None:
-        """Put back the hooks of others."""
-        if any(hooks != self._before[name] for name, hooks in self._hooks.items()):
-            former, ours = _numbers_of_ours(self._before), _numbers_of_ours(self._hooks)
-            for name, hooks in self._hooks.items():
-                kept = {key: hook for key, hook in self._before[name].items() if key not in former}
-                kept |= {key: hook for key, hook in hooks.items() if key in ours}
-                hooks.clear()
-                hooks.update(kept)
+
+def _put_back_hooks(hooks: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put back a module's hooks but for ours, which come and go meanwhile."""
+    former, ours = _numbers_of_ours(before), _numbers_of_ours(hooks)
+    for name, own in hooks.items():
+        kept = {key: hook for key, hook in before[name].items() if key not in former}
+        kept |= {key: hook for key, hook in own.items() if key in ours}
+        own.clear()
+        own.update(kept)
 
 
 def _numbers_of_ours(hooks: dict[str, Any]) -> set[int]:
     named = set(private.FORWARD_HOOKS) & hooks.keys()
-    return {key for name in named for key, hook in hooks[name].items() if is_machinery(hook)}
+    return {key for name in named for key, hook in hooks[name].items() if _is_ours(hook)}
+
+
+def _is_ours(hook: Any) -> bool:
+    owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", hook)
+    is_function = isinstance(owner, types.FunctionType)
+    return str(owner.__module__ if is_function else type(owner).__module__).startswith(_OURS)
 
 
 class _TensorNote:
@@ -394,80 +392,34 @@ class _TensorNote:
         self._data = tensor.data
         self._requires_grad = tensor.requires_grad
         self._values = tensor.detach().clone() if with_values else None
+        # Nobody can write to a tensor that has one number at several places.
+        self._is_writable = with_values and not _is_expanded(tensor)
+        self._is_inference = tensor.is_inference()
+        self._is_parameter = isinstance(tensor, nn.Parameter)
         self._version = version_of(tensor)
         self._put_back_version = private.restoring_version(tensor)
-        # Whether passes write to it without being counted; None while that is unknown.
-        self._is_written_unseen: bool | None = None
 
     def put_back(self, *, thorough: bool) -> bool:
         """Put back memory and values; say whether that could be done."""
-        tensor, is_counted = self.tensor, version_of(self.tensor) != self._version
-        if not tensor.is_inference():
+        tensor = self.tensor
+        is_counted = not self._is_inference and tensor._version != self._version
+        if not self._is_inference:
             # `net.to(device)` swaps the memory under a parameter.
             tensor.data = self._data
-        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
+        if tensor.requires_grad != self._requires_grad and tensor.is_leaf:
             tensor.requires_grad_(self._requires_grad)
-        if self._values is None:
-            return not is_counted
-        if is_counted or thorough or not isinstance(tensor, nn.Parameter) or self._is_unseen():
-            self._write(self._values)
-        if is_counted:
+        if self._is_writable and (is_counted or thorough or not self._is_parameter):
+            with torch.inference_mode(self._is_inference):
+                self._data.copy_(self._values)  # type: ignore[arg-type]  # it has values
+        if is_counted and self._values is not None:
             # A graph that holds the tensor is as good as before.
             self._put_back_version()
-        return True
-
-    def _is_unseen(self) -> bool:
-        """Whether passes write to a parameter uncounted: the later ones do as the first did."""
-        if self._is_written_unseen is None:
-            assert self._values is not None
-            self._is_written_unseen = not same_bits(self._data, self._values)
-        return self._is_written_unseen
-
-    def _write(self, values: Tensor) -> None:
-        # Nobody can write to a tensor that has one number at several places.
-        if not _is_expanded(self._data):
-            with torch.no_grad(), torch.inference_mode(self._data.is_inference()):
-                self._data.copy_(values)
+        return self._values is not None or not is_counted
 
 
 def _is_expanded(tensor: Tensor) -> bool:
     shape = zip(tensor.shape, tensor.stride(), strict=True) if is_dense(tensor) else ()
     return any(size > 1 and step == 0 for size, step in shape)
-
-
-class _OpaqueNote:
-    """An object that can't be seen into."""
-
-    def __init__(self, found: Found) -> None:
-        self._found = found
-        self._position = _position(found.value)
-
-    @property
-    def name(self) -> str:
-        """The way to it, and its type."""
-        kind = type(self._found.value)
-        package = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        return f"{self._found.name} ({package}{kind.__qualname__})"
-
-    @property
-    def may_have_changed(self) -> bool:
-        """Whether nothing shows that it is as it was."""
-        return bool(_position(self._found.value) != self._position)
-
-
-def _is_opaque(value: Any) -> bool:
-    """Whether passes may change an object of which nothing can be seen."""
-    kind: Any = type(value)
-    if issubclass(kind, io.IOBase):
-        return True
-    if is_machinery(value):
-        return hasattr(kind, "__next__") or hasattr(kind, "qsize")
-    seen_into = (*_CONTAINERS, *_GENERATORS, Tensor, np.ndarray)
-    if issubclass(kind, seen_into) or _attributes(value) is not None or _slots(kind):
-        return False
-    package = kind.__module__.partition(".")[0]
-    is_known = package in sys.stdlib_module_names or package in ("torch", "numpy")
-    return hasattr(kind, "__next__") or not is_known
 
 
 def _position(value: Any) -> Any:
@@ -483,6 +435,12 @@ def _position(value: Any) -> Any:
     return object() if length < 0 else length
 
 
+def _with_type(found: Found) -> str:
+    kind = type(found.value)
+    package = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{found.path} ({package}{kind.__qualname__})"
+
+
 # -- the state of a network ------------------------------------------------------------------------
 
 
@@ -496,7 +454,7 @@ class NetState:
     keep_random : bool, default False
         Leave global generators of random numbers as passes leave them.
     only_buffers : bool, default False
-        Note the values of no other tensors.
+        Note no other tensors.
 
     Attributes
     ----------
@@ -522,19 +480,35 @@ class NetState:
         self._lost: list[str] = []
         values = [one.value for one in found.values()]
         modules = [one for one in values if issubclass(type(one), nn.Module)]
-        self._hooks = [_HooksNote(module) for module in modules]
-        hooks = {id(one) for note in self._hooks for one in note.dictionaries}
-        own = [one for one in values if id(one) not in hooks]
-        self._notes = [note for one in own for note in _notes_of(one)]
-        self._opaque = [_OpaqueNote(one) for one in found.values() if _is_opaque(one.value)]
-        buffers = {id(one) for module in modules for one in module.buffers()}
+        hooks = [
+            {name: vars(one)[name] for name in private.HOOK_DICTIONARIES if name in vars(one)}
+            for one in modules
+        ]
+        self._hooks = [(one, {name: dict(own) for name, own in one.items()}) for one in hooks]
+        noted_apart = {id(own) for one in hooks for own in one.values()}
+        containers = [(one, _container(_type(one))) for one in values if id(one) not in noted_apart]
+        # The items, or the keys, of each, and the values.
+        self._containers = [
+            (one, base, [*base.__iter__(one)], [*(base.values(one) if base in _MAPPINGS else ())])
+            for one, base in containers
+            if base is not None
+        ]
+        self._put_backs = [note(one) for one in values for note in _notes(_type(one))]
+        opaque = [one for one in found.values() if _kind(_type(one.value)).is_opaque]
+        self._opaque = [(one, _position(one.value)) for one in opaque]
+        self._note_tensors(values, modules, only_buffers)
+
+    def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
         tensors = [one for one in values if issubclass(type(one), Tensor)]
         parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
+        buffers = {id(one) for module in modules for one in module.buffers()}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
         self.leaves = [*parameters, *(one for one in tensors if one.is_leaf and one.requires_grad)]
         known = buffers | _small(tensors, buffers)
         self._tensors = [_TensorNote(one, with_values=id(one) in known) for one in tensors]
+        self._sampled = sampled(() if only_buffers else parameters)
+        self._samples = joined(self._sampled)
 
     def put_back(self, *, thorough: bool = False) -> None:
         """Put back everything that has changed.
@@ -542,21 +516,31 @@ class NetState:
         Parameters
         ----------
         thorough : bool, default False
-            Write the values of all parameters, not only of those that count as written, or to
-            which the first pass has written without being counted.
+            Write the values of all parameters. Otherwise, of all if some of their numbers differ
+            from before, and else of those that count as written.
         """
-        for note in self._hooks:
-            note.put_back()
-        for put_back in self._notes:
+        for hooks, before in self._hooks:
+            if hooks != before:
+                _put_back_hooks(hooks, before)
+        for value, base, items, mapped in self._containers:
+            if (
+                base.__len__(value) != len(items)
+                or not all(map(is_, base.__iter__(value), items))
+                or (mapped and not all(map(is_, base.values(value), mapped)))
+            ):
+                _refill(value, base, zip(items, mapped, strict=True) if mapped else items)
+        for put_back in self._put_backs:
             put_back()
-        lost = [one for one in self._tensors if not one.put_back(thorough=thorough)]
-        self._lost = [self._found[id(one.tensor)].name for one in lost]
+        thorough = thorough or not same_samples(self._samples, joined(self._sampled))
+        with torch.no_grad():
+            lost = [one for one in self._tensors if not one.put_back(thorough=thorough)]
+        self._lost = [self._found[id(one.tensor)].path for one in lost]
         if self._random is not None:
             restore_random(self._random)
 
     def warn_of_traces(self) -> None:
         """Warn of what may have changed and can't be put back."""
-        opaque = [note.name for note in self._opaque if note.may_have_changed]
+        opaque = [_with_type(one) for one, at in self._opaque if _position(one.value) != at]
         if opaque:
             warn(
                 "the network ran on the side, which may have changed what can't be put back: "
@@ -612,7 +596,8 @@ def untouched(
     >>> int(net.num_batches_tracked)
     0
     """
-    fsdp = fsdp_modules(net) if is_sharded(net) else []
+    is_spread = is_sharded(net)
+    fsdp = fsdp_modules(net) if is_spread else []
     for module in fsdp:
         private_distributed.take_whole_parameters(module)
     # State in which FSDP notes passes, and flat parameters, to which FSDP1 moves gradients.
@@ -620,11 +605,11 @@ def untouched(
     end_passes = private_distributed.ending(notes)
     flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
     roots = (net, *others, *map(vars, notes))
-    state = NetState(reached(roots), keep_random=keep_random, only_buffers=is_sharded(net))
+    state = NetState(reached(roots), keep_random=keep_random, only_buffers=is_spread)
     with without_hooks_on_all_modules(), _gradients_aside([*flat, *state.leaves]):
         try:
             if not keep_hooks:
-                of_torch = ("torch.distributed",) if is_sharded(net) else ()
+                of_torch = ("torch.distributed",) if is_spread else ()
                 leave_own_hooks(net, (*LIBRARIES, *of_torch))
             yield state
         finally:
