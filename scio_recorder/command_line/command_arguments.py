@@ -75,13 +75,13 @@ def load(target: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"can't load {target}: {said(error)}") from error
+        raise UsageError(f"can't load {target}: {one_line(error)}") from error
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except Exception as error:
             near = _nearest(part, dir(found))
-            raise UsageError(f"can't load {target}: {said(error)}{near}") from error
+            raise UsageError(f"can't load {target}: {one_line(error)}{near}") from error
     return found
 
 
@@ -114,7 +114,9 @@ def made(target: str) -> Any:
     try:
         return found()
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{target}, called without arguments, failed: {said(error)}") from error
+        raise UsageError(
+            f"{target}, called without arguments, failed: {one_line(error)}"
+        ) from error
 
 
 def net_of(target: str, *, is_eval: bool) -> nn.Module:
@@ -125,7 +127,7 @@ def net_of(target: str, *, is_eval: bool) -> nn.Module:
     return net.eval() if is_eval else net
 
 
-def said(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an error in one line."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"

@@ -56,14 +56,14 @@ _WORDS = (
 )
 
 
-def spoken(text: str) -> str:
+def command_message(text: str) -> str:
     """Return a message that names options in place of keywords, and says what has no option.
 
     Examples
     --------
-    >>> spoken("the folder holds a recording: resume it with resume=True, or give rows=")
+    >>> command_message("the folder holds a recording: resume it with resume=True, or give rows=")
     'the folder holds a recording: resume it with --resume, or give --rows'
-    >>> spoken("the shapes differ: pad them by transform=")
+    >>> command_message("the shapes differ: pad them by transform=")
     'the shapes differ: ... In Python, write Recorder(net, ...).collect(batches, transform=...)'
     """
     # Imported here so that --help and wrong use answer at once.
@@ -84,14 +84,14 @@ def spoken(text: str) -> str:
 
 
 @contextmanager
-def warnings_spoken() -> Iterator[None]:
+def command_warnings() -> Iterator[None]:
     """Print this library's warnings in one line each inside the block, and others as ever."""
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
             if issubclass(category, CollectWarning):
-                print(f"scio-recorder: warning: {spoken(str(message))}", file=sys.stderr)
+                print(f"scio-recorder: warning: {command_message(str(message))}", file=sys.stderr)
             else:
                 usual(message, category, *where, **options)
 

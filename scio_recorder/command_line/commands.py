@@ -34,19 +34,19 @@ from scio_recorder.command_line.command_arguments import (
     load,
     made,
     net_of,
+    one_line,
     recording_at,
     rows_of,
-    said,
     size,
     whole_from,
 )
 from scio_recorder.command_line.command_output import (
     WIDTH,
+    command_message,
+    command_warnings,
     layer_table,
     plain,
     print_line,
-    spoken,
-    warnings_spoken,
 )
 from scio_recorder.command_line.compare_command import add_compare, compare
 from scio_recorder.display.progress import lines_every, progress_bar
@@ -67,7 +67,7 @@ def run(parsed: argparse.Namespace) -> int:
         # If the lines of a table can't be encoded, its text should still be printed.
         sys.stdout.reconfigure(errors="replace")
     try:
-        with lines_every(SECONDS), current_folder_on_path(), warnings_spoken():
+        with lines_every(SECONDS), current_folder_on_path(), command_warnings():
             status: int | None = parsed.run(parsed, Console())
         sys.stdout.flush()
         return status or 0
@@ -81,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.traceback:
             traceback.print_exc()
         notes = (note.removesuffix(".") for note in getattr(error, "__notes__", ()))
-        text = f"error: {'. '.join([spoken(str(error)), *notes])}"
+        text = f"error: {'. '.join([command_message(str(error)), *notes])}"
         status = parsed.failed if isinstance(error, FailureError | OSError) else WRONG_USE
         is_broken_off = isinstance(error, BrokenOffError)
     # Outside of the exception, which holds the net: an error while looking for the recording would
@@ -99,7 +99,7 @@ def _way_on(parsed: argparse.Namespace) -> str:
     if parsed.run is not collect:
         return ""
     text = what_is_durable(parsed.out, parsed.parts)
-    return f"; {spoken(text)}" if text else ""
+    return f"; {command_message(text)}" if text else ""
 
 
 def _drop_output() -> None:
@@ -239,7 +239,7 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
         if isinstance(error, SystemExit) and error.code == TERMINATED:
             raise
         if not isinstance(error, RecorderError):
-            raise BrokenOffError(said(error)) from error
+            raise BrokenOffError(one_line(error)) from error
         if error.__cause__ is None:
             raise
         # The loader or the net has failed.

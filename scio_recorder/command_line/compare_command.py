@@ -20,9 +20,9 @@ from scio_recorder.command_line.command_arguments import (
     add_run,
     made,
     net_of,
+    one_line,
     recording_at,
     rows_of,
-    said,
 )
 from scio_recorder.command_line.command_output import print_line
 from scio_recorder.errors import RecorderError
@@ -100,7 +100,7 @@ def compare(parsed: argparse.Namespace, console: Console) -> int:
     except (RecorderError, UsageError, OSError):
         raise
     except (Exception, SystemExit) as error:
-        raise FailureError(said(error)) from error
+        raise FailureError(one_line(error)) from error
     if console.is_terminal:
         console.print(difference)
     else:

@@ -101,7 +101,7 @@ def open_hidden_states(
     return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
 
 
-class _Kind(NamedTuple):
+class _Contents(NamedTuple):
     """The properties that all files of a folder share."""
 
     layers: int
@@ -122,8 +122,8 @@ class _HiddenStates(RowReader):
     def __init__(self, path: str, num_layers: int) -> None:
         self.path = path
         self.requests = _requests(path)
-        lengths, kinds = zip(*(self._look(name) for name in self.requests), strict=True)
-        kind: _Kind = kinds[0]
+        lengths, kinds = zip(*(self._contents_of(name) for name in self.requests), strict=True)
+        kind: _Contents = kinds[0]
         for name, other in zip(self.requests, kinds, strict=True):
             if other != kind:
                 raise RecordingError(
@@ -142,7 +142,7 @@ class _HiddenStates(RowReader):
             _TOKEN: TensorSpec((), kind.token_dtype),
         }
 
-    def _look(self, request: str) -> tuple[int, _Kind]:
+    def _contents_of(self, request: str) -> tuple[int, _Contents]:
         """Return a file's number of tokens, and its kind of data for each."""
         path = self._path_of(request)
         with _opened(path) as file:
@@ -162,7 +162,7 @@ class _HiddenStates(RowReader):
             )
         if dtypes[0] is None or dtypes[1] is None:
             raise RecordingError(f"{path} holds dtypes that vLLM does not write there")
-        return shape[0], _Kind(shape[1], shape[2], dtypes[0], dtypes[1])
+        return shape[0], _Contents(shape[1], shape[2], dtypes[0], dtypes[1])
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec = self.table[name]
@@ -244,27 +244,26 @@ def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
             f"layers={given!r}: numbers must rise, since networks gather layers from the first to "
             "the last, whatever the order of the request; give names if your network differs"
         )
-    layers = []
-    for place, key in enumerate(given):
-        label = label_of(key)
-        if label is None and (isinstance(key, bool) or not isinstance(key, str | int)):
+    for key in given:
+        if isinstance(key, bool) or not (isinstance(key, str | int) or label_of(key)):
             raise ArgumentError(f"layers= has {key!r}: give names, labels such as 1-3, or numbers")
-        name = str(key) if label is None else str(label)
-        layers.append(
-            Layer(
-                label=label or Label((1, place + 1)),
-                name=name,
-                module=None,
-                type_name="HiddenStates",
-                call=0,
-                input_shape=None,
-                num_params=0,
-                executed=True,
-                completion=place,
-                output_spec=None,
-            )
-        )
-    names = {layer.name: (layer.label,) for layer in layers}
-    if not layers or len(names) < len(layers) or len({one.label for one in layers}) < len(layers):
+    labels = [label_of(key) or Label((1, place + 1)) for place, key in enumerate(given)]
+    names = [str(label_of(key) or key) for key in given]
+    if not names or min(len(set(names)), len(set(labels))) < len(names):
         raise ArgumentError(f"layers={given!r}: give each layer a name or a label of its own")
-    return Architecture(layers, names)
+    layers = [
+        Layer(
+            label=label,
+            name=name,
+            module=None,
+            type_name="HiddenStates",
+            call=0,
+            input_shape=None,
+            num_params=0,
+            executed=True,
+            completion=place,
+            output_spec=None,
+        )
+        for place, (label, name) in enumerate(zip(labels, names, strict=True))
+    ]
+    return Architecture(layers, {layer.name: (layer.label,) for layer in layers})

@@ -15,7 +15,7 @@ import pytest
 import scio_recorder
 from scio_recorder import Recorder
 from scio_recorder.command_line import main
-from scio_recorder.command_line.command_output import spoken, warnings_spoken
+from scio_recorder.command_line.command_output import command_message, command_warnings
 
 PACKAGE = Path(scio_recorder.__file__).parent
 
@@ -122,7 +122,7 @@ def test_no_message_leaves_a_keyword_of_python_unexplained() -> None:
     keywords |= {"input_size", "input_data", "dtypes", "force_static_flow"}
     found = 0
     for text in messages():
-        said = spoken(text)
+        said = command_message(text)
         for keyword in re.findall(r"(?<![-\w])(\w+)=(?!=)", said):
             if keyword in keywords:
                 found += 1
@@ -140,5 +140,5 @@ def test_a_warning_is_one_line_in_words_of_the_command(capsys: pytest.CaptureFix
     assert INPUTS in warning
     assert error.startswith("scio-recorder: error: ")
     # Other libraries' warnings are shown as ever.
-    with pytest.warns(UserWarning, match="of another"), warnings_spoken():
+    with pytest.warns(UserWarning, match="of another"), command_warnings():
         warnings.warn("of another", UserWarning, stacklevel=1)
