@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -55,6 +55,7 @@ _FRAME_COLUMNS = (
 )
 # Of the columns of a page, those that a terminal has no room for.
 _ON_PAGES_ONLY = {"Max rel", "First sample", "Worst"}
+_INPUTS = {True: "equal", False: "differ", None: "?"}
 _WORDS = {
     "First": "The first layer to return that differs in a batch in which its inputs are equal. If "
     "there is none, the first that differs.",
@@ -230,6 +231,17 @@ class _Column(NamedTuple):
     texts: list[str]
     values: list[float | None] | None = None
 
+    @classmethod
+    def of_figures(
+        cls, name: str, layers: Iterable[LayerDifference], attribute: str, digits: int = 4
+    ) -> _Column:
+        """Return the column of a figure, without a text where it is not known."""
+        values: list[float | None] = [getattr(one, attribute) for one in layers]
+        texts = [
+            "" if value is None or math.isnan(value) else f"{value:.{digits}g}" for value in values
+        ]
+        return cls(name, texts, values)
+
     def cell(self, place: int) -> str:
         """Return a cell of the page."""
         shown = text(self.texts[place])
@@ -246,47 +258,41 @@ class _Column(NamedTuple):
 def _columns(found: Findings, *, is_page: bool) -> list[_Column]:
     """Return the columns that say anything, after those that name the layer."""
     layers = list(found.values())
-
-    def words(name: str, said: Callable[[LayerDifference], str]) -> _Column:
-        return _Column(name, [said(one) for one in layers])
-
-    def figures(name: str, attribute: str, digits: int = 4) -> _Column:
-        values: list[float | None] = [getattr(one, attribute) for one in layers]
-        known = (value is not None and not math.isnan(value) for value in values)
-        texts = [
-            f"{v:.{digits}g}" if is_known else "" for v, is_known in zip(values, known, strict=True)
-        ]
-        return _Column(name, texts, values)
-
-    def different(one: LayerDifference) -> str:
-        share = f" of {one.num_elements:,}" if is_page else ""
-        return "" if one.error else f"{one.num_different:,}{share}"
-
-    def worst(one: LayerDifference) -> str:
-        if one.error or one.worst is None:
-            return one.error or ""
-        values = " -> ".join(two_numbers(one.worst.reference, one.worst.candidate))
-        return f"{one.worst.sample_id}, {one.worst.index}: {values}"
-
-    has_other_names = any(one.name != one.candidate_name for one in layers)
+    names = [one.candidate_name for one in layers]
+    has_other_names = names != [one.name for one in layers]
+    ids = ["" if one.first_sample_id is None else str(one.first_sample_id) for one in layers]
     columns = [
-        words("Candidate", lambda one: one.candidate_name if has_other_names else ""),
-        words("Differs", lambda one: _differs(found, one)),
-        words("Inputs", lambda one: {True: "equal", False: "differ", None: "?"}[one.inputs_equal]),
-        figures("Max abs", "max_abs"),
-        figures("Max rel", "max_rel"),
-        figures("Rel. error", "relative_error"),
-        figures("Noise", "noise"),
-        figures("Cosine", "cosine", 6),
-        _Column("Different", list(map(different, layers)), [one.num_different for one in layers]),
-        words(
-            "First sample",
-            lambda one: "" if one.first_sample_id is None else str(one.first_sample_id),
+        _Column("Candidate", names if has_other_names else []),
+        _Column("Differs", [_differs(found, one) for one in layers]),
+        _Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
+        _Column.of_figures("Max abs", layers, "max_abs"),
+        _Column.of_figures("Max rel", layers, "max_rel"),
+        _Column.of_figures("Rel. error", layers, "relative_error"),
+        _Column.of_figures("Noise", layers, "noise"),
+        _Column.of_figures("Cosine", layers, "cosine", 6),
+        _Column(
+            "Different",
+            [_number_different(one, is_share=is_page) for one in layers],
+            [one.num_different for one in layers],
         ),
-        words("Worst", worst),
+        _Column("First sample", ids),
+        _Column("Worst", list(map(_worst, layers))),
     ]
     shown = [column for column in columns if any(column.texts)]
     return shown if is_page else [one for one in shown if one.name not in _ON_PAGES_ONLY]
+
+
+def _number_different(one: LayerDifference, *, is_share: bool) -> str:
+    share = f" of {one.num_elements:,}" if is_share else ""
+    return "" if one.error else f"{one.num_different:,}{share}"
+
+
+def _worst(one: LayerDifference) -> str:
+    """Return the element that differs most, or why there is none."""
+    if one.error or one.worst is None:
+        return one.error or ""
+    values = " -> ".join(two_numbers(one.worst.reference, one.worst.candidate))
+    return f"{one.worst.sample_id}, {one.worst.index}: {values}"
 
 
 def _differs(found: Findings, one: LayerDifference) -> str:
