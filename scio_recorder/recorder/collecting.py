@@ -73,8 +73,8 @@ class Collecting(Reading):
         sample_ids : callable, optional
             ``batch ->`` integers or strings, one for each sample, none twice. By default samples
             are numbered from 0 on, and those of skipped batches are counted too. Samples that a
-            sampler such as ``DistributedSampler`` gives this process have their indices in the
-            dataset, and its repeats are dropped.
+            ``DistributedSampler`` gives this process have their indices in the dataset, and its
+            repeats are dropped. Other samplers that split a dataset need ids.
         dtype : torch.dtype, optional
             Keep floating-point activations in this dtype, rounded.
         rows : Tokens or Nodes, optional

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from scio_recorder.tensors.dtypes import dtype_name
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, including those of other libraries, by words in the names of their
 # types.
-_DROPPING = ("Dropout", "DropPath", "StochasticDepth")
+_DROPPING = re.compile("Dropout|DropPath|StochasticDepth")
 _SHOWN = 3
 
 
@@ -155,7 +156,7 @@ def _differs_in_training(module: nn.Module) -> bool:
     # Without statistics of their own, batch norms do the same in both modes.
     if getattr(module, "track_running_stats", False) or isinstance(module, nn.RReLU):
         return True
-    if any(word in type(module).__name__ for word in _DROPPING):
+    if _DROPPING.search(type(module).__name__):
         rates = (getattr(module, name, None) for name in ("p", "drop_prob"))
         return next((rate for rate in rates if isinstance(rate, int | float)), 1) > 0
     rate = getattr(module, "dropout", 0)

@@ -458,6 +458,22 @@ def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
     assert max(reads) <= 16 << 20
 
 
+def test_resuming_reads_no_earlier_rows(tmp_path, monkeypatch):
+    recording = wide(tmp_path)
+    loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20)
+    reads = []
+    plain = RunReader.read_into
+
+    def read_into(self: Any, out: Any, layer: str, start: int) -> None:
+        reads.append(len(out))
+        plain(self, out, layer, start)
+
+    monkeypatch.setattr(RunReader, "read_into", read_into)
+    loader.load_state_dict({**loader.state_dict(), "batches": len(loader) - 1})
+    assert len(list(loader)) == 1
+    assert 0 < sum(reads) <= 2 << 20
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_damaged_block_raises_and_what_came_before_is_right(tmp_path, shuffle):
     recording = wide(tmp_path)

@@ -20,7 +20,7 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import holds_recording
 from tests.recording.campaign import finish, killed_at
-from tests.recording.collect.tables import (
+from tests.recording.tables import (
     assert_rows,
     batches,
     columns,
@@ -85,7 +85,7 @@ def ends(data: Sequence[dict[str, torch.Tensor]]) -> list[int]:
 
 @pytest.mark.campaign
 def test_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.recording.collect.test_kills_of_rows", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.recording.test_kills_of_rows", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
-from tests.recording.collect.tables import (
+from tests.recording.tables import (
     assert_rows,
     batches,
     columns,

@@ -11,7 +11,7 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, Tokens
 from scio_recorder.stores import Disk
-from tests.recording.collect.tables import (
+from tests.recording.tables import (
     VOCABULARY,
     assert_rows,
     batches,

@@ -24,7 +24,7 @@ from scio_recorder.reductions import (
     Reduction,
 )
 from scio_recorder.stores import Disk, Host
-from tests.recording.collect.tables import (
+from tests.recording.tables import (
     assert_rows,
     batches,
     columns,

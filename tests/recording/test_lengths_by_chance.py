@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, Tokens, reductions
-from tests.recording.collect.tables import padded
+from tests.recording.tables import padded
 
 HEADS = 4
 

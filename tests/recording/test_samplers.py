@@ -21,7 +21,7 @@ from torch.utils.data import (
 from scio_recorder import CollectError, Recorder, RecordingError, Tokens, open_recording
 from scio_recorder.reductions import Last, Mean, Moments, Reduction
 from scio_recorder.stores import Disk
-from tests.recording.collect.loaders import (
+from tests.recording.loaders import (
     LOADERS,
     Numbers,
     Stream,

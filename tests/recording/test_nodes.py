@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder import CollectError, Nodes, Recorder
 from scio_recorder.reductions import Mean
-from tests.recording.collect.tables import seen
+from tests.recording.tables import seen
 
 
 class Messages(nn.Module):
