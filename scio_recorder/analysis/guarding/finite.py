@@ -213,7 +213,3 @@ class Known:
             elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
                 found += map(self.examine, tensors(value))
         return [one for one in found if one is not None]
-
-    def forget(self) -> None:
-        """Forget all tensors."""
-        self._found.clear()

@@ -226,10 +226,6 @@ class Cases:
     """Cases in their order, judged at once if all is known, otherwise when they are read."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all cases."""
         self._waiting: list[Case] = []
         # Whether one of them was a maker.
         self._has_origin = False

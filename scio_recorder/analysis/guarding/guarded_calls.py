@@ -68,12 +68,8 @@ def guarded(
     passes = _GuardedPasses(architecture, rows.keys(), guard, watched, weights)
     hooks = CallHooks()
     try:
-        hooks.add(
-            *(
-                CallHook(module, row.name, passes.begin_call, passes.end_call, always=True)
-                for module, row in rows.items()
-            )
-        )
+        ends = passes.begin_call, passes.end_call
+        hooks.add(*(CallHook(one, row.name, *ends, always=True) for one, row in rows.items()))
         yield guard
         passes.thread.cases.read(guard)
     except BaseException:
@@ -155,8 +151,7 @@ class _GuardedPasses:
         thread = self.thread
         # The pass before may have failed, with findings that wait for a device.
         thread.cases.read(self._guard)
-        thread.cases.reset()
-        thread.known.forget()
+        thread.cases, thread.known = Cases(), Known()
         if self._fusable and not self._has_warned:
             self._has_warned = warn_of_other_kernels(self._fusable, self._modules, "guarded")
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.

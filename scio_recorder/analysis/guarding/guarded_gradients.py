@@ -175,9 +175,7 @@ class GuardedGradients:
             return None
         backward, task = self._backward, private.backward_pass()
         if backward.task != task:
-            backward.task = task
-            backward.known.forget()
-            backward.cases.reset()
+            backward.task, backward.known, backward.cases = task, Known(), Cases()
         return backward
 
     def _enter_call(
