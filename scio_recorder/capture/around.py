@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -77,17 +77,15 @@ def _uncopied(module: nn.Module) -> set[int]:
     return {
         key
         for _, hooks in _dictionaries(module)
-        for key, hook in entries(hooks)
+        for key, hook in (entries(hooks) if hooks else ())
         if isinstance(getattr(hook, "__self__", hook), Uncopied)
     }
 
 
-def _dictionaries(module: nn.Module) -> Iterator[tuple[str, OrderedDict[int, Any]]]:
-    """Yield the dictionaries of hooks around forward, and those of their options, by name."""
-    for name in private.AROUND_FORWARD:
-        hooks = vars(module).get(name)
-        if isinstance(hooks, OrderedDict):
-            yield name, hooks
+def _dictionaries(module: nn.Module) -> list[tuple[str, OrderedDict[int, Any]]]:
+    """Return the dictionaries of hooks around forward, and those of their options, by name."""
+    found = [(name, vars(module).get(name)) for name in private.AROUND_FORWARD]
+    return [(name, hooks) for name, hooks in found if isinstance(hooks, OrderedDict)]
 
 
 class Around:

@@ -311,6 +311,7 @@ class CallHooks:
         # dictionary without a graph break.
         self.compiled: dict[str, bool] = {}
         self._handles: list[RemovableHandle] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -334,14 +335,20 @@ class CallHooks:
             options = {"with_kwargs": True, "always_call": hook.always}
             self._handles.append(hook.module.register_forward_hook(after, **options))
         keep_out_of_copies(hook.module)
+        self._modules.append(weakref.ref(hook.module))
 
     def remove(self, *, waits: bool = True) -> None:
         """Remove all of them; a finalizer must not wait."""
         handles, self._handles = self._handles, []
+        modules, self._modules = self._modules, []
 
         def remove() -> None:
             for handle in handles:
                 handle.remove()
+            for reference in modules:
+                module = reference()
+                if module is not None:
+                    let_copy(module)
 
         change_hooks(remove, waits=waits)
 

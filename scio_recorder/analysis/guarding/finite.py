@@ -208,8 +208,9 @@ class Known:
         found: list[Found] = []
         for value in values:
             # Taking structures apart takes longer than examining most tensors.
-            if isinstance(value, Tensor):
-                found.append(self.examine(value))
-            elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
-                found += map(self.examine, tensors(value))
-        return [one for one in found if one is not None]
+            if not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+                for tensor in (value,) if isinstance(value, Tensor) else tensors(value):
+                    one = self.examine(tensor)
+                    if one is not None:
+                        found.append(one)
+        return found

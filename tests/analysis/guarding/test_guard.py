@@ -517,7 +517,9 @@ def test_checkpointed_regions_are_guarded(use_reentrant: bool) -> None:
 
 def state_of(net: nn.Module) -> list[Any]:
     return [
-        (list(hooks), vars(hooks)) for m in net.modules() for hooks in private.forward_hooks(m)
+        (list(hooks), dict(vars(hooks)))
+        for m in net.modules()
+        for hooks in private.forward_hooks(m)
     ] + [len(vars(module)) for module in net.modules()]
 
 
