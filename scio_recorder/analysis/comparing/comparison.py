@@ -92,6 +92,30 @@ def exceeds(figures: Figures, noise: Noise | None) -> bool:
     )
 
 
+class _LayerOfSide(NamedTuple):
+    """A layer of a side, whose values in the current block can be read."""
+
+    side: Side
+    label: DepthIdx
+
+    @property
+    def inputs(self) -> Any:
+        """Its inputs, those of all calls if calls are not counted; None if not known."""
+        return self.side.inputs(self.label)
+
+    def output(self, *, as_digests: bool = False) -> Any:
+        """Return its output, or digests of that."""
+        value = self.side.output(self.label)
+        return digests_of(value) if as_digests and not self.side.is_digest(self.label) else value
+
+
+class _Received(NamedTuple):
+    """Whether all inputs of a layer agree up to noise, None if unknown; and their noise."""
+
+    are_equal: bool | None
+    noise: float
+
+
 class _MeasuredPart(NamedTuple):
     """A pair of parts of a layer's output in one block, how they differ, and the noise there."""
 
@@ -235,17 +259,18 @@ class Comparison:
     def _add(
         self, sums: _LayerSums, block: SampleBlock, own: Side, other: Side, floor: Side | None
     ) -> None:
-        layer = sums.pair.reference
+        layer, partner, _ = sums.pair
         third = self._floors.get(layer.label)
-        beside = None if floor is None or third is None else (floor, third)
-        same, noise = self._received(sums.pair, own, other, beside)
+        beside = None if floor is None or third is None else _LayerOfSide(floor, third)
+        sides = _LayerOfSide(own, layer.label), _LayerOfSide(other, partner.label)
+        same, noise = self._received(sums.pair, *sides, beside)
         if layer.module is None or any(True for _ in layer.module.children()):
             noise = max(noise, self._made)
         if same is None or sums.received_same is None:
             sums.received_same = None
         else:
             sums.received_same &= same
-        parts = self._returned(sums, own, other, beside, noise)
+        parts = self._returned(sums, *sides, beside, noise)
         if isinstance(parts, str):
             sums.error = sums.error or parts
             sums.figures = unknown(sums.figures.num_elements, sums.figures.num_different)
@@ -260,28 +285,28 @@ class Comparison:
                 sums.maker = sums.maker or (found if same else None)
 
     def _received(
-        self, pair: Pair, own: Side, other: Side, beside: tuple[Side, DepthIdx] | None
-    ) -> tuple[bool | None, float]:
-        """Whether all inputs of a layer agree up to noise; None if unknown. And their noise."""
+        self, pair: Pair, own: _LayerOfSide, other: _LayerOfSide, beside: _LayerOfSide | None
+    ) -> _Received:
         layer, partner, _ = pair
-        mine, theirs = own.inputs(layer.label), other.inputs(partner.label)
+        mine, theirs = own.inputs, other.inputs
         if mine is None or theirs is None:
-            return None, 0.0
+            return _Received(None, 0.0)
         calls: list[tuple[Inputs, Inputs]] | None = [(mine, theirs)]
         if not isinstance(mine, Inputs):
             # All calls of a pass, in order. Noise says nothing about single ones.
-            outputs = () if beside else (own.output(layer.label), other.output(partner.label))
+            outputs = () if beside else (own.output(), other.output())
             calls = self._calls(mine, theirs, outputs)
         found = [paired_inputs(*each, layer.module, partner.module) for each in calls or ()]
         pairs = [parts for each in found for parts in each or ()]
         if calls is None or None in found or any(parts.mismatch for parts in pairs):
-            return False, 0.0
-        third = None if beside is None else beside[0].inputs(beside[1])
+            return _Received(False, 0.0)
+        third = None if beside is None else beside.inputs
         beyond = None if third is None else paired_inputs(mine, third, layer.module, None)
         noise = self._noise(layer.label, "received", beyond, len(pairs))
         largest = max((one.relative_error for one in noise if one is not None), default=0.0)
         each = zip(pairs, noise, strict=True)
-        return not any(exceeds(self._figures(parts), floor) for parts, floor in each), largest
+        differs = any(exceeds(self._figures(parts), floor) for parts, floor in each)
+        return _Received(not differs, largest)
 
     def _calls(
         self, mine: Sequence[Inputs], theirs: Sequence[Inputs], outputs: Iterable[Sequence[Any]]
@@ -302,25 +327,22 @@ class Comparison:
     def _returned(
         self,
         sums: _LayerSums,
-        own: Side,
-        other: Side,
-        beside: tuple[Side, DepthIdx] | None,
+        own: _LayerOfSide,
+        other: _LayerOfSide,
+        beside: _LayerOfSide | None,
         received: float,
     ) -> list[_MeasuredPart] | str:
         """Measure the outputs of a layer, or say why that can't be done."""
-        label, partner = sums.pair.reference.label, sums.pair.partner.label
-        mine, theirs = own.output(label), other.output(partner)
-        if label in self._digested:
-            mine = mine if own.is_digest(label) else digests_of(mine)
-            theirs = theirs if other.is_digest(partner) else digests_of(theirs)
-        pairs = paired_outputs(mine, theirs)
+        as_digests = own.label in self._digested
+        mine = own.output(as_digests=as_digests)
+        pairs = paired_outputs(mine, other.output(as_digests=as_digests))
         if isinstance(pairs, str):
             return pairs
         mismatch = next((one.mismatch for one in pairs if one.mismatch), None)
         if mismatch is not None:
             return mismatch
-        beyond = None if beside is None else paired_outputs(mine, beside[0].output(beside[1]))
-        noise = self._noise(label, "returned", beyond, len(pairs), sums.noise)
+        beyond = None if beside is None else paired_outputs(mine, beside.output())
+        noise = self._noise(own.label, "returned", beyond, len(pairs), sums.noise)
         return [
             _MeasuredPart(
                 part,
