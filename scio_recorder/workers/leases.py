@@ -3,10 +3,12 @@
 NOTE [How a part is held]
 
 The holder of a part has put an object ``lease-PART-NUMBER`` under an unused name. It puts one with
-the next number every 15 s. Nobody compares clocks: others take a part over, by putting the next
-number, once its newest number has been the same for 60 s of *their* clock. If several put a number,
-one succeeds. A holder that has not renewed for 45 s of *its* clock writes nothing more. If it finds
-that another worker has put the next number, it knows that it has lost the part.
+the next number every 15 s. No clocks of two machines are compared: others take a part over, by
+putting the next number, once its newest number has been the same for 60 s of *their* clock. A
+worker that has just come asks how old that number is by the clock of the store, which it reads from
+an object of its own. If several put a number, one succeeds. A holder that has not renewed for 45 s
+of *its* clock writes nothing more. If it finds that another worker has put the next number, it
+knows that it has lost the part.
 
 A worker may be stopped for any time between looking and acting. So the commit decides, which is put
 under the next unused number of its part: if two workers believe that they hold a part, the second
@@ -55,6 +57,8 @@ _LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
 # After this many parts that others were faster to take, and one more for each thousand names, which
 # cost a request to list, looking again is cheaper than trying.
 _FAILURES = 8
+# The most leases whose age is asked for at a time: each costs a request.
+_ASKED = 16
 # After this many seconds, a living worker has renewed its lease.
 _LATE = 1.5 * RENEWED_EVERY
 
@@ -239,10 +243,12 @@ def newest_leases(medium: Medium) -> dict[int, int]:
 
 
 class _Seen(NamedTuple):
-    """The newest lease of a part, and when it was first seen."""
+    """The newest lease of a part, and since when it is known to have been the newest."""
 
     number: int
     since: float
+    # Whether the store was asked for its age, or another number was seen before.
+    is_told: bool
 
 
 class Claims:
@@ -305,6 +311,7 @@ class Claims:
         if lease is None and not self.is_finished:
             # Some may have been given back meanwhile, or their holders may be gone.
             self._look_at_leases()
+            self._ask_ages()
             lease = self._take_free() or self._take_over()
         return lease
 
@@ -356,6 +363,28 @@ class Claims:
             if lease is not None:
                 lease.give_back()
         return None
+
+    def _ask_ages(self) -> None:
+        """Ask the store how old some leases are that were there when this worker came."""
+        asked = [part for part, seen in self._leases.items() if not seen.is_told][:_ASKED]
+        # A lease may be gone by now. Without an answer, watching it is enough.
+        with suppress(OSError):
+            now = self._time_now() if asked else None
+            for part in asked if now is not None else ():
+                number, since, _ = self._leases[part]
+                then = self._medium.written_at(lease_name(part, number))
+                if now is not None and then is not None:
+                    since = min(since, self._looked_at - (now - then))
+                self._leases[part] = _Seen(number, since, is_told=True)
+
+    def _time_now(self) -> float | None:
+        """Return the time by the clock of the store."""
+        name = f"{PREFIX}clock-{uuid.uuid4().hex}"
+        self._medium.claim(name, b"")
+        try:
+            return self._medium.written_at(name)
+        finally:
+            self._medium.unlink(name)
 
     def _left_behind(self) -> Iterator[tuple[int, _Seen]]:
         here = machine()
@@ -412,8 +441,9 @@ class Claims:
             if part > self.num_parts:
                 continue
             seen = before.get(part)
-            same = seen is not None and seen.number == number
-            self._leases[part] = seen if same and seen is not None else _Seen(number, now)
+            if seen is None or seen.number != number:
+                seen = _Seen(number, now, is_told=seen is not None)
+            self._leases[part] = seen
             self._busy[part] = 1
         for part in self.later:
             self._busy[part] = 1

@@ -103,6 +103,7 @@ class World:
     dice: random.Random
     clock: Clock = field(default_factory=Clock)
     files: dict[str, bytes] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
     # Names by what they begin with, as they are asked for, sorted.
     kinds: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     requests: Counter[str] = field(default_factory=Counter)
@@ -120,6 +121,7 @@ class World:
         if name in self.files:
             raise FileExistsError(name)
         self.files[name] = content
+        self.times[name] = self.clock.now
         self._touch(name)
 
     def remove(self, name: str) -> None:
@@ -138,7 +140,7 @@ class World:
             self.undone.discard(int(rest[:5]))
             # From now on somebody can put the recording together.
             self.touched[self.num_parts] = self.clock.now
-        if kind == "lease":
+        if kind == "lease" and rest[0].isdigit():
             self.touched[int(rest.partition("-")[0])] = self.clock.now
 
 
@@ -225,6 +227,13 @@ class Bucket(Medium):
         with self._request("claim"):
             self.world.put(name, content)
 
+    def written_at(self, name: str) -> float:
+        with self._request("read"):
+            if name not in self.world.files:
+                raise FileNotFoundError(name)
+            # The clock of the store is set as it likes.
+            return self.world.times[name] + 1e6
+
     def unlink(self, name: str) -> None:
         with self._request("remove"):
             self.world.remove(name)
@@ -298,8 +307,9 @@ class Worker:
         parts = world.undone or ({world.num_parts} if INDEX_NAME not in world.files else set())
         for part in parts:
             heard = world.touched.get(part, 0.0)
-            waiting = world.clock.now - max(since, heard, self.bucket.stalled_at)
-            if waiting > STALE_AFTER + SLACK:
+            waiting = world.clock.now - max(heard, self.bucket.stalled_at)
+            # Who has just come does not wait until a lease has been stale before his own eyes.
+            if waiting > STALE_AFTER + SLACK and world.clock.now - since > SLACK:
                 world.problems.append(f"{self.name} waits for part {part} for {waiting:.0f} s")
 
     def _do(self, lease: Lease) -> None:

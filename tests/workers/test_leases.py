@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -103,6 +104,38 @@ def test_a_lease_that_is_not_renewed_is_taken_after_a_minute_and_its_holder_know
     lease.give_back()
     assert one.names == [lease_name(0, 0), lease_name(0, 1)]
     taken.check()
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_a_worker_that_has_just_come_is_told_how_old_a_lease_is(ahead):
+    one = Alone()
+    lease = one.worker("a").take()
+    assert lease is not None
+    one.pass_time(30)
+    lease.renew()
+    one.pass_time(59)
+    assert one.worker("b", ahead).take() is None
+    one.pass_time(2)
+    taken = one.worker("c", ahead).take()
+    assert taken is not None
+    assert taken.is_inherited
+    # Nothing is left of what showed the time.
+    assert one.names == [lease_name(0, number) for number in (0, 1, 2)]
+
+
+def test_a_folder_tells_a_worker_that_has_just_come_how_old_a_lease_is(tmp_path, monkeypatch):
+    def worker() -> Claims:
+        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": leases.machine()})
+
+    lease = worker().take()
+    assert lease is not None
+    monkeypatch.setattr(leases, "machine", lambda: "another")
+    assert worker().take() is None
+    name = tmp_path / lease_name(0, 0)
+    os.utime(name, (0, name.stat().st_mtime - 61))
+    taken = worker().take()
+    assert taken is not None
+    assert taken.is_inherited
 
 
 @pytest.mark.parametrize("ahead", [-3600.0, 3600.0])

@@ -190,6 +190,12 @@ class Bucket(Medium):
         """Put a small object in place."""
         self._put(name, [memoryview(content)])
 
+    def written_at(self, name: str) -> float:
+        """Return when an object was put, by the clock of the store."""
+        made = self.make(name, lambda library, store, path: library.head(store, path))
+        when: float = made["last_modified"].timestamp()
+        return when
+
     def unlink(self, name: str) -> None:
         """Remove an object, if there is one."""
         self.make(name, lambda library, store, path: library.delete(store, path))

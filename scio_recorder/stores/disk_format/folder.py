@@ -143,6 +143,11 @@ class Folder(Medium):
                 return False
             return True
 
+    def written_at(self, name: str) -> float:
+        """Return when a file was put, by the clock of the file system."""
+        status = system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
+        return float(status.st_mtime)
+
     @contextmanager
     def open(self, name: str, stamp: object = None) -> Iterator[File]:
         """Open a regular file for reading."""

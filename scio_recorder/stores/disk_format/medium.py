@@ -176,6 +176,10 @@ class Medium(abc.ABC):
             There is a file of this name.
         """
 
+    def written_at(self, name: str) -> float | None:
+        """Return when a file was put, in seconds by the medium's own clock, if it has one."""
+        return None
+
     def is_abandoned(self, name: str) -> bool:
         """Whether the process that claimed a name was on this machine and is gone."""
         return False
