@@ -10,9 +10,9 @@ from torch import Tensor
 
 from scio_recorder.tensors.structures import map_tensors, tensors
 
-HITS = (0, 1, 2, 3, 4096)
-_INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 100, -1)
-_REALS = (0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 1e6, -1e6)
+HITS = (0, 4096, 1, 2, 3)
+_INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
+_REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
 
 
 def other_values(value: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def other_values(value: Any) -> list[Any]:
     Examples
     --------
     >>> other_values(True), other_values([[2.0, 3.0]])[:2]
-    ([False], [[[0.0, 0.0]], [[0.5, 0.5]]])
+    ([False], [[[0.0, 0.0]], [[1000000.0, 1000000.0]]])
     """
     if isinstance(value, bool):
         return [not value]

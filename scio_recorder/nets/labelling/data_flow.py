@@ -23,6 +23,7 @@ import contextlib
 import linecache
 import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -57,6 +58,10 @@ _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 # Calls of torch in a longer pass take too much time to be compared.
 _MAX_STEPS = 100_000
+# What these passes may take, each of which takes several ordinary ones. A net that asks for more is
+# accepted: every later pass is compared with the labelling anyway.
+_MAX_PASSES = 8
+_SECONDS = 10.0
 
 # A line of code: the name of its file, and its number.
 _Place: TypeAlias = tuple[str, int]
@@ -338,14 +343,21 @@ def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
     base = run()
     # A line that asks in a loop does the same in each iteration.
     first = {question.stack: index for index, question in reversed([*enumerate(base.questions)])}
-    for index in () if base.failed else sorted(first.values()):
-        question = base.questions[index]
-        for choice in range(1, len(question.choices)):
-            other = run(index, choice, 10 * len(base.steps) + 1000)
-            if base.differs(other, question):
-                # A net that does something else in each pass gives no answer.
-                is_repeatable = not base.differs(run(), None)
-                return base.place_of(question) if is_repeatable else None
+    # The first false answer to each question, then the second one to each.
+    asked = sorted(
+        (choice, index)
+        for index in first.values()
+        for choice in range(1, len(base.questions[index].choices))
+    )
+    deadline = time.monotonic() + _SECONDS
+    for choice, index in () if base.failed else asked[:_MAX_PASSES]:
+        if time.monotonic() > deadline:
+            break
+        question, other = base.questions[index], run(index, choice, 10 * len(base.steps) + 1000)
+        if base.differs(other, question):
+            # A net that does something else in each pass gives no answer.
+            is_repeatable = not base.differs(run(), None)
+            return base.place_of(question) if is_repeatable else None
     return None
 
 
