@@ -27,8 +27,8 @@ from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
+from scio_recorder.nets.refusals import cast_for
 from scio_recorder.nets.state.moment import LiveMoment
-from scio_recorder.nets.wrong_dtype import cast_for
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder

@@ -28,7 +28,7 @@ from scio_recorder.events.gradient_events import GradientListeners
 from scio_recorder.layer import counted
 from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.labelling.supported import check_supported
+from scio_recorder.nets.refusals import check_supported
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 

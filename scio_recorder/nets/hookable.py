@@ -1,13 +1,23 @@
-"""Which modules of a net take hooks, and hooks on all of them for the length of a block."""
+"""Hooks of a net: which modules take them, which are a part of the net, and some for a block.
+
+A network is labelled without the hooks of its user, which may have effects outside it. Some hooks
+decide which modules run, or with what inputs. A network without these is another one, which may
+run just as well, and has other layers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+
+from scio_recorder.tensors import private
 
 _Hook: TypeAlias = Callable[..., Any]
 
@@ -57,3 +67,74 @@ def hooked(
                 handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
                 stack.callback(handle.remove)
         yield
+
+
+# Modules whose functions are a part of any network that has them as hooks. Those of transformers
+# gather hidden states: a network adds them once, and remembers that it has them.
+LIBRARIES = ("transformers.utils.output_capturing",)
+
+_Hooks = tuple[nn.Module, str, "OrderedDict[int, Any]"]
+
+
+def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterator[_Hooks]:
+    """Yield new dictionaries of hooks, which have only those that are a part of the network.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which is not changed.
+    libraries : tuple of str
+        Beginnings of the names of Python modules: what these define is a part of a network.
+
+    Yields
+    ------
+    tuple
+        The module, the name of one of its dictionaries, and what should take its place.
+
+    Examples
+    --------
+    >>> class Net(nn.Linear):
+    ...     def halve(self, module, args, output):
+    ...         return output / 2
+    >>> net = Net(2, 2)
+    >>> _ = net.register_forward_hook(net.halve)
+    >>> _ = net.register_forward_hook(lambda *_: None)
+    >>> [hook == net.halve for *_, hooks in own_hooks(net) for hook in hooks.values()]
+    [True]
+    """
+    modules = {id(module) for module in net.modules()}
+    for module in net.modules():
+        names = [name for name in private.HOOK_DICTIONARIES if name in vars(module)]
+        # Other dictionaries say about the same hooks how to call them.
+        own = {
+            key
+            for name in set(names).intersection(private.FORWARD_HOOKS)
+            for key, hook in vars(module)[name].items()
+            if _is_own(hook, modules, libraries)
+        }
+        for name in names:
+            hooks = vars(module)[name].items()
+            yield module, name, OrderedDict((key, hook) for key, hook in hooks if key in own)
+
+
+def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Let a network run without hooks of others, whose dictionaries stay as they are.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which gets the dictionaries of `own_hooks`.
+    libraries : tuple of str
+        As in `own_hooks`.
+    """
+    for module, name, hooks in list(own_hooks(net, libraries)):
+        vars(module)[name] = hooks
+
+
+def _is_own(hook: Any, modules: set[int], libraries: tuple[str, ...]) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    if isinstance(hook, types.MethodType) and id(hook.__self__) in modules:
+        return True
+    defined_in = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(defined_in).startswith(libraries)

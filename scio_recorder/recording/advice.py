@@ -14,7 +14,7 @@ from scio_recorder.errors import CollectError, CollectWarning, RecorderError, ca
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.wrong_dtype import cast_for
+from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.feed import counting_tensor
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.tensors.dtypes import dtype_name

@@ -26,7 +26,7 @@ from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx
-from scio_recorder.nets.state.random_numbers import random_state, restore_random
+from scio_recorder.nets.state.moment import random_state, restore_random
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording

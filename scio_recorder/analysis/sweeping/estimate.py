@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from scio_recorder.analysis.sweeping.patches import has_positions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.tensors.copies import with_float64
+from scio_recorder.tensors.copies import is_dense, with_float64
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 # For each tensor that a layer handed on, by label: its place in the graph, None if it has none.
@@ -166,6 +165,11 @@ def estimates(
                 row += by_position[list(positions)]
         rows.append(row)
     return torch.stack(rows)
+
+
+def has_positions(tensor: Tensor, first: Tensor) -> bool:
+    """Whether a tensor of a structure has the positions of the first one."""
+    return is_dense(tensor) and tensor.dim() > 1 and tensor.shape[:2] == first.shape[:2]
 
 
 def _change(

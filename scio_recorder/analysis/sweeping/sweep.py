@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,23 +18,28 @@ from scio_recorder.analysis.sweeping.estimate import (
     differentiable,
     estimates,
     gradients,
+    has_positions,
     mark,
 )
-from scio_recorder.analysis.sweeping.patches import Positions, check_alike, patched, resolved
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ArgumentError, ComparisonError, UnsupportedNetError, warn
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, Layer, shapes_of
+from scio_recorder.layer import describe as spec_of
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import boolean
-from scio_recorder.tensors.copies import twin
-from scio_recorder.tensors.structures import map_tensors
+from scio_recorder.tensors.copies import is_dense, twin
+from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 T = TypeVar("T")
+Positions: TypeAlias = Literal["all"] | Iterable[int] | None
+
+_WRITE = 'write positions=None, "all" or a list such as [0, -1]'
 
 
 def sweep(
@@ -253,3 +259,134 @@ def _twin_on_graph(tensor: Tensor) -> Tensor:
         return copy
     # Not a leaf: modules may work in place on their inputs.
     return copy.requires_grad_().clone()
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+
+def patched(corrupted: Any, clean: Any, position: int | None) -> Any:
+    """Return the structure that goes on in place of a layer's output.
+
+    Parameters
+    ----------
+    corrupted : Any
+        The layer's output, which does not change.
+    clean : Any
+        Its output in another run, of the same structure.
+    position : int or None
+        The position of dimension 1 that is taken from there; None for all.
+
+    Returns
+    -------
+    Any
+        The structure with copies of the clean tensors. With a position, tensors whose first two
+        dimensions are not those of the first tensor stay the corrupted ones.
+
+    Examples
+    --------
+    >>> import torch
+    >>> patched(torch.zeros(1, 3), torch.ones(1, 3), 1)
+    tensor([[0., 1., 0.]])
+    """
+    leaves, rebuild = flatten(corrupted)
+    pairs = zip(leaves, tensors(clean), strict=True)
+    if position is None:
+        return rebuild([twin(other) for _, other in pairs])
+    return rebuild(
+        [
+            _mixed(own, other, position) if has_positions(own, leaves[0]) else own
+            for own, other in pairs
+        ]
+    )
+
+
+def _mixed(own: Tensor, other: Tensor, position: int) -> Tensor:
+    mixed = own.detach().clone()
+    mixed[:, position] = other[:, position]
+    return mixed
+
+
+def check_alike(
+    architecture: Architecture, clean: Mapping[DepthIdx, Any], corrupted: Mapping[DepthIdx, Any]
+) -> None:
+    """Refuse layers whose structures, shapes or dtypes differ between the two runs."""
+    for label, one in clean.items():
+        specs = spec_of(one), spec_of(corrupted[label])
+        if not tensors(one):
+            raise ComparisonError(
+                f"layer {architecture[label]} returns no tensor, so there is nothing to patch: "
+                "record other layers"
+            )
+        if specs[0] != specs[1]:
+            shown = " and ".join(str(shapes_of(spec)) for spec in specs)
+            shown = shown if shapes_of(specs[0]) != shapes_of(specs[1]) else f"{specs}"
+            raise ComparisonError(
+                f"layer {architecture[label]} returns {shown} in the clean and in the corrupted "
+                "run, but only outputs of equal shapes can be patched: give both runs inputs of "
+                "one shape (texts of equally many tokens), or record other layers"
+            )
+
+
+def resolved(
+    architecture: Architecture, found: Mapping[DepthIdx, Any], positions: Positions
+) -> list[int] | None:
+    """Return positions as a list; raise if a layer lacks one of them.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        Names the layers in errors.
+    found : mapping
+        The output of each layer.
+    positions : None, "all" or iterable of int
+        The requested positions.
+    """
+    if positions is None:
+        return None
+    lengths = {label: _length(architecture[label], value) for label, value in found.items()}
+    if isinstance(positions, str):
+        if positions != "all":
+            raise ComparisonError(f"positions={positions!r}: {_WRITE}")
+        return list(range(_common(architecture, lengths)))
+    chosen = _integers(positions)
+    for label, length in lengths.items():
+        for position in chosen:
+            if not -length <= position < length:
+                raise ComparisonError(
+                    f"there is no position {position} in layer {architecture[label]}, whose "
+                    f"dimension 1 has a length of {length}"
+                )
+    return chosen
+
+
+def _length(layer: Layer, value: Any) -> int:
+    first = tensors(value)[0]
+    if not is_dense(first) or first.dim() < 2:
+        raise ComparisonError(
+            f"layer {layer} returns {shapes_of(spec_of(value))}, which has no dimension 1 whose "
+            "positions could be patched: write positions=None, or record other layers"
+        )
+    return first.shape[1]
+
+
+def _common(architecture: Architecture, lengths: Mapping[DepthIdx, int]) -> int:
+    (first, length), *others = lengths.items()
+    for label, other in others:
+        if other != length:
+            raise ComparisonError(
+                'positions="all" needs layers with the same number of positions: layer '
+                f"{architecture[first]} has {length}, layer {architecture[label]} has {other}. "
+                "Sweep them one after the other, or write the positions as a list"
+            )
+    return length
+
+
+def _integers(positions: Any) -> list[int]:
+    given = positions.tolist() if isinstance(positions, Tensor) else positions
+    try:
+        found = list(given)
+        if not found or any(isinstance(position, bool) for position in found):
+            raise TypeError
+        return [operator.index(position) for position in found]
+    except TypeError:
+        raise ComparisonError(f"positions={positions!r}: {_WRITE}") from None

@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -35,7 +36,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.labelling.answers import HITS, counts_hits, other_values, with_hits
 from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
@@ -43,10 +43,10 @@ from scio_recorder.nets.state.copying import (
     quiet,
     refusing_calls,
 )
-from scio_recorder.nets.state.random_numbers import preserved_rng
+from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import reached, shared_untouched
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import map_tensors
+from scio_recorder.tensors.structures import map_tensors, tensors
 
 # Frames between the net and the questions that it asks.
 _OWN = (__file__, private.__file__, contextlib.__file__)
@@ -62,6 +62,11 @@ _MAX_STEPS = 100_000
 # accepted: every later pass is compared with the labelling anyway.
 _MAX_PASSES = 8
 _SECONDS = 10.0
+
+# Other answers: numbers of hits of a mask, whole numbers and others.
+_HITS = (0, 4096, 1, 2, 3)
+_INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
+_REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
 
 # A line of code: the name of its file, and its number.
 _Place: TypeAlias = tuple[str, int]
@@ -258,7 +263,7 @@ class Flow(TorchFunctionMode):
         """Return arguments with which an operation finds the true number of hits or another."""
         if not counts_hits(operation, args):
             return args
-        hits = self._answer([None, *HITS], is_size=True)
+        hits = self._answer([None, *_HITS], is_size=True)
         return args if hits is None else with_hits(operation, args, hits)
 
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
@@ -388,3 +393,104 @@ def _places() -> Iterator[_Place]:
         is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)
         if not is_internal and name not in _OWN:
             yield name, line
+
+
+# -- other answers ---------------------------------------------------------------------------------
+
+
+def other_values(value: Any) -> list[Any]:
+    """Return other values of the same kind.
+
+    Parameters
+    ----------
+    value : bool, int, float, complex, list or numpy.ndarray
+        What the net was told, a nested list for a whole tensor.
+
+    Returns
+    -------
+    list
+        The other flag, or the same structure filled with each of several numbers.
+
+    Examples
+    --------
+    >>> other_values(True), other_values([[2.0, 3.0]])[:2]
+    ([False], [[[0.0, 0.0]], [[1000000.0, 1000000.0]]])
+    """
+    if isinstance(value, bool):
+        return [not value]
+    numbers = _INTEGERS if isinstance(value, int) else _REALS
+    return [_filled(value, number) for number in numbers]
+
+
+def _filled(value: Any, number: float) -> Any:
+    if isinstance(value, list):
+        return [_filled(item, number) for item in value]
+    if isinstance(value, np.ndarray):
+        return np.full_like(value, number)
+    return type(value)(number)
+
+
+def counts_hits(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the size of an operation's result is the unknown number of hits of a mask.
+
+    Parameters
+    ----------
+    operation : callable
+        An operation of ``torch.ops`` whose result has a size that depends on values.
+    args : tuple
+        Its arguments.
+
+    Returns
+    -------
+    bool
+        False for indices that are integers: they give a known size.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> counts_hits(torch.ops.aten.index.Tensor, (x, [torch.tensor([0])]))
+    False
+    """
+    return _place(operation) == 0 or any(map(_is_mask, tensors(args[1])))
+
+
+def with_hits(operation: Any, args: tuple[Any, ...], hits: int) -> tuple[Any, ...]:
+    """Return arguments with which an operation finds a given number of hits.
+
+    Parameters
+    ----------
+    operation : callable
+        An operation of ``torch.ops`` whose result has a size that depends on values.
+    args : tuple
+        Its arguments.
+    hits : int
+        The number; as many as there are places if these are fewer.
+
+    Returns
+    -------
+    tuple
+        The arguments, with another mask, or with other values where all that are not 0 are hits.
+
+    Examples
+    --------
+    >>> with_hits(torch.ops.aten.nonzero.default, (torch.ones(3),), 2)
+    (tensor([2., 1., 0.]),)
+    """
+    place = _place(operation)
+
+    def altered(tensor: Tensor) -> Tensor:
+        if place == 1 and not _is_mask(tensor):
+            return tensor
+        falling = hits - torch.arange(tensor.numel(), device=tensor.device)
+        return falling.clamp(min=0).reshape(tensor.shape).to(tensor.dtype)
+
+    return (*args[:place], map_tensors(altered, args[place]), *args[place + 1 :])
+
+
+def _place(operation: Any) -> int:
+    """Return which argument tells the number of hits."""
+    return int(operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default))
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)

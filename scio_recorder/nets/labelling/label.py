@@ -20,8 +20,6 @@ from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
-from scio_recorder.nets.labelling.failing import failed_run
-from scio_recorder.nets.labelling.supported import check_supported
 from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
     Statistics,
@@ -30,6 +28,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
     summary,
 )
+from scio_recorder.nets.refusals import check_supported, failed_run
 from scio_recorder.nets.shards import Following, mark
 from scio_recorder.nets.state.copying import (
     OriginalCalledError,
@@ -38,7 +37,7 @@ from scio_recorder.nets.state.copying import (
     quiet,
     refusing_calls,
 )
-from scio_recorder.nets.state.random_numbers import preserved_rng
+from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.sharded import is_sharded, plain_type
 from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
 from scio_recorder.tensors import private

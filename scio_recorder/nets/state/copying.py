@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scio_recorder.nets.hookable import hooked
-from scio_recorder.nets.state.own_hooks import own_hooks
+from scio_recorder.nets.hookable import hooked, own_hooks
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.structures import map_tensors

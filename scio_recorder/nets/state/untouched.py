@@ -39,10 +39,15 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
+from scio_recorder.nets.hookable import LIBRARIES, leave_own_hooks
 from scio_recorder.nets.state.copying import OriginalCalledError, are_large
-from scio_recorder.nets.state.moment import joined, same_samples, sampled
-from scio_recorder.nets.state.own_hooks import LIBRARIES, leave_own_hooks
-from scio_recorder.nets.state.random_numbers import random_state, restore_random
+from scio_recorder.nets.state.moment import (
+    joined,
+    random_state,
+    restore_random,
+    same_samples,
+    sampled,
+)
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_dense, version_of

@@ -1,0 +1,201 @@
+"""What is said of a net that can't be observed, and of one that fails, with advice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from scio_recorder.errors import LabellingError, UnsupportedNetError
+from scio_recorder.layer import describe, shapes_of
+from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
+from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import usable_device
+from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.structures import tensors
+
+_CASTS = {
+    torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int64: "long",
+}
+# One of these is in each message of torch about a dtype.
+_ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
+_ADVICE = {
+    "input_size": "input_size includes the batch dimension and gives float inputs; for others "
+    "write dtypes=[torch.long], or give input_data",
+    "input_data": "input_data is what forward takes: a tensor, a tuple of positional inputs or a "
+    'dict of keyword inputs, such as tokenizer(texts, return_tensors="pt")',
+    "meta": "The parameters have no data here, as when they are offloaded, nor has an input made "
+    "of input_size: give input_data= with a tensor on the device where the network runs",
+}
+
+
+def check_supported(net: Any, device: Any = None) -> None:
+    """Refuse a net that can't be observed, and a device that isn't there.
+
+    Parameters
+    ----------
+    net : Any
+        The user's object.
+    device : any, optional
+        Where the net is to be labelled.
+
+    Raises
+    ------
+    LabellingError
+        It is no device of this machine.
+    UnsupportedNetError
+        It is not a module, or hooks of its submodules don't fire as they should.
+
+    Examples
+    --------
+    >>> check_supported(nn.ReLU)
+    Traceback (most recent call last):
+    scio_recorder.errors.UnsupportedNetError: ... write ReLU(...)
+    """
+    if not isinstance(net, nn.Module):
+        raise UnsupportedNetError(_not_a_module(net))
+    if not takes_hooks(net):
+        raise UnsupportedNetError(
+            f"{_name(net)} is a TorchScript module, whose submodules run without hooks: give the "
+            "module that it was made from"
+        )
+    if private.is_compiled(net):
+        raise UnsupportedNetError(
+            "the net is compiled already, and compiled code ignores hooks that are added later: "
+            "wrap it first and compile afterwards, as in rnet = Recorder(net, ...); rnet.compile()"
+        )
+    if device is not None:
+        usable_device(device, LabellingError)
+    refuse_part_of_fsdp(net)
+    _check_acyclic(net, "", [])
+    for name, module in net.named_modules():
+        _check_module(name, module)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    where = f"the module {name!r}" if name else "the net"
+    if isinstance(module, nn.DataParallel):
+        raise UnsupportedNetError(
+            f"{where} is a DataParallel, whose replicas share hooks and lose the records: use "
+            "torch.nn.parallel.DistributedDataParallel, or give its .module"
+        )
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise UnsupportedNetError(
+            f"{where} ({_name(module)}) is not initialised, and labelling must not do that for "
+            "you: run the net once on an input, then wrap it"
+        )
+
+
+def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None:
+    if any(module is outer for outer in above):
+        raise UnsupportedNetError(
+            f"the module {name!r} contains itself: hold a reference to an outer module in a tuple, "
+            "so that it does not become a submodule"
+        )
+    for child_name, child in module.named_children():
+        _check_acyclic(child, f"{name}.{child_name}".lstrip("."), [*above, module])
+
+
+def _not_a_module(net: Any) -> str:
+    if isinstance(net, type) and issubclass(net, nn.Module):
+        return f"{net.__name__} is a class, not a net: write {net.__name__}(...)"
+    return f"a net must be a torch.nn.Module, not {type(net).__name__}"
+
+
+def _name(module: nn.Module) -> str:
+    return str(getattr(module, "original_name", type(module).__name__))
+
+
+def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> str:
+    """Return the message of a dry run that failed.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network that failed.
+    keywords : Mapping
+        The keywords of `Recorder`.
+    cause : BaseException
+        The error that the network raised.
+
+    Returns
+    -------
+    str
+        What the net was given, its error, and what to give instead.
+
+    Examples
+    --------
+    >>> keywords = {"input_data": "a text"}
+    >>> print(failed_run(nn.ReLU(), keywords, TypeError("must be Tensor")))
+    the dry run of ReLU on input_data='a text' failed with TypeError: must be Tensor
+    input_data is what forward takes: a tensor, a tuple of positional inputs or a dict of keyword \
+inputs, such as tokenizer(texts, return_tensors="pt")
+    """
+    given = "input_size" if keywords["input_data"] is None else "input_data"
+    is_on_meta = given == "input_size" and str(keywords["device"]).startswith("meta")
+    value, advice = keywords[given], _ADVICE["meta" if is_on_meta else given]
+    has_tensors = given == "input_data" and tensors(value)
+    shown = f"tensors of shape {shapes_of(describe(value))}" if has_tensors else repr(value)
+    inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
+    cast = inputs and cast_for(net, inputs, cause)
+    if cast:
+        advice = f"Probably {cast[1]}: convert it, as input_data=x.{cast[0]} does"
+    return (
+        f"the dry run of {type(net).__name__} on {given}={shown[:300]} failed with "
+        f"{type(cause).__name__}: {cause}\n{advice}"
+    )
+
+
+def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tuple[str, str] | None:
+    """Return the method that gives a network's first tensor the expected dtype, and a sentence.
+
+    The expected dtype is that of the first module with parameters of its own.
+
+    Parameters
+    ----------
+    net : torch.nn.Module or None
+        The network.
+    inputs : Inputs
+        What it was given.
+    error : BaseException
+        The error that it raised.
+
+    Returns
+    -------
+    (str, str) or None
+        None if the error is about something else.
+
+    Examples
+    --------
+    >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
+    >>> inputs = Inputs((torch.ones(2, 3, dtype=torch.float64),), {})
+    >>> cast_for(nn.Linear(3, 2), inputs, error)
+    ('float()', 'the input is float64, and the weights of the network take float32')
+    """
+    values = (*inputs.args, *inputs.kwargs.values())
+    given = next((value.dtype for value in values if isinstance(value, Tensor)), None)
+    if net is None or given is None or not _ABOUT_DTYPES.search(str(error)):
+        return None
+    for module in net.modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is not None:
+            takes_indices = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            wanted = torch.int64 if takes_indices else own.dtype
+            if given == wanted or wanted not in _CASTS:
+                return None
+            return f"{_CASTS[wanted]}()", (
+                f"the input is {dtype_name(given)}, and the weights of the network take "
+                f"{dtype_name(wanted)}"
+            )
+    return None
