@@ -49,7 +49,7 @@ class Gradients:
     def attach(
         self, place: Place, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
     ) -> None:
-        """Listen to the gradients of a call's output, before anything can change it.
+        """Receive the gradients of a call's output from now on, before anything can change it.
 
         ``task`` is the backward pass that they belong to, if another one brings them: reentrant
         checkpointing runs backward passes inside the backward pass.

@@ -3,7 +3,7 @@
 NOTE [What a record holds]
 
 1. Reference: the tensor itself. Its version counter, noted here and compared whenever the record is
-   read, tells whether an in-place operation touched it or a view of it. Then reading raises, and
+   read, shows whether an in-place operation touched it or a view of it. Then reading raises, and
    the layer is copied from the next pass on.
 2. Copy: the copy of a tensor on the graph takes the tensor's place there, see `own_copy`.
 3. Exchange: an in-place operation on a view cuts the view's place out of the graph. So a view on
@@ -141,8 +141,8 @@ class KeptTensor:
     def is_overwritten(self) -> bool:
         """Whether the network overwrote the tensor that it was given.
 
-        A lesson about one layer must not depend on what is done for another, so an overwrite that
-        an exchange prevented counts too.
+        What is learned about one layer must not depend on what is done for another, so an overwrite
+        that an exchange prevented counts too.
         """
         return version_of(self.used) != self.used_version or (
             self.exposed_by is not None and self.exposed_by.is_overwritten

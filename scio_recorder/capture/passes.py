@@ -202,7 +202,7 @@ class Pass:
         options = self.program.options
         kept: Any
         if not self._keeps_outputs or options.offload:
-            # Gradients are listened to whether anything is kept here or not.
+            # Gradients are received whether anything is kept here or not.
             kept = offload(output) if self._keeps_outputs else NOTHING
             places, rebuild = flatten(output)
         else:

@@ -190,7 +190,7 @@ class Covariance(RowReduction):
                 self._waiting.append(codes[: len(values)])
                 codes = codes[len(values) :]
             if is_full:
-                self._settle()
+                self._add_waiting()
 
     def _encode(self, labels: list[Label]) -> Tensor:
         """Return each label's row in the means, adding rows for new labels."""
@@ -202,7 +202,7 @@ class Covariance(RowReduction):
         self._means = nn.functional.pad(self._means, (0, 0, 0, new))
         return torch.tensor(codes, device="cpu")
 
-    def _settle(self) -> None:
+    def _add_waiting(self) -> None:
         """Add the rows that wait in the buffer to the state."""
         if self._buffer is None or not self._used or self._shift is None:
             return

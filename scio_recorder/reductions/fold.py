@@ -105,7 +105,7 @@ class Digest(SampleReduction):
         self._digests = self._digests or []
         self._digests.append(sample_digests(samples))
 
-    def _settle(self) -> None:
+    def _add_waiting(self) -> None:
         if self._digests:
             self._digests = [torch.cat(self._digests)]
 

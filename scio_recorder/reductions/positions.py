@@ -144,8 +144,8 @@ class Mean(SampleReduction):
         dict
             Empty if there is nothing to say, as with ``by``.
         """
-        is_told = isinstance(result, Tensor) and result.numel() and not result.is_complex()
-        return {"mean": float(result.double().mean())} if is_told else {}
+        has_mean = isinstance(result, Tensor) and result.numel() and not result.is_complex()
+        return {"mean": float(result.double().mean())} if has_mean else {}
 
 
 class MomentsResult(NamedTuple):

@@ -137,7 +137,7 @@ class Quantiles(RowReduction):
         if other._waiting is not None:
             self._add_rows(other._waiting)
 
-    def _settle(self) -> None:
+    def _add_waiting(self) -> None:
         """Add the raw rows that wait in the buffer to the state."""
         if self._buffer is not None and self._used:
             self._waiting = self._buffer[: self._used].clone()

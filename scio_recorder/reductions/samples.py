@@ -71,7 +71,7 @@ class SampleReduction(Reduction):
     def _result(self) -> Any:
         """Return the result, which must not alias the state."""
 
-    def _settle(self) -> None:
+    def _add_waiting(self) -> None:
         """Add buffered data to the state; called before the state is read."""
 
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
@@ -115,8 +115,8 @@ class SampleReduction(Reduction):
         if other._count == 0:
             return
         self._check_mergeable(other)
-        self._settle()
-        other._settle()
+        self._add_waiting()
+        other._add_waiting()
         device = self._device() or other._device()
         with undisturbed("cpu" if device is None else device.type):
             if self._count == 0:
@@ -142,7 +142,7 @@ class SampleReduction(Reduction):
             )
         device = self._device()
         with undisturbed("cpu" if device is None else device.type):
-            self._settle()
+            self._add_waiting()
             return self._result() if self._by is None else self._labelled_result()
 
     def reset(self) -> None:
@@ -157,7 +157,7 @@ class SampleReduction(Reduction):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
         with undisturbed("cpu"):
-            self._settle()
+            self._add_waiting()
         state: dict[str, Any] = {"construction": self.recipe, "count": self._count}
         if self._shape is not None:
             state["shape"] = list(self._shape)
@@ -301,7 +301,7 @@ class SampleReduction(Reduction):
 
     def _adopt(self, other: Self) -> None:
         """Adopt a copy of another reduction's state, on its device."""
-        other._settle()
+        other._add_waiting()
         for name in ("_count", "_shape", "_dtype", *self._state_names):
             setattr(self, name, copy.deepcopy(getattr(other, name)))
         for label, member in other._members.items():
@@ -312,7 +312,7 @@ class SampleReduction(Reduction):
         return next(found, None)
 
     def _place(self, device: torch.device) -> None:
-        self._settle()
+        self._add_waiting()
         self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
 
 
@@ -377,10 +377,10 @@ class RowReduction(SampleReduction):
         return moved.reshape(-1, moved.shape[-1])
 
     def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
-        """Return the buffer; rows that wait in one of another dtype or device are settled first."""
+        """Return the buffer; rows that wait in one of another dtype or device are added first."""
         wanted = self._dtype, rows.device
         if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
-            self._settle()
+            self._add_waiting()
             shape = capacity, rows.shape[1]
             self._buffer = torch.empty(shape, dtype=self._dtype, device=rows.device)
         return self._buffer
