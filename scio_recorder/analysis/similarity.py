@@ -309,7 +309,7 @@ class _Features:
         most = _READ_BYTES // max(1, bytes_of_row(samples))
         # The number of rows that may be opened at once.
         self._at_once = self.num_rows if is_view else max(1, most)
-        low, high, self._mean = self._survey()
+        low, high, self._mean = self._range_and_mean()
         spread = float((high - low).amax()) if self.width else 0.0
         self.trouble = "" if spread else "is the same in all rows"
         if not math.isfinite(spread):
@@ -337,7 +337,7 @@ class _Features:
             found = torch.view_as_real(found.resolve_conj())
         return found.reshape(len(found), self.width)
 
-    def _survey(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _range_and_mean(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the smallest and the largest value and the mean of each feature."""
         total = torch.zeros(self.width, dtype=torch.float64, device=self.device)
         low, high = total + math.inf, total - math.inf
