@@ -84,8 +84,12 @@ def _uncopied(module: nn.Module) -> set[int]:
 
 def _dictionaries(module: nn.Module) -> list[tuple[str, OrderedDict[int, Any]]]:
     """Return the dictionaries of hooks around forward, and those of their options, by name."""
-    found = [(name, vars(module).get(name)) for name in private.AROUND_FORWARD]
-    return [(name, hooks) for name, hooks in found if isinstance(hooks, OrderedDict)]
+    found: list[tuple[str, OrderedDict[int, Any]]] = []
+    for name in private.AROUND_FORWARD:
+        hooks = vars(module).get(name)
+        if isinstance(hooks, OrderedDict):
+            found.append((name, hooks))
+    return found
 
 
 class Around:

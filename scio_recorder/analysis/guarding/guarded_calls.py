@@ -114,13 +114,14 @@ class _Thread(threading.local):
 
     def call_around(self, frame: FrameType | None) -> _RunningCall | None:
         """Return the innermost call that a frame is part of, and forget those that have ended."""
-        while self.calls:
-            inner = frame
-            while inner is not None and inner is not self.calls[-1].frame:
+        calls = self.calls
+        while calls:
+            last, inner = calls[-1], frame
+            while inner is not None and inner is not last.frame:
                 inner = inner.f_back
             if inner is not None:
-                return self.calls[-1]
-            self.calls.pop()
+                return last
+            calls.pop()
         return None
 
 
