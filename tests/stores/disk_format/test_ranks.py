@@ -222,3 +222,26 @@ def test_of_two_who_create_at_once_the_second_joins(tmp_path):
         with intercepted(act):
             fill(path, 0)
         check(path)
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_a_writer_that_has_lost_its_right_writes_or_reports_nothing(tmp_path, lost):
+    calls: list[str] = []
+
+    def called(when: str) -> None:
+        calls.append(when)
+        if has_lost and when == lost:
+            raise RecordingError("the right is lost")
+
+    has_lost = False
+    right = WriteRight(lambda: called("before"), lambda: called("after"))
+    with RunWriter.create(tmp_path, layers=LAYERS, header={}, right=right) as writer:
+        writer.append({"x": torch.tensor([0])}, [0])
+        assert calls == ["before", "after"]
+        has_lost = True
+        with pytest.raises(RecordingError, match="the right is lost"):
+            writer.append({"x": torch.tensor([1])}, [1])
+        assert writer.durable == 1
+    # What was put before the loss was noticed is there, and was not reported.
+    assert len(list(tmp_path.glob("chunk-*"))) == (1 if lost == "before" else 2)
+    assert not list(tmp_path.glob("lock-*"))
