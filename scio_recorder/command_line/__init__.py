@@ -9,14 +9,6 @@ from contextlib import contextmanager
 
 __all__ = ["main"]
 
-FAILED = 1
-# The status with which diff and cmp report a difference.
-DIFFERENT = 1
-# The status with which argparse itself exits.
-WRONG_USE = 2
-# The statuses that shells report for a process that Ctrl-C or SIGTERM ended.
-INTERRUPTED, TERMINATED = 130, 143
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.

@@ -1,4 +1,4 @@
-"""What commands print: messages in the words of the command line, and the table of a recording."""
+"""What commands print and exit with: messages in the words of the command line, and statuses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ from rich.table import Table
 
 from scio_recorder.display.outline import full_name, short_name, visible
 from scio_recorder.errors import CollectWarning
+
+FAILED = 1
+# The status with which diff and cmp report a difference.
+DIFFERENT = 1
+# The status with which argparse itself exits.
+WRONG_USE = 2
+# The statuses that shells report for a process that Ctrl-C or SIGTERM ended.
+INTERRUPTED, TERMINATED = 130, 143
 
 Row: TypeAlias = Mapping[str, Any]
 # Columns of characters into which tables fit.

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from scio_recorder.command_line import FAILED, INTERRUPTED, TERMINATED, WRONG_USE
 from scio_recorder.command_line.command_arguments import (
     BrokenOffError,
     FailureError,
@@ -41,7 +40,11 @@ from scio_recorder.command_line.command_arguments import (
     whole_from,
 )
 from scio_recorder.command_line.command_output import (
+    FAILED,
+    INTERRUPTED,
+    TERMINATED,
     WIDTH,
+    WRONG_USE,
     command_message,
     command_warnings,
     layer_table,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from torch import nn
 
-from scio_recorder.command_line import DIFFERENT, WRONG_USE
 from scio_recorder.command_line.command_arguments import (
     FailureError,
     UsageError,
@@ -24,7 +23,7 @@ from scio_recorder.command_line.command_arguments import (
     recording_at,
     rows_of,
 )
-from scio_recorder.command_line.command_output import print_line
+from scio_recorder.command_line.command_output import DIFFERENT, WRONG_USE, print_line
 from scio_recorder.errors import RecorderError
 from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
