@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 
 from scio_recorder import Recorder
 
-BARS = {"sweep": 0.6, "estimate": 4.0}
+BARS = {"sweep": 1.05, "estimate": 4.0}
 
 
 def gpt2() -> tuple[nn.Module, str, Tensor, Tensor]:
