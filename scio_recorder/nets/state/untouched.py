@@ -28,7 +28,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias
@@ -50,7 +50,7 @@ from scio_recorder.nets.state.moment import (
 )
 from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_dense, version_of
+from scio_recorder.tensors.copies import is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
 
 # Objects of these packages are not a network's own, and may belong to other threads.
@@ -400,11 +400,10 @@ class _TensorNote:
         # Nobody can write to a tensor that has one number at several places.
         self._is_writable = with_values and not _is_expanded(tensor)
         self._is_inference = tensor.is_inference()
-        self._is_parameter = isinstance(tensor, nn.Parameter)
         self._version = version_of(tensor)
         self._put_back_version = private.restoring_version(tensor)
 
-    def put_back(self, *, thorough: bool) -> bool:
+    def put_back(self) -> bool:
         """Put back memory and values; say whether that could be done."""
         tensor = self.tensor
         is_counted = not self._is_inference and tensor._version != self._version
@@ -413,13 +412,23 @@ class _TensorNote:
             tensor.data = self._data
         if tensor.requires_grad != self._requires_grad and tensor.is_leaf:
             tensor.requires_grad_(self._requires_grad)
-        if self._is_writable and (is_counted or thorough or not self._is_parameter):
+        if self._is_writable:
             with torch.inference_mode(self._is_inference):
                 self._data.copy_(self._values)  # type: ignore[arg-type]  # it has values
         if is_counted and self._values is not None:
             # A graph that holds the tensor is as good as before.
             self._put_back_version()
         return self._values is not None or not is_counted
+
+
+def _counts_writes(tensor: Tensor) -> bool:
+    """Whether a tensor has memory, and counts most writes to it."""
+    return is_plain(tensor) and not tensor.is_inference()
+
+
+def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int, bool]]:
+    """Return what differs once tensors are written to, moved, frozen or thawed."""
+    return [(one._version, one.data_ptr(), one.requires_grad) for one in tensors]
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -511,9 +520,13 @@ class NetState:
             tensors = [one for one in tensors if id(one) in buffers]
         self.leaves = [*parameters, *(one for one in tensors if one.is_leaf and one.requires_grad)]
         known = buffers | _small(tensors, buffers)
-        self._tensors = [_TensorNote(one, with_values=id(one) in known) for one in tensors]
-        self._sampled = sampled(() if only_buffers else parameters)
+        notes = {id(one): _TensorNote(one, with_values=id(one) in known) for one in tensors}
+        # Passes write to few of these, and most passes to none.
+        self._weights = [one for one in parameters if id(one) in notes and _counts_writes(one)]
+        self._marks, self._sampled = _marks_of(self._weights), sampled(self._weights)
         self._samples = joined(self._sampled)
+        self._weight_notes = [notes.pop(id(one)) for one in self._weights]
+        self._tensor_notes = [*notes.values()]
 
     def put_back(self, *, thorough: bool = False) -> None:
         """Put back everything that has changed.
@@ -521,8 +534,8 @@ class NetState:
         Parameters
         ----------
         thorough : bool, default False
-            Write the values of all parameters. Otherwise, of all if some of their numbers differ
-            from before, and else of those that count as written.
+            Write the values of all parameters, also if none counts as written, and a few of the
+            values of each are as before.
         """
         for hooks, before in self._hooks:
             if hooks != before:
@@ -536,9 +549,11 @@ class NetState:
                 _refill(value, base, zip(items, mapped, strict=True) if mapped else items)
         for put_back in self._put_backs:
             put_back()
-        thorough = thorough or not same_samples(self._samples, joined(self._sampled))
+        is_same = not thorough and self._marks == _marks_of(self._weights)
+        is_same = is_same and same_samples(self._samples, joined(self._sampled))
+        notes = [*self._tensor_notes, *(() if is_same else self._weight_notes)]
         with torch.no_grad():
-            lost = [one for one in self._tensors if not one.put_back(thorough=thorough)]
+            lost = [one for one in notes if not one.put_back()]
         self._lost = [self._found[id(one.tensor)].path for one in lost]
         if self._random is not None:
             restore_random(self._random)
