@@ -21,7 +21,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
-from scio_recorder.recording.options import Reduce, Transforms
+from scio_recorder.recording.options import CollectOptions, Reduce, Transforms
 from scio_recorder.recording.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.description import complete_ranks, for_others, medium_at
@@ -129,6 +129,10 @@ def collect_parts(
     _check_maker(make_recorder)
     check_make_batches(make_batches)
     where = _seen_by_all(as_store(store))
+    asked = CollectOptions(
+        where, reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows,
+        activation_postproc, stop_early,
+    )  # fmt: skip
     needs = resources or {"CPU": 1}
     named = {_NAMED.get(name, name): value for name, value in needs.items()}
     own = {name: value for name, value in named.items() if name not in _NAMED.values()}
@@ -141,14 +145,8 @@ def collect_parts(
     functions = ray.put((make_recorder, make_batches))
     workers = [kind.remote() for _ in range(whole("num_workers", num_workers, 1))]
     _advise_resources(needs)
-    options = {
-        "store": where, "reduce": reduce, "transform": transform, "every": every,
-        "max_batches": max_batches, "to_inputs": to_inputs, "sample_ids": sample_ids,
-        "dtype": dtype, "rows": rows, "activation_postproc": activation_postproc,
-        "stop_early": stop_early, "progress": False,
-    }  # fmt: skip
     try:
-        tasks = [worker.collect.remote(functions, number, options) for worker in workers]
+        tasks = [worker.collect.remote(functions, number, asked) for worker in workers]
         _wait(tasks, where.path, number, progress=progress)
     finally:
         for worker in workers:
@@ -160,13 +158,14 @@ class _Worker:
     """The work of an actor."""
 
     def collect(
-        self, functions: tuple[Callable[[], Any], Any], num_parts: int, options: Any
+        self, functions: tuple[Callable[[], Any], Any], num_parts: int, asked: CollectOptions
     ) -> None:
         make_recorder, make_batches = functions
         rnet = make_recorder()
         if not _is_recorder(rnet):
             raise _wrong(f"make_recorder returned a {type(rnet).__name__}: return a Recorder")
-        rnet.collect_parts(make_batches, num_parts, **options)
+        options = {name: value for name, value in vars(asked).items() if name != "resume"}
+        rnet.collect_parts(make_batches, num_parts, **options, progress=False)
 
 
 def _is_recorder(given: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.errors import CollectWarning
+from scio_recorder.recording.options import CollectOptions
 
 ray = pytest.importorskip("ray")
 from scio_recorder.integrations.ray import _Worker, collect_parts  # noqa: E402 - which needs ray
@@ -137,6 +138,8 @@ def test_wrong_arguments_are_refused_before_there_are_actors(monkeypatch):
         with pytest.raises(CollectError, match=r"make_recorder is a .*give a function") as caught:
             collecting(made, make_batches)
         assert isinstance(caught.value, TypeError)
+    with pytest.raises(CollectError, match="every=0"):
+        collecting(make_recorder, make_batches, every=0)
     with pytest.raises(CollectError, match="make_batches is a list: give a function") as caught:
         collecting(make_recorder, make_batches(0))
     assert isinstance(caught.value, TypeError)
@@ -152,7 +155,7 @@ def test_keywords_are_those_of_the_method():
 def test_what_makes_no_recorder():
     # What an actor does, and what it raises as it comes back.
     with pytest.raises(CollectError, match="make_recorder returned a NoneType") as caught:
-        _Worker().collect((lambda: None, functions()[1]), 3, {})
+        _Worker().collect((lambda: None, functions()[1]), 3, CollectOptions())
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), TypeError)
 
 
