@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.tensors.copies import is_dense
+from scio_recorder.tensors.copies import is_dense, version_of
 from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")
@@ -186,12 +186,8 @@ class Known:
         tensor : torch.Tensor
             Of any kind.
         """
-        try:
-            version = tensor._version
-        except RuntimeError:
-            return examine(tensor)
-        known = self._found.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version:
+        version, known = version_of(tensor), self._found.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version != -1:
             return known[2]
         found = examine(tensor)
         self._found[id(tensor)] = weakref.ref(tensor), version, found
