@@ -315,6 +315,17 @@ class Inside(nn.Module):
         return self.last((self.first(x) * 0).sqrt())
 
 
+class Ahead(nn.Module):
+    """Its own code makes a NaN ahead of the module that makes its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner((x * 0).sqrt())
+
+
 GRADIENTS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "nothing": (lambda: nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(4)), None),
     "sqrt at zero": (lambda: nn.Sequential(linear(), sqrt_at_zero(), linear()), "1.1"),
@@ -323,6 +334,7 @@ GRADIENTS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "a weight": (lambda: nn.Sequential(linear(), nn.Sequential(OfAWeight())), "1.0"),
     "between, in a first module": (lambda: nn.Sequential(Inside()), "0"),
     "between": (lambda: nn.Sequential(linear(), Residual(Inside())), "1.inner"),
+    "ahead of a module": (lambda: nn.Sequential(linear(), nn.Sequential(Ahead())), "1.0"),
     "taken back inside": (
         lambda: nn.Sequential(linear(), Do(lambda x: x.relu().sqrt())),
         None,
