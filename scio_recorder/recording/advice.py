@@ -216,8 +216,8 @@ def _failed(
     if getattr(error, "__notes__", ()):
         # The cause is known, and it isn't the batch.
         return text
-    given = [*map(_look, inputs.args)]
-    given += [f"{name}={_look(one)}" for name, one in inputs.kwargs.items()]
+    given = [*map(_described, inputs.args)]
+    given += [f"{name}={_described(one)}" for name, one in inputs.kwargs.items()]
     # A list of masks shows the number of samples, so this may come out only in the pass.
     advice = (
         advice_on_lists(inputs.kwargs)
@@ -293,7 +293,7 @@ def _failing_layer(error: Exception, architecture: Architecture) -> str:
     return str(found) if len(calls) <= 1 else f"{found.name} ({found.type_name})"
 
 
-def _look(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {dtype_name(value.dtype)} {list(value.shape)}"
     return f"a {type(value).__name__}"

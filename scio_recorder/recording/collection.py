@@ -208,7 +208,7 @@ class Collection:
         current.batch = None
         self.feed.num_samples += len(current.ids)
         if self._continuing is not None:
-            self._continuing.settle(output)
+            self._continuing.count_pass(output)
         if not current.is_taken:
             return 0, 0
         durable.samples_come += len(current.ids)

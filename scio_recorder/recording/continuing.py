@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,14 +96,21 @@ class Sequences:
     held: _Held = field(default_factory=_Held)
 
 
+class _PendingPass(NamedTuple):
+    """A pass that runs: what it received, the samples that it belongs to, and its rows."""
+
+    past: Past
+    sequences: Sequences
+    rows: BatchRows
+
+
 class Continuing:
     """Distinguishes passes that continue samples from those that begin them; see the NOTE."""
 
     def __init__(self) -> None:
         # Caches, and tensors of those that no weak reference can be made to.
         self._by_part: MutableMapping[Any, Sequences] = WeakIdKeyDictionary()
-        # The sequences that the current pass belongs to, and its share of them.
-        self._pending: tuple[Past, Sequences, BatchRows] | None = None
+        self._pending: _PendingPass | None = None
 
     def rows(self, kind: Rows, source: Source, first: int, *, is_taken: bool) -> BatchRows:
         """Return the rows of a pass that is about to run; without samples if it continues some.
@@ -129,7 +136,7 @@ class Continuing:
             _check_goes_on(going_on, past, found)
         lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
         now = going_on or Sequences(first, lengths, is_taken)
-        self._pending = past, now, found
+        self._pending = _PendingPass(past, now, found)
         sample, position = found.columns["sample"], found.columns["position"]
         own = {
             "sample": sample + (now.first - first),
@@ -142,9 +149,9 @@ class Continuing:
     @property
     def is_taken(self) -> bool:
         """Whether the rows of the current pass are collected."""
-        return self._pending is None or self._pending[1].is_taken
+        return self._pending is None or self._pending.sequences.is_taken
 
-    def settle(self, output: Any) -> None:
+    def count_pass(self, output: Any) -> None:
         """Count the pass, which has ended well.
 
         Parameters

@@ -220,7 +220,7 @@ class Feed:
     def inputs(self, batch: Any) -> Inputs:
         """Return the net's inputs for a batch."""
         is_ours = self.asked.to_inputs is None
-        given = _first(batch) if is_ours else self._said("to_inputs", batch)
+        given = _first(batch) if is_ours else self._result_of("to_inputs", batch)
         if is_ours and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
@@ -240,7 +240,7 @@ class Feed:
             "(tuple, dict)"
         )
 
-    def _said(self, name: str, batch: Any) -> Any:
+    def _result_of(self, name: str, batch: Any) -> Any:
         """Return the result of the caller's function for a batch."""
         try:
             return getattr(self.asked, name)(batch)
@@ -358,7 +358,7 @@ class Feed:
         return own
 
     def _given_ids(self, batch: Any, number: int | None) -> list[Any]:
-        given = self._said("sample_ids", batch)
+        given = self._result_of("sample_ids", batch)
         values = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(

@@ -206,7 +206,7 @@ class StoringIntake(LayerIntake):
         rows.choose_into(place, kept)
         return place
 
-    def settle(self) -> None:
+    def count_pass(self) -> None:
         """Count the batch, which has succeeded."""
         lost, total = self._measured
         self.lost += lost
@@ -282,7 +282,7 @@ class ReducingIntake(LayerIntake):
         else:
             self._reduce(kept)
 
-    def settle(self) -> None:
+    def count_pass(self) -> None:
         """Reduce the outputs that wait for the end of the pass."""
         kept, self._waiting = self._waiting, None
         if kept is not None:
@@ -314,8 +314,9 @@ class ReducingIntake(LayerIntake):
         current = self.current
         for reduction in self.reductions if current.skip or current.num_repeats else ():
             # Reductions of this library can leave rows out.
-            is_told = not (current.skip and current.rows.are_samples)
-            if reduction.reads_batch and not (isinstance(reduction, SampleReduction) and is_told):
+            can_leave_out = not (current.skip and current.rows.are_samples)
+            is_ours = isinstance(reduction, SampleReduction)
+            if reduction.reads_batch and not (is_ours and can_leave_out):
                 raise CollectError(
                     f"{reduction!r} of layer {self.layer} reads the batch, {current.why_in_part}"
                 )
@@ -464,7 +465,7 @@ class Intakes:
         try:
             output = run(self)
             for reducing in self._reducing.values():
-                reducing.settle()
+                reducing.count_pass()
         except BaseException:
             self.is_tainted = current.is_reduced
             raise
@@ -476,7 +477,7 @@ class Intakes:
         current = self.current
         # Every layer of every batch would pay for the check.
         for storing in self.storing.values() if self._layers.asked.dtype is not None else ():
-            storing.settle()
+            storing.count_pass()
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         rows = None if current.rows.are_samples else current.num_rows
         self.is_tainted = True

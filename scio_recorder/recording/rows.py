@@ -55,7 +55,7 @@ class BatchRows:
     has_others : bool
         Whether the net also receives something with positions of its own, such as an image.
     are_given : bool
-        Whether ``sample_ids`` told the number of samples.
+        Whether ``sample_ids`` has given the number of samples.
     """
 
     dims: tuple[str, ...]
