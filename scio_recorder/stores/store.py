@@ -167,7 +167,15 @@ class StoreWriter(abc.ABC):
     def on_commit(  # noqa: B027 - many stores have nothing to do
         self, ids: Ids, state: Callable[[], State]
     ) -> None:
-        """Go on after a batch that counts from now on; see `commit`."""
+        """Go on after a batch that counts from now on.
+
+        Parameters
+        ----------
+        ids : range, array.array or tuple
+            The ids of its new samples.
+        state : callable
+            Returns the state that is needed to resume after it.
+        """
 
     def held(
         self,

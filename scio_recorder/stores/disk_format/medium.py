@@ -41,10 +41,11 @@ def accessing(path: str) -> Iterator[None]:
     except RecordingError:
         raise
     except OSError as cause:
-        raise _failed(path, cause) from cause
+        raise access_error(path, cause) from cause
 
 
-def _failed(path: str, cause: OSError) -> RecordingError:
+def access_error(path: str, cause: OSError) -> RecordingError:
+    """Return the `RecordingError` that explains a failure of the system."""
     linked = cause.errno == errno.ELOOP
     reason = "is a link, and links are not followed" if linked else cause.strerror or cause
     error = RecordingError(f"{path}: {reason}")
@@ -60,7 +61,7 @@ def parsing(path: str) -> Iterator[None]:
     except RecordingError:
         raise
     except OSError as cause:
-        raise _failed(path, cause) from cause
+        raise access_error(path, cause) from cause
     # A file may contain any type at any place, so reading it can fail in any of these ways. Such a
     # block contains only the parsing of one file.
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
