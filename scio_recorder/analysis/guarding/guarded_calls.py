@@ -97,6 +97,8 @@ class _RunningCall(NamedTuple):
     # The frame that called its first hook.
     frame: FrameType | None
     gradients: CallGradients | None
+    # Nodes of the graph to which the calls inside it lead.
+    nodes: list[Any]
     # Its inputs and the state before it, if these are kept.
     before: CallBefore | None
 
@@ -179,7 +181,7 @@ class _GuardedPasses:
             if self._weights is not None:
                 layer, inputs = self._guard.layer_of(call), Inputs(args, kwargs)
                 before = CallBefore(layer, module, inputs, self._weights)
-        thread.calls.append(_RunningCall(call, frame, gradients, before))
+        thread.calls.append(_RunningCall(call, frame, gradients, [], before))
 
     def end_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Examine the output of a call that has returned."""
@@ -195,7 +197,8 @@ class _GuardedPasses:
         if not self._guard.is_over:
             self._judge(running, output)
             if self._gradients is not None and running.gradients is not None:
-                self._gradients.attach(running.gradients, output)
+                nodes_around = thread.calls[-1].nodes if thread.calls else []
+                self._gradients.attach(running.gradients, output, running.nodes, nodes_around)
 
     def _judge(self, running: _RunningCall, output: Any) -> None:
         """Judge a call that has returned, by what it has returned."""

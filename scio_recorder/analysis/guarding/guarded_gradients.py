@@ -77,8 +77,6 @@ class CallGradients:
         for tensor in tensors(inputs) if around is None else ():
             if tensor.grad_fn is not None and private.place_of(tensor.grad_fn) >= self._start:
                 self._other_threads.add(tensor.grad_fn)
-        # Its nodes to which the calls inside it lead.
-        self.nodes: list[Any] = []
         # The last backward pass that entered the call, and its findings about what entered.
         self._task = -1
         self._found: list[Found] = []
@@ -88,10 +86,10 @@ class CallGradients:
 
         Parameters
         ----------
-        node : Node
+        node : Node or None
             One to which outputs of this call lead.
         """
-        place = private.place_of(node)
+        place = _LEAF if node is None else private.place_of(node)
         if place >= _LEAF or node in self._other_threads:
             return None
         call: CallGradients | None = self
@@ -132,10 +130,23 @@ class GuardedGradients:
         self._mark = object()
         self._backward = _BackwardPass()
 
-    def attach(self, call: CallGradients, output: Any) -> None:
-        """Attach hooks for the gradients of a call that has returned."""
+    def attach(
+        self, call: CallGradients, output: Any, nodes: list[Any], nodes_around: list[Any]
+    ) -> None:
+        """Attach hooks for the gradients of a call that has returned.
+
+        Parameters
+        ----------
+        call : CallGradients
+            The call.
+        output : Any
+            Its output.
+        nodes : list
+            The nodes to which the calls inside it have led. No hook may hold them, which they own.
+        nodes_around : list
+            Receives those to which it leads itself.
+        """
         call.has_returned = True
-        nodes, call.nodes = call.nodes, []
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
             base = None if tensor.grad_fn is None else private.base_of(tensor)
             for end in (tensor,) if base is None else (tensor, base):
@@ -144,29 +155,25 @@ class GuardedGradients:
                     nodes.append(end.grad_fn)
         # The list grows meanwhile.
         for node in nodes:
-            if self._mark not in node.metadata:
+            if call.innermost_with(node) is not call:
+                nodes_around.append(node)
+            elif self._mark not in node.metadata:
                 node.metadata[self._mark] = True
-                self._attach_behind(node, call, nodes)
+                nodes += self._attach_behind(node, call)
 
     def _attach_before(self, end: Tensor, call: CallGradients, *, is_base: bool = False) -> None:
         """Examine what enters a call at the node that made a tensor."""
         node: Any = end.grad_fn
         node.register_prehook(partial(self._enter, call, end.output_nr, is_base))
 
-    def _attach_behind(self, node: Any, call: CallGradients, nodes: list[Any]) -> None:
-        """Examine what leaves a call behind one of its nodes, and add those of its own ahead."""
-        exits: list[_Exit] = []
-        for index, (target, _) in enumerate(node.next_functions):
-            if target is not None:
-                owner = call.innermost_with(target)
-                if owner is call:
-                    nodes.append(target)
-                else:
-                    exits.append(_Exit(index, target, owner))
-                    if owner is not None:
-                        owner.nodes.append(target)
+    def _attach_behind(self, node: Any, call: CallGradients) -> list[Any]:
+        """Examine what leaves a call behind one of its nodes, and return the nodes ahead of it."""
+        edges = enumerate(node.next_functions)
+        ahead = [_Exit(index, target, call.innermost_with(target)) for index, (target, _) in edges]
+        exits = [at for at in ahead if at.owner is not call and at.target is not None]
         if exits:
             node.register_hook(partial(self._leave, call, exits))
+        return [at.target for at in ahead if at.owner is not None]
 
     def _current(self) -> _BackwardPass | None:
         """Return what is known in the current backward pass; None if nobody asks."""

@@ -675,6 +675,19 @@ def test_the_graph_goes_without_the_collector() -> None:
         assert reference() is None
 
 
+def test_a_graph_holds_no_guard() -> None:
+    net = nn.Sequential(linear(), sqrt_at_zero())
+    rnet = recorder(net)
+    with garbage_left():
+        with rnet.guard() as guard:
+            output = net(X)
+        reference = weakref.ref(guard)
+        del guard
+        assert reference() is None
+    # Nobody asks any more.
+    loss_of(output).backward()
+
+
 def test_guards_recorders_and_blocks_go_together() -> None:
     net = nn.Sequential(linear(), nn.ReLU(), Do(torch.log))
     rnet = recorder(net)
@@ -864,16 +877,30 @@ def test_a_pass_that_is_broken_off_is_not_held() -> None:
         assert references[-1]() is None
 
 
-def test_a_pass_that_fails_is_held_by_nobody() -> None:
-    net = nn.Sequential(Do(torch.sin), nn.Sequential(linear()))
-    with garbage_left(), recorder(net).guard():
-        x = X.clone()
-        reference = weakref.ref(x)
-        with contextlib.suppress(RuntimeError):
-            net(x[:, :2])
-        del x
-        assert reference() is None
-        net(X)
+class Fails(nn.Module):
+    """Ends in a module that fails or makes a NaN, behind calls and code of its own."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.last = linear(), linear(), last
+        self.references: list[Any] = []
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x).sin()
+        if len(x) == 3:
+            self.references += [weakref.ref(x), weakref.ref(hidden)]
+        return self.last(self.second(hidden * hidden))
+
+
+@pytest.mark.parametrize("last", [lambda x: x if len(x) == 1 else x @ x, lambda x: x * NAN])
+@pytest.mark.parametrize("action", ["raise", "record"])
+def test_a_pass_that_fails_is_held_by_nobody(action: Any, last: Any) -> None:
+    net = nn.Sequential(nn.Sequential(Fails(Do(last))))
+    rnet = recorder(net)
+    with garbage_left(), rnet.guard(action=action), torch.enable_grad():
+        with contextlib.suppress(RuntimeError, NonFiniteError):
+            net(X.clone())
+        assert [reference() for reference in net[0][0].references] == [None, None]
 
 
 def test_a_call_that_never_began_ends_no_other() -> None:
