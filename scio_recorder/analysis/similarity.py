@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.display.figure import Matrix, draw_matrix, matrix_html
+from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import Listed, Listing, full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
@@ -141,7 +141,7 @@ class Similarity(Listed):
     """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
 
     For each layer of the first recording, ``print`` shows the layer of the second that is most
-    alike; with one recording, the most similar other layer. A notebook shows a heat map.
+    alike; with one recording, the most similar other layer.
 
     Attributes
     ----------
@@ -214,33 +214,27 @@ class Similarity(Listed):
         >>> similarity(recording, recording).plot().axes[0].get_title()
         'Linear CKA of 2 x 2 layers over 3 rows'
         """
-        return draw_matrix(self._matrix())
+        names = [list(map(full_name, side)) for side in (self.layers_a, self.layers_b)]
+        values = self.values.numpy()
+        return draw_matrix(self._title(), values, (names[0], names[1]), _NAMES, self._peaks())
 
     def __repr__(self) -> str:
         return f"<{self._title()}>"
-
-    def _repr_html_(self) -> str:
-        """Return a heat map for a notebook."""
-        return matrix_html(self._matrix())
 
     def _title(self) -> str:
         sides = f"{len(self.layers_a)} x {len(self.layers_b)} layers"
         return f"Linear CKA of {sides} over {self.num_rows:,} rows"
 
-    def _matrix(self) -> Matrix:
-        return Matrix(
-            self._title(),
-            self.values.numpy(),
-            list(map(full_name, self.layers_a)),
-            list(map(full_name, self.layers_b)),
-            _NAMES,
-            self.notes,
-            self.is_of_one,
-        )
+    def _peaks(self) -> list[int | None]:
+        """Return the column of the largest value of each row, other than that of the same layer."""
+        values = self.values.nan_to_num(-1.0)
+        if self.is_of_one:
+            values.fill_diagonal_(-1.0)
+        return [None if row.amax() < 0 else int(row.argmax()) for row in values]
 
     def _listing(self) -> Listing:
         lines = []
-        for layer, row, peak in zip(self.layers_a, self.values, self._matrix().peaks, strict=True):
+        for layer, row, peak in zip(self.layers_a, self.values, self._peaks(), strict=True):
             alike = ["", "", ""]
             if peak is not None:
                 other = self.layers_b[peak]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scio_recorder.display.outline import asset, short_name, short_title, text, visible
+from scio_recorder.display.outline import short_name, short_title, visible
 from scio_recorder.errors import needing
 from scio_recorder.layer import Layer, few
 
@@ -46,8 +46,6 @@ _COLUMNS = 5
 BLUE, VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
 _MOST_DECADES = 8
-# Inches around a grid of histograms (left, right, bottom, top) and between them.
-_MARGINS = (0.75, 0.2, 0.5, 0.55, 0.65, 0.6)
 
 
 @dataclass(frozen=True)
@@ -198,15 +196,13 @@ def _grid(count: int) -> tuple[int, int]:
 def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
     columns, rows = _grid(len(layers))
     width, height = figure.get_size_inches()
-    left, right, bottom, top, across, down = _MARGINS
     figure.subplots_adjust(
-        left=left / width,
-        right=1 - right / width,
-        bottom=bottom / height,
-        top=1 - top / height,
-        # The shares of the width and height for each of the axes.
-        wspace=across * columns / (width - left - right - across * (columns - 1)),
-        hspace=down * rows / (height - bottom - top - down * (rows - 1)),
+        left=0.75 / width,
+        right=1 - 0.2 / width,
+        bottom=0.5 / height,
+        top=1 - 0.55 / height,
+        wspace=0.4,
+        hspace=0.6,
     )
     for place, summary in enumerate(layers):
         _histogram(figure.add_subplot(rows, columns, place + 1), summary)
@@ -262,10 +258,9 @@ def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
     if typical > 0 and max(-bottom, top) > 1000 * typical:
         # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
         axis.set_ylim(2 * min(0.0, bottom), 2 * max(0.0, top))
-        linear = 10.0 ** math.floor(math.log10(typical))
         # As wide as the distance between two marks, so that marks around 0 don't overlap either.
-        width = max(1.0, math.log10(max(-bottom, top) / linear) / _MOST_DECADES)
-        axis.set_yscale("symlog", linthresh=linear, linscale=2 * width)
+        width = max(1.0, math.log10(max(-bottom, top) / typical) / _MOST_DECADES)
+        axis.set_yscale("symlog", linthresh=typical, linscale=2 * width)
         locator: Any = axis.yaxis.get_major_locator()
         locator.set_params(numticks=_MOST_DECADES)
         axis.minorticks_off()
@@ -327,97 +322,59 @@ def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> N
         axis.set_yticks(places, shown, fontsize=size, parse_math=False)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Numbers from 0 to 1 for pairs of layers; NaN if there is none.
+def draw_matrix(
+    title: str,
+    values: Floats,
+    names: tuple[Sequence[str], Sequence[str]],
+    axes: tuple[str, str],
+    peaks: Sequence[int | None],
+) -> Figure:
+    """Draw numbers from 0 to 1 as a heat map, the first row at the bottom.
 
     Parameters
     ----------
     title : str
         The meaning of the numbers.
     values : array of float
-        [rows, columns].
-    rows, columns : sequence of str
-        Names of layers.
+        [rows, columns]; NaN if there is no number.
+    names : (sequence of str, sequence of str)
+        Names of rows and columns.
     axes : (str, str)
         Titles of the axes of rows and columns.
-    notes : sequence of str
-        Remarks about some layers.
-    is_of_one : bool, default False
-        Whether rows and columns are the same layers.
+    peaks : sequence of int or None
+        For each row, the column that gets a dot.
     """
-
-    title: str
-    values: NDArray[np.float64]
-    rows: Sequence[str]
-    columns: Sequence[str]
-    axes: tuple[str, str]
-    notes: Sequence[str] = ()
-    is_of_one: bool = False
-
-    @property
-    def peaks(self) -> list[int | None]:
-        """The column of the largest number of each row; None if it has no number.
-
-        The number of a layer with itself does not count.
-        """
-        values = self.values.copy()
-        if self.is_of_one:
-            np.fill_diagonal(values, np.nan)
-        return [None if np.isnan(row).all() else int(np.nanargmax(row)) for row in values]
-
-
-def draw_matrix(matrix: Matrix) -> Figure:
-    """Draw a heat map, the first row at the bottom, with the largest number of each row marked."""
-    height, width = (_extent_of(len(names)) for names in (matrix.rows, matrix.columns))
-    longest = max(map(len, map(_short, (*matrix.rows, *matrix.columns))), default=0)
-    margin = 0.5 + 0.075 * longest
+    rows, columns = names
+    height, width = (_extent_of(len(side)) for side in names)
+    margin = 0.5 + 0.075 * max(map(len, map(_short, (*rows, *columns))), default=0)
     figure, axis = _axes(width + margin + 1.0, height + margin + 0.7)
     axis.set_facecolor(_GREY)
     # Vermilion stands out from every colour of the map.
-    image = axis.imshow(
-        matrix.values, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto"
-    )
+    image = axis.imshow(values, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
     figure.colorbar(image, ax=axis, pad=0.02)
-    last = len(matrix.columns) - 1, len(matrix.rows) - 1
-    axis.plot((0, last[0]), (0, last[1]), color=VERMILION, linestyle=":", linewidth=1)
-    marked = [(column, row) for row, column in enumerate(matrix.peaks) if column is not None]
-    size = 18 * min(width / len(matrix.columns), height / len(matrix.rows))
-    for column, row in marked:
-        axis.plot(column, row, "o", color=VERMILION, markersize=min(7.0, size), clip_on=False)
-    _name_ticks(axis, "x", matrix.columns, width)
-    _name_ticks(axis, "y", matrix.rows, height)
-    axis.set_ylabel(matrix.axes[0])
-    axis.set_xlabel(matrix.axes[1])
-    axis.set_title(matrix.title, fontsize=10, parse_math=False)
+    ends = (0, len(columns) - 1), (0, len(rows) - 1)
+    axis.plot(*ends, color=VERMILION, linestyle=":", linewidth=1)
+    size = min(7.0, 18 * min(width / len(columns), height / len(rows)))
+    for row, column in enumerate(peaks):
+        if column is not None:
+            axis.plot(column, row, "o", color=VERMILION, markersize=size, clip_on=False)
+    _name_ticks(axis, "x", columns, width)
+    _name_ticks(axis, "y", rows, height)
+    axis.set(ylabel=axes[0], xlabel=axes[1])
+    axis.set_title(title, fontsize=10, parse_math=False)
     return figure
 
 
-def matrix_html(matrix: Matrix) -> str:
-    """Return a heat map as a table, whose cells show their number to the pointer."""
-    head = "".join(f'<th scope="col">{text(_short(name))}</th>' for name in matrix.columns)
-    body = "".join(_row(matrix, row, peak) for row, peak in enumerate(matrix.peaks))
-    notes = "".join(f"<div>{text(note)}</div>" for note in matrix.notes)
-    return (
-        f'<style>\n{asset("matrix.css")}</style><div class="scio-matrix">'
-        f"<p>{text(matrix.title)}</p><table><thead><tr><th></th>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table>{notes}</div>"
-    )
-
-
-def _row(matrix: Matrix, row: int, peak: int | None) -> str:
-    name, cells = matrix.rows[row], []
-    for column, value in enumerate(matrix.values[row].tolist()):
-        said = f"{name}, {matrix.columns[column]}: {value:.4f}"
-        kind = ' class="sm-none"' if math.isnan(value) else ""
-        kind = ' class="sm-peak"' if column == peak else kind
-        cells.append(f'<td{kind} style="--v:{value:.3f}" title="{text(said)}"></td>')
-    return f'<tr><th scope="row">{text(_short(name))}</th>{"".join(cells)}</tr>'
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A number from 0 to infinity for each layer, in order.
+def draw_profile(
+    title: str,
+    measure: str,
+    names: Sequence[str],
+    values: Floats,
+    differs: NDArray[np.bool_],
+    noise: Floats | None,
+    marked: int | None,
+) -> Figure:
+    """Draw numbers on a logarithmic scale, with zeros on a line below and infinities on one above.
 
     Parameters
     ----------
@@ -428,95 +385,72 @@ class Profile:
     names : sequence of str
         The layers.
     values : array of float
-        NaN if there is no number.
+        A number from 0 to infinity for each layer; NaN if there is none.
     differs : array of bool
         Whether the number counts as a difference.
-    noise : array of float, optional
+    noise : array of float or None
         The noise in each number.
-    marked : int, optional
+    marked : int or None
         The layer that stands out.
     """
-
-    title: str
-    measure: str
-    names: Sequence[str]
-    values: Floats
-    differs: NDArray[np.bool_]
-    noise: Floats | None = None
-    marked: int | None = None
-
-
-def draw_profile(profile: Profile) -> Figure:
-    """Draw numbers on a logarithmic scale, with zeros on a line below and infinities on one above.
-
-    Parameters
-    ----------
-    profile : Profile
-        The numbers.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure.
-    """
-    count = len(profile.names)
-    width = min(14.0, max(6.0, 2.5 + 0.25 * count))
+    width = min(14.0, max(6.0, 2.5 + 0.25 * len(names)))
     figure, axis = _axes(width, 4.8)
     axis.set_yscale("log")
-    low, high = _lines(axis, profile)
-    if profile.noise is not None:
-        noise = _heights(profile.noise, low, high)
-        axis.plot(noise, ":", color="0.45", marker=".", markersize=4, label="noise of the floor")
-    _points(axis, profile, _heights(profile.values, low, high))
-    _name_ticks(axis, "x", profile.names, width)
-    axis.set_xlim(-0.6, count - 0.4)
-    axis.set_ylabel(profile.measure)
+    known = values if noise is None else np.concatenate([values, noise])
+    known = known[np.isfinite(known) & (known > 0)]
+    low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
+    axis.set_ylim(low / 2, high * 2)
+    _line(axis, low, "equal")
+    if not np.isfinite(values).all():
+        _line(axis, high, "no finite number")
+    if noise is not None:
+        level = _heights(noise, low, high)
+        axis.plot(level, ":", color="0.45", marker=".", markersize=4, label="noise of the floor")
+    _points(axis, _heights(values, low, high), differs, marked)
+    _name_ticks(axis, "x", names, width)
+    axis.set(xlim=(-0.6, len(names) - 0.4), ylabel=measure)
     axis.grid(axis="y", alpha=0.3)
-    axis.set_title(visible(profile.title), fontsize=9, loc="left", parse_math=False, wrap=True)
+    axis.set_title(visible(title), fontsize=9, loc="left", parse_math=False, wrap=True)
     figure.legend(loc="outside lower right", ncols=5, fontsize=8)
     return figure
 
 
-def _lines(axis: Axes, profile: Profile) -> tuple[float, float]:
-    """Draw the lines for values off the scale, and return their heights."""
-    values = np.concatenate([profile.values, [] if profile.noise is None else profile.noise])
-    known = values[np.isfinite(values) & (values > 0)]
-    low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
-    axis.set_ylim(low / 2, high * 2)
-    lines = [(low, "equal")]
-    if not np.isfinite(profile.values).all():
-        lines.append((high, "no finite number"))
-    for height, name in lines:
-        axis.axhline(height, color="0.6", linewidth=0.8, linestyle="--")
-        across = axis.get_yaxis_transform()
-        axis.text(1.0, height, name, fontsize=7, ha="right", va="bottom", transform=across)
-    return low, high
+def _line(axis: Axes, height: float, name: str) -> None:
+    """Draw a line for values off the scale."""
+    axis.axhline(height, color="0.6", linewidth=0.8, linestyle="--")
+    across = axis.get_yaxis_transform()
+    axis.text(1.0, height, name, fontsize=7, ha="right", va="bottom", transform=across)
 
 
 def _heights(values: Floats, low: float, high: float) -> Floats:
     return np.where(np.isfinite(values), np.clip(values, low, high), high)
 
 
-def _points(axis: Axes, profile: Profile, heights: Floats) -> None:
+def _points(axis: Axes, heights: Floats, differs: NDArray[np.bool_], marked: int | None) -> None:
     places = np.arange(len(heights))
     axis.plot(places, heights, color=BLUE, linewidth=1, alpha=0.5)
     for name, chosen, fill in (
-        ("no difference", ~profile.differs, "white"),
-        ("difference", profile.differs, BLUE),
+        ("no difference", ~differs, "white"),
+        ("difference", differs, BLUE),
     ):
         if chosen.any():
             style: dict[str, Any] = {"markerfacecolor": fill, "markersize": 5, "label": name}
             axis.plot(places[chosen], heights[chosen], "o", color=BLUE, **style)
-    if profile.marked is not None:
-        height = heights[profile.marked]
-        axis.axvline(profile.marked, color=VERMILION, linewidth=0.8, alpha=0.6)
-        place, label = [profile.marked], "first difference"
-        axis.plot(place, [height], "D", color=VERMILION, markersize=9, label=label)
+    if marked is not None:
+        axis.axvline(marked, color=VERMILION, linewidth=0.8, alpha=0.6)
+        height, label = heights[marked], "first difference"
+        axis.plot([marked], [height], "D", color=VERMILION, markersize=9, label=label)
 
 
-@dataclass(frozen=True)
-class EffectMap:
-    """The metric of patched runs.
+def draw_effects(
+    title: str,
+    values: Floats,
+    layers: Sequence[str],
+    positions: Sequence[str],
+    clean: float,
+    corrupted: float,
+) -> Figure:
+    """Draw the metric of patched runs: as bars, or as a map in which the corrupted run is white.
 
     Parameters
     ----------
@@ -529,66 +463,39 @@ class EffectMap:
     clean, corrupted : float
         The metric of both runs.
     """
-
-    title: str
-    values: NDArray[np.float64]
-    layers: Sequence[str]
-    positions: Sequence[str]
-    clean: float
-    corrupted: float
-
-    @property
-    def reach(self) -> float:
-        """The largest finite distance from the corrupted metric."""
-        away = np.abs(np.append(self.values, self.clean) - self.corrupted)
-        return float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
-
-
-def draw_effects(shown: EffectMap) -> Figure:
-    """Draw bars that begin at the corrupted metric, or a map in which it is white."""
-    width = _extent_of(len(shown.positions) or len(shown.layers))
-    height = _extent_of(len(shown.layers)) if shown.positions else 2.2
+    width = _extent_of(len(positions) or len(layers))
+    height = _extent_of(len(layers)) if positions else 2.2
     # Names of layers stand below bars, and beside maps.
-    margin = 0.5 + 0.075 * max(map(len, shown.layers))
-    wide, high = (margin + 0.3, 2.2) if shown.positions else (1.3, margin + 0.8)
+    margin = 0.5 + 0.075 * max(map(len, layers))
+    wide, high = (margin + 0.3, 2.2) if positions else (1.3, margin + 0.8)
     figure, axis = _axes(width + wide, height + high)
-    figure.suptitle(shown.title, fontsize=10, parse_math=False, wrap=True)
-    if shown.positions:
-        _map(figure, axis, shown, (width, height))
+    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
+    if positions:
+        _map(axis, values, clean, corrupted)
+        _name_ticks(axis, "x", positions, width)
+        _name_ticks(axis, "y", layers, height)
+        axis.set_xlabel("position")
     else:
-        _bars(axis, shown, width)
+        axis.bar(range(len(layers)), values - corrupted, bottom=corrupted, color=BLUE)
+        axis.axhline(clean, color=VERMILION, linewidth=1.5, label="clean")
+        axis.axhline(corrupted, color="black", linewidth=1, label="corrupted")
+        _name_ticks(axis, "x", layers, width)
+        axis.set(xlim=(-0.6, len(layers) - 0.4), ylabel="metric")
+        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
 
 
-def _map(figure: Figure, axis: Axes, shown: EffectMap, size: tuple[float, float]) -> None:
+def _map(axis: Axes, values: Floats, clean: float, corrupted: float) -> None:
+    away = np.abs(np.append(values, clean) - corrupted)
+    reach = float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
     axis.set_facecolor(_GREY)
-    image = axis.imshow(
-        shown.values,
-        # Blue points to the clean run.
-        cmap="RdBu" if shown.clean >= shown.corrupted else "RdBu_r",
-        vmin=shown.corrupted - shown.reach,
-        vmax=shown.corrupted + shown.reach,
-        origin="lower",
-        aspect="auto",
-    )
+    # Blue points to the clean run.
+    colours = "RdBu" if clean >= corrupted else "RdBu_r"
+    ends = {"vmin": corrupted - reach, "vmax": corrupted + reach}
+    image = axis.imshow(values, cmap=colours, origin="lower", aspect="auto", **ends)
     # Below the map, so that the figure is narrow enough for a phone.
-    bar = figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
-    bar.ax.axvline(shown.corrupted, color="black", linewidth=1)
+    bar = axis.figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
+    bar.ax.axvline(corrupted, color="black", linewidth=1)
     # At an end of the bar, half of the line would be cut off.
-    bar.ax.axvline(shown.clean, color=VERMILION, linewidth=2, clip_on=False)
+    bar.ax.axvline(clean, color=VERMILION, linewidth=2, clip_on=False)
     bar.set_label("metric (black: the corrupted run, red: the clean one)", fontsize=8)
-    _name_ticks(axis, "x", shown.positions, size[0])
-    _name_ticks(axis, "y", shown.layers, size[1])
-    axis.set_xlabel("position")
-
-
-def _bars(axis: Axes, shown: EffectMap, width: float) -> None:
-    axis.bar(
-        range(len(shown.layers)), shown.values - shown.corrupted, bottom=shown.corrupted, color=BLUE
-    )
-    axis.axhline(shown.clean, color=VERMILION, linewidth=1.5, label="clean")
-    axis.axhline(shown.corrupted, color="black", linewidth=1, label="corrupted")
-    _name_ticks(axis, "x", shown.layers, width)
-    axis.set_xlim(-0.6, len(shown.layers) - 0.4)
-    axis.set_ylabel("metric")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -273,7 +273,7 @@ def test_where_it_is_undefined_it_is_nan_and_says_why(second: Recording) -> None
         "1-1 0 (Identity) of recording_a is the same in all rows",
         "1-2 1 (Identity) of recording_a has values that are not finite",
     )
-    assert all(note in str(found) and note in found._repr_html_() for note in found.notes)
+    assert all(note in str(found) for note in found.notes)
     found.plot().savefig("/dev/null", format="png")
 
 
@@ -362,9 +362,8 @@ def test_calls_of_one_module_have_names_of_their_own() -> None:
     assert list(found.to_frame().columns) == ["act", "act (call 2)", "(root)"]
 
 
-def test_names_do_nothing_to_a_page() -> None:
+def test_names_are_drawn_as_they_are() -> None:
     net = nn.Sequential()
     net.add_module("<script>alert(1)</script>", nn.Identity())
     found = similarity(*[recorded(net, torch.randn(9, 3))] * 2)
-    assert "<script" not in found._repr_html_()
     found.plot().savefig("/dev/null", format="png")

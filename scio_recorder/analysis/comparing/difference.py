@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import numpy as np
 
 from scio_recorder.analysis.comparing.findings import Findings, LayerDifference, two_numbers
-from scio_recorder.display.figure import Profile, draw_profile
+from scio_recorder.display.figure import draw_profile
 from scio_recorder.display.outline import (
     Listed,
     Listing,
@@ -174,7 +174,7 @@ class Difference(Listed, Outlined, Findings):
         >>> compare(rnet, rnet, [torch.ones(3, 2)]).plot().axes[0].get_ylabel()
         'relative error'
         """
-        return draw_profile(_profile(self, measure))
+        return _profile(self, measure)
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML page: where the runs begin to differ, the tree, and a table of layers.
@@ -317,8 +317,7 @@ def _listing(found: Findings) -> Listing:
     )
 
 
-def _profile(found: Findings, measure: str) -> Profile:
-    """Return the plot's data."""
+def _profile(found: Findings, measure: str) -> Figure:
     if measure not in get_args(Measure):
         known = ", ".join(map(repr, get_args(Measure)))
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
@@ -331,7 +330,7 @@ def _profile(found: Findings, measure: str) -> Profile:
         values = np.array(counts, dtype=np.float64)
         values /= [max(1, one.num_elements) for one in layers]
     noise = np.array([one.noise for one in layers], dtype=np.float64)
-    return Profile(
+    return draw_profile(
         found.sentence,
         measure.replace("_", " "),
         [full_name(found.architecture[one.label]) for one in layers],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, dense, measure_values
+from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import counted
 from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors.copies import same_bits
-from scio_recorder.tensors.structures import flatten, tensors
+from scio_recorder.tensors.structures import tensors
 
 _PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
 # Parts by their places in a structure: tensors, and plain values of any kind.
@@ -95,48 +94,6 @@ def paired_inputs(
     if any(place[1] in shared for place in own.keys() ^ others.keys()):
         return None
     return list(map(PartPair, _tensors_of(own), _tensors_of(others))) or None
-
-
-def samples_of_inputs(
-    inputs: Sequence[Inputs], lengths: Sequence[int], wanted: Sequence[tuple[int, int]]
-) -> Inputs | None:
-    """Return a layer's inputs for samples of several batches; None if unclear.
-
-    Parameters
-    ----------
-    inputs : sequence of Inputs
-        Its inputs, by batch.
-    lengths : sequence of int
-        The number of samples of each batch. A tensor as long in dimension 0 is taken to have a row
-        for each.
-    wanted : sequence of (int, int)
-        The batch of each sample, and its place there.
-    """
-    each = {number: inputs[number] for number, _ in wanted}
-    (first, *_), flat = each.values(), {number: flatten(one)[0] for number, one in each.items()}
-    if not all(_are_alike(first, other) for other in each.values()):
-        return None
-    found = []
-    for tensors_of_batches in zip(*flat.values(), strict=True):
-        parts = dict(zip(flat, tensors_of_batches, strict=True))
-        if all(part.ndim and len(part) == lengths[number] for number, part in parts.items()):
-            found.append(torch.stack([parts[number][at] for number, at in wanted]))
-        elif all(same_bits(tensors_of_batches[0], part) for part in tensors_of_batches):
-            found.append(tensors_of_batches[0])
-        else:
-            return None
-    gathered: Inputs = flatten(first)[1](found)
-    return gathered
-
-
-def _are_alike(one: Inputs, other: Inputs) -> bool:
-    """Whether two inputs have tensors in the same places and agree in everything else."""
-    pairs = _by_place(_parts_of(tuple(one)), _parts_of(tuple(other)))
-    return pairs is not None and not any(
-        measure_values(*pair, Tolerance()).num_different
-        for pair in pairs
-        if not isinstance(pair.own, Tensor)
-    )
 
 
 def _by_place(own: Parts, other: Parts) -> list[PartPair] | None:

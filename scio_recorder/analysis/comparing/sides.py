@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.analysis.comparing.part_pairs import samples_of_inputs
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
@@ -279,18 +278,13 @@ class RecordingSide:
         return values[self._rows]
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
-        """Return a layer's inputs; None if they are not known."""
+        """Return a layer's inputs; None if they are not known, as for parts of batches."""
         if label not in self.recording.calls.labels:
             return None
-        lengths, inputs = self.recording.calls.rows, self.recording.inputs[label]
-        starts = list(accumulate(lengths, initial=0))
-        batches = [bisect_right(starts, place) - 1 for place in self._samples]
-        each = zip(batches, self._samples, strict=True)
-        wanted = [(batch, place - starts[batch]) for batch, place in each]
-        first = batches[0]
-        if wanted == [(first, place) for place in range(lengths[first])]:
-            return inputs[first]
-        return samples_of_inputs(inputs, lengths, wanted)
+        starts = list(accumulate(self.recording.calls.rows, initial=0))
+        batch = bisect_right(starts, self._samples[0]) - 1
+        is_whole = self._samples == list(range(starts[batch], starts[batch + 1]))
+        return self.recording.inputs[label][batch] if is_whole else None
 
     def is_digest(self, label: DepthIdx) -> bool:
         """Whether `output` gives digests of a layer."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from scio_recorder.display.figure import EffectMap, draw_effects
+from scio_recorder.display.figure import draw_effects
 from scio_recorder.display.outline import Listed, Listing, full_name, visible
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx, Layer, counted, text_of
@@ -136,14 +136,12 @@ class Effects(Listed):
             )
         shown = self._in_order()
         return draw_effects(
-            EffectMap(
-                self._headline(),
-                shown.values.numpy(),
-                [_title(layer) for layer in shown.layers],
-                positions if position_names is None else [*map(str, position_names)],
-                self.clean,
-                self.corrupted,
-            )
+            self._headline(),
+            shown.values.numpy(),
+            [_title(layer) for layer in shown.layers],
+            positions if position_names is None else [*map(str, position_names)],
+            self.clean,
+            self.corrupted,
         )
 
     def __repr__(self) -> str:

@@ -180,7 +180,9 @@ def test_recordings_with_inputs_know_the_maker(sizes: tuple[int, int], tmp_path:
     candidate = collected(other, FORWARD, sizes[1])
     first = compare(reference, candidate).first
     assert first is not None
-    assert (first.layer.name, first.inputs_equal) == ("sum", True)
+    # Inputs are kept batch by batch, and are not known for parts of batches.
+    are_known = True if sizes[0] == sizes[1] else None
+    assert (first.layer.name, first.inputs_equal) == ("sum", are_known)
 
 
 @pytest.mark.parametrize("inputs", [False, True])
