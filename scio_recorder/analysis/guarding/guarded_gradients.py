@@ -86,10 +86,10 @@ class CallGradients:
 
         Parameters
         ----------
-        node : Node or None
+        node : Node
             One to which outputs of this call lead.
         """
-        place = _LEAF if node is None else private.place_of(node)
+        place = private.place_of(node)
         if place >= _LEAF or node in self._other_threads:
             return None
         call: CallGradients | None = self
@@ -147,33 +147,41 @@ class GuardedGradients:
             Receives those to which it leads itself.
         """
         call.has_returned = True
+        own: list[Any] = []
+        for node in nodes:
+            (own if call.innermost_with(node) is call else nodes_around).append(node)
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
             base = None if tensor.grad_fn is None else private.base_of(tensor)
             for end in (tensor,) if base is None else (tensor, base):
                 if end.grad_fn is not None and call.innermost_with(end.grad_fn) is call:
                     self._attach_before(end, call, is_base=end is base)
-                    nodes.append(end.grad_fn)
+                    own.append(end.grad_fn)
         # The list grows meanwhile.
-        for node in nodes:
-            if call.innermost_with(node) is not call:
-                nodes_around.append(node)
-            elif self._mark not in node.metadata:
+        for node in own:
+            if self._mark not in node.metadata:
                 node.metadata[self._mark] = True
-                nodes += self._attach_behind(node, call)
+                self._attach_behind(node, call, own, nodes_around)
 
     def _attach_before(self, end: Tensor, call: CallGradients, *, is_base: bool = False) -> None:
         """Examine what enters a call at the node that made a tensor."""
         node: Any = end.grad_fn
         node.register_prehook(partial(self._enter, call, end.output_nr, is_base))
 
-    def _attach_behind(self, node: Any, call: CallGradients) -> list[Any]:
-        """Examine what leaves a call behind one of its nodes, and return the nodes ahead of it."""
-        edges = enumerate(node.next_functions)
-        ahead = [_Exit(index, target, call.innermost_with(target)) for index, (target, _) in edges]
-        exits = [at for at in ahead if at.owner is not call and at.target is not None]
+    def _attach_behind(
+        self, node: Any, call: CallGradients, own: list[Any], nodes_around: list[Any]
+    ) -> None:
+        """Examine what leaves a call behind one of its nodes, and add the nodes ahead of that."""
+        exits: list[_Exit] = []
+        for index, (target, _) in enumerate(node.next_functions):
+            owner = None if target is None else call.innermost_with(target)
+            if owner is call:
+                own.append(target)
+            elif target is not None:
+                exits.append(_Exit(index, target, owner))
+                if owner is not None:
+                    nodes_around.append(target)
         if exits:
             node.register_hook(partial(self._leave, call, exits))
-        return [at.target for at in ahead if at.owner is not None]
 
     def _current(self) -> _BackwardPass | None:
         """Return what is known in the current backward pass; None if nobody asks."""
