@@ -14,6 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ def guarded(
     passes = _GuardedPasses(architecture, rows.keys(), guard, watched, weights)
     hooks = CallHooks()
     try:
-        ends = passes.begin_call, passes.end_call
+        # A method would be held weakly, and looked up at each call.
+        ends = partial(passes.begin_call), partial(passes.end_call)
         hooks.add(*(CallHook(one, row.name, *ends, always=True) for one, row in rows.items()))
         yield guard
         passes.thread.cases.read(guard)
