@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 __all__ = ["main"]
 
@@ -30,24 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Traceback (most recent call last):
     SystemExit: 2
     """
-    with _leaving_when_interrupted():
+    try:
         # This import takes seconds, most of them in torch.
         from scio_recorder.command_line.commands import parsed_from, run
-
-        parsed = parsed_from(arguments)
-    return run(parsed)
-
-
-@contextmanager
-def _leaving_when_interrupted() -> Iterator[None]:
-    """Let Ctrl-C end the process silently; an interrupted import would print a long traceback."""
-    before = signal.getsignal(signal.SIGINT)
-    is_usual = before is signal.default_int_handler
-    if not is_usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except KeyboardInterrupt:
+        # An interrupted import would print a long traceback.
+        return 130
+    return run(parsed_from(arguments))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,24 +27,6 @@ class FailureError(Exception):
 
 class BrokenOffError(FailureError):
     """A collection failed midway, so the user should also be told how to continue."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Names the closest options, and commands, when one is mistyped."""
-
-    # All words of the command line, and the names of commands.
-    words: Sequence[str] = ()
-    commands: Collection[str] = ()
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with the usage, the message, and the closest names."""
-        options = sorted(set(re.findall(r"(?<!-)--[a-z][\w-]*", self.format_help())))
-        for number, word in enumerate(self.words):
-            name = word.partition("=")[0]
-            known = options if name.startswith("--") else [] if number else self.commands
-            if not any(one.startswith(name) for one in known):
-                message += _nearest(name, known).replace("; ", f"; {name}: ")
-        super().error(message)
 
 
 def add_flow(command: argparse.ArgumentParser) -> None:
@@ -89,21 +68,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     """Return the closest names, as the end of a message; empty if there are none."""
     near = closest(name, sorted(names))
     return f"; {closest_are(near)}" if near else ""
-
-
-@contextmanager
-def current_folder_on_path() -> Iterator[None]:
-    """Let the block also import from the current folder, as ``python -m`` does.
-
-    A loaded function may import more when it is called, and so may worker processes.
-    """
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(folder)
 
 
 def made(target: str) -> Any:

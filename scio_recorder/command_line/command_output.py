@@ -6,18 +6,17 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from scio_recorder.display.outline import full_name, short_name, visible
+from scio_recorder.display.outline import full_name, visible
 from scio_recorder.errors import CollectWarning
 
 FAILED = 1
@@ -28,11 +27,10 @@ WRONG_USE = 2
 # The statuses that shells report for a process that Ctrl-C or SIGTERM ended.
 INTERRUPTED, TERMINATED = 130, 143
 
-Row: TypeAlias = Mapping[str, Any]
-# Columns of characters into which tables fit.
+# The least columns of characters that tables are given.
 WIDTH = 100
-_SHORTEST = 12
-_FIGURES, _FAULTS = ("bytes", "mean", "std", "min", "max", "zeros"), ("nan", "inf")
+_FAULTS = ("nan", "inf")
+_FIGURES = ("bytes", "mean", "std", "min", "max", "zeros", *_FAULTS)
 
 # Keywords of the library, and the options of the command that stand for them.
 _OPTIONS = {
@@ -107,51 +105,32 @@ def command_warnings() -> Iterator[None]:
         yield
 
 
-def layer_table(recording: Any, title: str, console: Console) -> Table:
+def layer_table(recording: Any, title: str) -> Table:
     """Return the table of a recording's layers, in the order of execution.
 
-    In a narrow table figures are shorter, and names keep their ends, which distinguish layers.
+    In a narrow console, names and types are cut, never figures.
     """
     rows = recording.layer_rows()
-    names = [full_name(recording.architecture[row["label"]]) for row in rows]
-    table = _table(title, rows, names, is_wide=True)
-    if _width(table, console) > console.width:
-        bare = _table(title, rows, [""] * len(rows), is_wide=False)
-        longest = max(_SHORTEST, console.width - _width(bare, console) + len("name"))
-        # Some characters are two columns wide.
-        names = [short_name(name, longest + len(name) - cell_len(name)) for name in names]
-        table = _table(title, rows, names, is_wide=False)
-    return table
-
-
-def _width(table: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
-
-
-def _table(title: str, rows: Sequence[Row], names: Sequence[str], *, is_wide: bool) -> Table:
-    """Return a table; a narrow one leaves out columns that are empty, or the same for all."""
-    dtypes = {row["dtype"] for row in rows if "dtype" in row}
-    has_dtypes = is_wide or len(dtypes) != 1
-    faults = [one for one in _FAULTS if is_wide or any(row.get(one) for row in rows)]
-    figures = [*_FIGURES, *faults]
-    title = title if has_dtypes else f"{title}, {dtypes.pop()}"
+    figures = [
+        name for name in _FIGURES if name not in _FAULTS or any(row.get(name) for row in rows)
+    ]
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("label", "name", "type", "shape", *["dtype"] * has_dtypes):
-        table.add_column(heading, no_wrap=True)
+    for heading in ("label", "name", "type", "shape", "dtype"):
+        table.add_column(heading, no_wrap=heading not in ("name", "type"))
     for heading in figures:
         table.add_column(heading, no_wrap=True, justify="right")
-    for row, name in zip(rows, names, strict=True):
-        kind = row["type"] if is_wide else _cut(row["type"])
+    for row in rows:
+        name = full_name(recording.architecture[row["label"]])
         # Reduced layers have no samples to describe.
         shape = str(list(row["shape"])) if "shape" in row else "reduced"
-        texts = [row["label"], name, kind, shape, *[row.get("dtype", "")] * has_dtypes]
-        cells = (_figure(one, row.get(one), is_wide=is_wide) for one in figures)
-        table.add_row(*map(plain, texts), *cells)
+        texts = row["label"], name, row["type"], shape, row.get("dtype", "")
+        table.add_row(*map(_cell, texts), *(_figure(one, row.get(one)) for one in figures))
     return table
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHORTEST else f"{text[: _SHORTEST - 1]}…"
+def _cell(text: str) -> Text:
+    # Text that does not wrap, in columns that may: rich narrows these.
+    return Text(visible(text), no_wrap=True, overflow="ellipsis")
 
 
 def print_line(console: Console, text: str) -> None:
@@ -164,11 +143,9 @@ def plain(text: str) -> str:
     return escape(visible(text))
 
 
-def _figure(name: str, value: float | None, *, is_wide: bool) -> str:
+def _figure(name: str, value: float | None) -> str:
     if value is None:
         return ""
-    if isinstance(value, int):
-        return decimal(value) if name == "bytes" and not is_wide else f"{value:,}"
-    if is_wide:
-        return f"{value:.4g}"
-    return f"{value:.0%}" if name == "zeros" else f"{value:.3g}"
+    if name == "bytes":
+        return decimal(int(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -24,11 +24,9 @@ from rich.table import Table
 from scio_recorder.command_line.command_arguments import (
     BrokenOffError,
     FailureError,
-    Parser,
     UsageError,
     add_flow,
     add_run,
-    current_folder_on_path,
     dtype_of,
     load,
     made,
@@ -69,8 +67,10 @@ def run(parsed: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # If the lines of a table can't be encoded, its text should still be printed.
         sys.stdout.reconfigure(errors="replace")
+    # As ``python -m`` does: what is named may lie there, and may import more from there.
+    sys.path.insert(0, os.getcwd())
     try:
-        with lines_every(SECONDS), current_folder_on_path(), command_warnings():
+        with lines_every(SECONDS), command_warnings():
             status: int | None = parsed.run(parsed, Console())
         sys.stdout.flush()
         return status or 0
@@ -117,7 +117,7 @@ def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, or exit the program if they can't be parsed."""
     # Without a word, the commands are listed.
     words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",
     )
@@ -137,13 +137,7 @@ def parsed_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = command.add_argument
     add("--seed", type=whole_from(0), default=0, help="decides everything random (0)")
     add("--epochs", type=whole_from(1), default=15, help="length of the training (15)")
-    parser.commands = commands.choices
-    for one in (parser, *commands.choices.values()):
-        one.words = words
-    parsed, unknown = parser.parse_known_args(words)
-    if unknown:
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return parsed
+    return parser.parse_args(words)
 
 
 def _command(commands: Any, run: Callable[..., int | None]) -> argparse.ArgumentParser:
@@ -154,7 +148,7 @@ def _command(commands: Any, run: Callable[..., int | None]) -> argparse.Argument
     parser: argparse.ArgumentParser = commands.add_parser(
         run.__name__, help=f"{short[0].lower()}{short[1:]}", description=text
     )
-    parser.set_defaults(run=run, failed=FAILED, parser=parser)
+    parser.set_defaults(run=run, failed=FAILED)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser
 
@@ -291,7 +285,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
 
     recording = open_recording(recording_at(parsed.path))
     console.width = max(console.width, WIDTH)
-    console.print(layer_table(recording, _title(recording), console), crop=False)
+    console.print(layer_table(recording, _title(recording)))
 
 
 def verify(parsed: argparse.Namespace, console: Console) -> None:

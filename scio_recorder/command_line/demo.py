@@ -18,7 +18,6 @@ from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.command_output import print_line
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import needing
-from scio_recorder.postprocessors import Clip
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance
@@ -31,12 +30,7 @@ BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
 
 FEATURE_LAYERS = ("body", "embed")
-RECTIFIED_LAYER = "relu"
 LOGITS_LAYER = "classify"
-
-# Chosen beforehand, never by looking at the unknown digits. The percentile is the paper's.
-NEIGHBOUR = 10
-REACT_PERCENTILE = 90
 
 
 class Split(NamedTuple):
@@ -94,7 +88,7 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     # Two columns of torchinfo's fit a terminal of 80 characters.
     columns = ("output_size", "num_params")
     rnet = Recorder(net, input_size=(1, 1, 8, 8), col_names=columns, col_width=18)
-    rnet.record(*FEATURE_LAYERS, RECTIFIED_LAYER, LOGITS_LAYER)
+    rnet.record(*FEATURE_LAYERS, LOGITS_LAYER)
     seen = recorded(rnet, digits.test)
     right = (seen[LOGITS_LAYER].argmax(dim=1) == digits.test.labels).double().mean().item()
     negative = (seen["embed"] < 0).double().mean().item()
@@ -184,34 +178,20 @@ def _pooled(activation: Tensor, batch: Split) -> Tensor:
 def detect(rnet: Recorder, digits: Digits) -> list[Result]:
     """Score test images and unknown ones, by statistics of the training images alone."""
     reference = recorded(rnet, digits.train)
-    limit = torch.quantile(reference[RECTIFIED_LAYER], REACT_PERCENTILE / 100).item()
     statistics = {
         name: within_classes(reference[name], digits.train.labels) for name in FEATURE_LAYERS
     }
 
     def scores_of(split: Split) -> dict[tuple[str, str], Tensor]:
         seen = recorded(rnet, split)
-        # Energy with ReAct: the net runs again with one layer clipped.
-        with torch.no_grad():
-            clipped = rnet(split.images, activation_postproc={RECTIFIED_LAYER: Clip(limit)})
-        found = {
-            ("maximum softmax", "logits"): max_softmax(seen[LOGITS_LAYER]),
-            ("energy", "logits"): energy(seen[LOGITS_LAYER]),
-            ("energy with ReAct", RECTIFIED_LAYER): energy(clipped),
+        distances = {
+            ("Mahalanobis", name): -mahalanobis(seen[name], statistics[name])
+            for name in FEATURE_LAYERS
         }
-        for name in FEATURE_LAYERS:
-            ours, theirs = seen[name], reference[name]
-            found["Mahalanobis", name] = -mahalanobis(ours, statistics[name])
-            found[f"{NEIGHBOUR}th neighbour", name] = nearest_neighbours(ours, theirs, NEIGHBOUR)
-        return found
+        return {("energy", "logits"): energy(seen[LOGITS_LAYER]), **distances}
 
     known, unknown = scores_of(digits.test), scores_of(digits.unknown)
     return [Result(*key, *quality(known[key], unknown[key])) for key in known]
-
-
-def max_softmax(logits: Tensor) -> Tensor:
-    """Return the largest class probability (Hendrycks and Gimpel, ICLR 2017)."""
-    return logits.double().softmax(dim=1).amax(dim=1)
 
 
 def energy(logits: Tensor) -> Tensor:
@@ -225,26 +205,6 @@ def within_classes(features: Tensor, labels: Tensor) -> CovarianceResult:
     covariance.update(features.double(), labels)
     statistics: CovarianceResult = covariance.compute()
     return statistics
-
-
-def nearest_neighbours(features: Tensor, train_features: Tensor, k: int) -> Tensor:
-    """Return minus the distance to the k-th nearest training sample, all scaled to unit length.
-
-    References
-    ----------
-    Sun et al., "Out-of-Distribution Detection with Deep Nearest Neighbors", ICML 2022.
-
-    Examples
-    --------
-    >>> train = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> nearest_neighbours(torch.tensor([[3.0, 0.0]]), train, k=2)
-    tensor([-1.4142], dtype=torch.float64)
-    """
-    scored = nn.functional.normalize(features.double(), dim=1)
-    train = nn.functional.normalize(train_features.double(), dim=1)
-    # The shortcut through a matrix product loses the small distances that matter here.
-    distances = torch.cdist(scored, train, compute_mode="donot_use_mm_for_euclid_dist")
-    return -distances.kthvalue(k, dim=1).values
 
 
 def quality(known: Tensor, unknown: Tensor) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from sklearn import metrics, neighbors
+from sklearn import metrics
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
@@ -18,15 +18,12 @@ from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.demo import (
     FEATURE_LAYERS,
     LOGITS_LAYER,
-    RECTIFIED_LAYER,
     Digits,
     Result,
     detect,
     digit_net,
     energy,
     load_digits,
-    max_softmax,
-    nearest_neighbours,
     quality,
     run_demo,
     train,
@@ -49,27 +46,12 @@ def test_quality_by_hand() -> None:
 def test_scores_of_logits() -> None:
     logits = torch.randn(50, 7, dtype=torch.float64) * 5
     exponentials = np.exp(logits.numpy())
-    expected = exponentials.max(axis=1) / exponentials.sum(axis=1)
-    np.testing.assert_allclose(max_softmax(logits), expected, rtol=1e-12)
     np.testing.assert_allclose(energy(logits), np.log(exponentials.sum(axis=1)), rtol=1e-12)
 
 
 def test_scores_of_large_logits_stay_finite() -> None:
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, -1000.0]])
     assert energy(logits).tolist() == pytest.approx([1000, -1000 + np.log(2)])
-    assert max_softmax(logits).tolist() == [1.0, 0.5]
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_nearest_neighbours_is_scikit_learns(k: int) -> None:
-    train_features, features = torch.randn(60, 8).double(), torch.randn(20, 8).double()
-    unit = [
-        rows / np.linalg.norm(rows, axis=1)[:, None]
-        for rows in (train_features.numpy(), features.numpy())
-    ]
-    distances, _ = neighbors.NearestNeighbors(n_neighbors=k).fit(unit[0]).kneighbors(unit[1])
-    result = nearest_neighbours(features, train_features, k)
-    np.testing.assert_allclose(result, -distances[:, -1], rtol=1e-9)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +73,7 @@ def net(digits: Digits) -> nn.Sequential:
 def recorder(net: nn.Sequential) -> Recorder:
     # A copy: the net is shared by tests, and hooks stay for as long as their recorder.
     rnet = Recorder(copy.deepcopy(net), input_size=(1, 1, 8, 8))
-    rnet.record(*FEATURE_LAYERS, RECTIFIED_LAYER, LOGITS_LAYER)
+    rnet.record(*FEATURE_LAYERS, LOGITS_LAYER)
     return rnet
 
 
@@ -121,29 +103,21 @@ def test_splits_share_no_image_and_lose_none(digits: Digits) -> None:
 def test_detection_by_hand(digits: Digits, net: nn.Sequential) -> None:
     """Every row again, from modules called one after another and scikit-learn's measures."""
 
-    def stages(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def stages(images: Tensor) -> tuple[Tensor, Tensor]:
         body = net[:3](images)
-        embedded = net[3:6](body)
-        return body.mean(dim=(2, 3)), embedded, embedded.relu()
+        return body.mean(dim=(2, 3)), net[3:6](body)
 
     def scored(images: Tensor) -> dict[tuple[str, str], Tensor]:
-        body, embedded, rectified = stages(images)
-        clipped = net.classify(rectified.clamp(max=limit))
-        logits = net.classify(rectified)
+        body, embedded = stages(images)
         return {
-            ("maximum softmax", "logits"): max_softmax(logits),
-            ("energy", "logits"): energy(logits),
-            ("energy with ReAct", "relu"): energy(clipped),
+            ("energy", "logits"): energy(net.classify(embedded.relu())),
             ("Mahalanobis", "body"): -mahalanobis(body, statistics[0]),
-            ("10th neighbour", "body"): nearest_neighbours(body, reference[0], 10),
             ("Mahalanobis", "embed"): -mahalanobis(embedded, statistics[1]),
-            ("10th neighbour", "embed"): nearest_neighbours(embedded, reference[1], 10),
         }
 
     with torch.no_grad():
         reference = stages(digits.train.images)
-        limit = float(np.percentile(reference[2].numpy(), 90))
-        statistics = [within_classes(rows, digits.train.labels) for rows in reference[:2]]
+        statistics = [within_classes(rows, digits.train.labels) for rows in reference]
         known, unknown = scored(digits.test.images), scored(digits.unknown.images)
     results = detect(recorder(net), digits)
     assert [(row.score, row.layer) for row in results] == list(known)
