@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -19,6 +20,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scio_recorder import Recorder
+from scio_recorder.integrations import ray
+from scio_recorder.recording.options import CollectOptions
 from tests.project.pages import BLOCK, run_page
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +286,20 @@ def test_functions_are_short() -> None:
         and (length := body_lines(node)) > MAX_FUNCTION_LINES
     ]
     assert not long
+
+
+def test_options_of_collect_are_offered_wherever_something_is_collected() -> None:
+    offered = {
+        Recorder.collect: set(),
+        # Others run the passes there.
+        Recorder.collecting: {"to_inputs", "stop_early"},
+        # A part always goes on with what is durable.
+        Recorder.collect_parts: {"resume"},
+        ray.collect_parts: {"resume"},
+    }
+    names = {field.name for field in dataclasses.fields(CollectOptions)}
+    for function, left_out in offered.items():
+        assert names - inspect.signature(function).parameters.keys() == left_out, function
 
 
 def test_no_file_name_stands_twice() -> None:
