@@ -24,10 +24,16 @@ MOVED = {
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.tokens",
     "postprocessors.base": "postprocessors.floating_map",
-    "reductions.digest": "reductions.fold",
+    "reductions.digest": "reductions.plain",
     "recorder.comparing": "analysis.comparing.compare",
     "stores.calls": "stores.kept_inputs",
     "capture.uncopied": "capture.around",
+    "capture.hook_changes": "capture.around",
+    "postprocessors.directions": "postprocessors.values",
+    "recorder.watching": "recorder.collecting",
+    "reductions.fold": "reductions.plain",
+    "reductions.positions": "reductions.plain",
+    "reductions.samples": "reductions.base",
     "capture.saved_tensors": "recompute.saved_tensors",
 }
 

@@ -14,8 +14,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.around import Around, Uncopied, keep_out_of_copies, let_copy, take_out
-from scio_recorder.capture.hook_changes import change_hooks, entries
+from scio_recorder.capture.around import (
+    Around,
+    Uncopied,
+    change_hooks,
+    entries,
+    keep_out_of_copies,
+    let_copy,
+    take_out,
+)
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.tensors import private
 

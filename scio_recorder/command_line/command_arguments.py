@@ -14,7 +14,7 @@ from torch import nn
 from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.stores.disk_format.medium import is_url
-from scio_recorder.tensors.dtypes import DTYPES
+from scio_recorder.tensors.copies import DTYPES
 
 
 class UsageError(Exception):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, Shard, TensorSpec, shapes_of
-from scio_recorder.tensors.dtypes import DTYPES, dtype_name
+from scio_recorder.tensors.copies import DTYPES, dtype_name
 
 _FORMAT = 1
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import DepthIdx, describe, few, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.ownership import HeldTensor, holder
 
 # Several threads may read the same records for the first time.

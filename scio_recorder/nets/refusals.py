@@ -17,7 +17,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.structures import tensors
 
 _CASTS = {

@@ -7,8 +7,7 @@ tensors are changed and the rest is passed on unchanged. An activation keeps its
 Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError`.
 """
 
-from scio_recorder.postprocessors.directions import Ablate, Add
 from scio_recorder.postprocessors.places import At, Heads, OnInput
-from scio_recorder.postprocessors.values import Clip, GaussianNoise, Replace, Scale
+from scio_recorder.postprocessors.values import Ablate, Add, Clip, GaussianNoise, Replace, Scale
 
 __all__ = ["Ablate", "Add", "At", "Clip", "GaussianNoise", "Heads", "OnInput", "Replace", "Scale"]

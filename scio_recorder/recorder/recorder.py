@@ -20,7 +20,6 @@ from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
-from scio_recorder.recorder.watching import Watching
 from scio_recorder.tensors import private, private_distributed
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _given_one_net(construct: Callable[_Given, None]) -> Callable[_Given, None]:
     return checked
 
 
-class Recorder(AnalysisMethods, Watching, Outlined, private_distributed.NotReplicated):
+class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

@@ -17,7 +17,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.feed import counting_tensor
 from scio_recorder.recording.rows import Source, advice_on_lists
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, including those of other libraries, by words in the names of their

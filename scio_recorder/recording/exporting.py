@@ -37,7 +37,7 @@ from scio_recorder.errors import ArgumentError, RecordingError, needing
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.medium import accessing
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name
 
 if TYPE_CHECKING:
     import datasets

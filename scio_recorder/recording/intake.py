@@ -20,8 +20,7 @@ from scio_recorder.recording.options import LayerOptions, Transform
 from scio_recorder.recording.recipes import restore, states_of
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Reduction
-from scio_recorder.reductions.base import several
-from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.reductions.base import SampleReduction, several
 from scio_recorder.stores import Column, State, StoreWriter
 from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.stores.disk_format.ids import Ids

@@ -20,7 +20,7 @@ from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, several
 from scio_recorder.stores import Store
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
 Transforms: TypeAlias = Transform | Mapping[Any, Transform]

@@ -9,8 +9,7 @@ from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import DepthIdx, text_of
 from scio_recorder.reductions import Reduction
-from scio_recorder.reductions.base import Reductions, of_each, several
-from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.reductions.base import Reductions, SampleReduction, of_each, several
 
 
 def recipes_of(given: Reductions) -> Any:

@@ -43,10 +43,9 @@ from scio_recorder.reductions import (
 from scio_recorder.reductions.alive import unit_dimension, with_units
 from scio_recorder.reductions.base import as_floats, several
 from scio_recorder.reductions.histogram import widened
-from scio_recorder.tensors.copies import with_float64
-from scio_recorder.tensors.dtypes import dtype_name
+from scio_recorder.tensors.copies import dtype_name, with_float64
+from scio_recorder.tensors.processes import one_thread
 from scio_recorder.tensors.structures import tensors
-from scio_recorder.tensors.threads import one_thread
 
 # The scalars of all values, and of units.
 STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")

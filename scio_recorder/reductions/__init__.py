@@ -10,9 +10,17 @@ from __future__ import annotations
 from scio_recorder.reductions.alive import Alive, AliveResult
 from scio_recorder.reductions.base import Reduction
 from scio_recorder.reductions.covariance import Covariance, CovarianceResult, PrincipalSpace
-from scio_recorder.reductions.fold import Digest, Fold, Last
 from scio_recorder.reductions.histogram import Histogram, HistogramResult
-from scio_recorder.reductions.positions import Max, Mean, Min, Moments, MomentsResult
+from scio_recorder.reductions.plain import (
+    Digest,
+    Fold,
+    Last,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    MomentsResult,
+)
 from scio_recorder.reductions.quantiles import Quantiles
 
 __all__ = [

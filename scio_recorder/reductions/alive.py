@@ -9,8 +9,7 @@ from torch import Tensor
 
 from scio_recorder.display.figure import SATURATION_SHARE, SATURATION_WIDTH
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By
-from scio_recorder.reductions.samples import RowReduction
+from scio_recorder.reductions.base import By, RowReduction
 
 Bounds = tuple[float | None, float | None]
 # All smaller whole numbers are values of float32.

@@ -1,18 +1,21 @@
-"""The interface of a reduction, its precision, and the labels of classes."""
+"""The interface of a reduction, and the base classes of those over samples and over rows."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import counted
+from scio_recorder.tensors.copies import dtype_name, gathered, is_dense, with_float64
+from scio_recorder.tensors.structures import map_tensors
 
 _T = TypeVar("_T")
 Label: TypeAlias = int | float | str
@@ -283,3 +286,374 @@ def _plain(value: Any) -> Label:
 def in_order(labels: Iterable[Label]) -> list[Label]:
     """Sort labels, numbers before strings: independent of the order in which they were seen."""
     return sorted(labels, key=lambda label: (isinstance(label, str), label))
+
+
+class SampleReduction(Reduction):
+    """A reduction over the samples of dimension 0, class by class with ``by``.
+
+    Subclasses set `_options`, name the attributes that make up their state, and write `_add`,
+    `_join` and `_result`; everything else is here. Such an attribute is None until the first
+    samples, and with ``by`` (then each class has a member of its own). Its annotation leaves None
+    out, since `_result` is only called after samples.
+    """
+
+    # Arguments of the constructor besides ``by``: functions, and plain values that can be stored.
+    # Merged reductions must agree in them.
+    _options: Mapping[str, Any] = MappingProxyType({})
+
+    _state_names: ClassVar[tuple[str, ...]]
+    _takes_complex: ClassVar[bool] = False
+    # Whether samples of any shape may follow each other, since they are not combined.
+    _takes_any_shape: ClassVar[bool] = False
+    _count: int
+    _shape: tuple[int, ...] | None
+    _dtype: torch.dtype | None
+    _members: dict[Label, Self]
+
+    def __init__(self, *, by: By | None = None) -> None:
+        if by is not None and not callable(by):
+            raise CollectError(
+                f"by= is a {type(by).__name__}: give a function of the batch that returns one "
+                "label for each sample, such as by=lambda batch: batch[1]."
+            )
+        self._by = by
+        self.reset()
+
+    # Methods that a subclass writes.
+
+    @abc.abstractmethod
+    def _add(self, samples: Tensor) -> None:
+        """Add samples [batch, ...], at least one."""
+
+    @abc.abstractmethod
+    def _join(self, other: Self) -> None:
+        """Add a copy of another reduction; both have samples, neither has members."""
+
+    @abc.abstractmethod
+    def _result(self) -> Any:
+        """Return the result, which must not alias the state."""
+
+    def _add_waiting(self) -> None:
+        """Add buffered data to the state; called before the state is read."""
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        """Return the part of the shape that must be the same in every batch."""
+        return () if self._takes_any_shape else tuple(samples.shape[1:])
+
+    # Methods that a user calls.
+
+    def update(self, activation: Tensor, batch: Any = None, *, to_rows: By | None = None) -> None:
+        """Add an activation [batch, ...] and, for ``by``, the batch that it came from.
+
+        Parameters
+        ----------
+        activation : torch.Tensor
+            The samples of one batch along dimension 0.
+        batch : any, optional
+            The loader's batch, which holds the labels for ``by``.
+        to_rows : callable, optional
+            Converts the labels of ``by`` to one label for each entry of dimension 0.
+        """
+        self._check(activation)
+        with undisturbed(activation.device.type):
+            samples = with_float64(gathered(activation))
+            samples = samples.detach() if samples.requires_grad else samples
+            labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
+            if len(samples) == 0:
+                return
+            self._accept(samples)
+            if labels is None:
+                self._add(samples)
+            else:
+                self._add_labelled(samples, labels)
+            self._count += len(samples)
+
+    def merge(self, other: Self) -> None:
+        """Add, in place, the data of another reduction of the same construction."""
+        if type(other) is not type(self) or other.recipe != self.recipe:
+            raise CollectError(
+                f"Can't merge {other!r} into {self!r}; construct both with the same arguments."
+            )
+        if other._count == 0:
+            return
+        self._check_mergeable(other)
+        self._add_waiting()
+        other._add_waiting()
+        device = self._device() or other._device()
+        with undisturbed("cpu" if device is None else device.type):
+            if self._count == 0:
+                self._adopt(other)
+                return
+            theirs = self.fresh()
+            theirs._adopt(other)
+            if device is not None:
+                theirs._place(device)
+            for label, member in theirs._members.items():
+                self._member(label).merge(member)
+            if not theirs._members:
+                self._join(theirs)
+            self._dtype = _promote(self._dtype, other._dtype)
+            self._count += theirs._count
+
+    def compute(self) -> Any:
+        """Return the result for all samples, at least one; with ``by``, by label."""
+        if self._count == 0:
+            raise CollectError(
+                f"{self!r} has seen no samples yet; call update() before compute(), or give "
+                "collect(...) batches that hold samples"
+            )
+        device = self._device()
+        with undisturbed("cpu" if device is None else device.type):
+            self._add_waiting()
+            return self._result() if self._by is None else self._labelled_result()
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        self._count = 0
+        self._shape = None
+        self._dtype = None
+        self._members = {}
+        for name in self._state_names:
+            setattr(self, name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
+        with undisturbed("cpu"):
+            self._add_waiting()
+        state: dict[str, Any] = {"construction": self.recipe, "count": self._count}
+        if self._shape is not None:
+            state["shape"] = list(self._shape)
+        if self._dtype is not None:
+            state["dtype"] = dtype_name(self._dtype)
+        for name, value in self._state().items():
+            if value is not None:
+                state[name.removeprefix("_")] = map_tensors(_snapshot, value)
+        if self._members:
+            state["classes"] = [
+                {"label": label, "state": member.state_dict()}
+                for label, member in self._members.items()
+            ]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of a reduction of the same construction."""
+        if state.get("construction") != self.recipe:
+            raise CollectError(
+                f"A state of {state.get('construction')} can't be loaded into {self!r}, which is "
+                f"{self.recipe}; construct the reduction with the arguments that it had when the "
+                "state was written."
+            )
+        with undisturbed("cpu"):
+            self.reset()
+            self._count = state["count"]
+            self._shape = tuple(state["shape"]) if "shape" in state else None
+            self._dtype = getattr(torch, state["dtype"]) if "dtype" in state else None
+            names = [name for name in self._state_names if name.removeprefix("_") in state]
+            self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+            for member in state.get("classes", []):
+                self._member(member["label"]).load_state_dict(member["state"])
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether `update` looks at the loader's batch, as it does with ``by``."""
+        return self._by is not None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The kind and arguments from which an equal one can be made, except for functions."""
+        given = self._options.items()
+        plain = {name: value for name, value in given if not (value is None or callable(value))}
+        return {"kind": type(self).__name__, "by_class": self._by is not None, **plain}
+
+    @classmethod
+    def from_recipe(cls, *, by_class: bool, **options: Any) -> Self:
+        """Return a reduction that can read a state: that of the recipe, but without functions."""
+        return cls(by=cannot_go_on if by_class else None, **options)
+
+    def fresh(self) -> Self:
+        """Return an empty reduction of the same construction."""
+        # A shallow copy shares the user's functions and copies no class's state; reset() then
+        # binds new state and changes none in place.
+        twin = copy.copy(self)
+        twin.reset()
+        return twin
+
+    def __repr__(self) -> str:
+        given = {**self._options, "by": self._by}.items()
+        said = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        return f"{type(self).__name__}({said})"
+
+    # Shared private methods.
+
+    def _state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._state_names}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def _check(self, activation: object) -> None:
+        if not isinstance(activation, Tensor):
+            raise CollectError(
+                f"{self!r} reduces tensors, but was given {type(activation).__name__}; choose a "
+                "tensor with transform=."
+            )
+        if not is_dense(activation):
+            raise CollectError(
+                f"{self!r} reduces dense tensors, but was given a nested, sparse or quantised "
+                "one; make it dense with transform=."
+            )
+        if activation.ndim == 0:
+            raise CollectError(
+                f"{self!r} reduces over dimension 0, but was given a tensor without dimensions; "
+                "give it one value for each sample with transform=."
+            )
+        if activation.is_complex() and not self._takes_complex:
+            raise CollectError(
+                f"{self!r} is not defined for complex values; reduce torch.view_as_real(activation)"
+                " or activation.abs() with transform=."
+            )
+
+    def _accept(self, samples: Tensor) -> None:
+        self._agree(self._sample_shape(samples))
+        self._dtype = _promote(self._dtype, working_dtype(samples.dtype))
+        if self._device() not in (None, samples.device):
+            self._place(samples.device)
+
+    def _refuse_nan(self, samples: Tensor, fault: str) -> None:
+        # A sum is NaN if any value is, and takes a fraction of the time.
+        if samples.sum().isnan() and (is_nan := samples.isnan()).any():
+            count = f"{int(is_nan.sum())} nan among {samples.numel()} values"
+            raise CollectError(
+                f"{self!r} was given {count}, which {fault}; "
+                "replace or drop them with transform=, for example torch.nan_to_num."
+            )
+
+    def _agree(self, shape: tuple[int, ...] | None) -> None:
+        if self._shape is not None and shape != self._shape:
+            raise CollectError(
+                f"{self!r} was given samples of shape {shape} after samples of shape "
+                f"{self._shape}; bring them to one shape with transform=."
+            )
+        self._shape = shape
+
+    def _check_mergeable(self, other: Self) -> None:
+        if self._count:
+            self._agree(other._shape)
+
+    def _member(self, label: Label) -> Self:
+        if label not in self._members:
+            member = self.fresh()
+            member._by = None
+            self._members[label] = member
+        return self._members[label]
+
+    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
+        positions: dict[Label, list[int]] = {}
+        for position, label in enumerate(labels):
+            positions.setdefault(label, []).append(position)
+        for label, chosen in positions.items():
+            part = samples[torch.tensor(chosen, device=samples.device)]
+            member = self._member(label)
+            member._accept(part)
+            member._add(part)
+            member._count += len(part)
+
+    def _labelled_result(self) -> Any:
+        return {label: self._members[label].compute() for label in in_order(self._members)}
+
+    def _adopt(self, other: Self) -> None:
+        """Adopt a copy of another reduction's state, on its device."""
+        other._add_waiting()
+        for name in ("_count", "_shape", "_dtype", *self._state_names):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+        for label, member in other._members.items():
+            self._member(label)._adopt(member)
+
+    def _device(self) -> torch.device | None:
+        found = (value.device for value in self._state().values() if isinstance(value, Tensor))
+        return next(found, None)
+
+    def _place(self, device: torch.device) -> None:
+        self._add_waiting()
+        self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
+
+
+def cannot_go_on(*arguments: Any) -> Any:
+    """Refuse more batches, since the user's own functions are missing."""
+    raise CollectError("a reduction that was read from disk can't take in more batches")
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    # Contiguous, for file formats that keep no strides.
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype | None:
+    if known is None or new is None:
+        return new or known
+    return torch.promote_types(known, new)
+
+
+class RowReduction(SampleReduction):
+    """A reduction over rows of features, which gathers them into blocks.
+
+    Parameters
+    ----------
+    feature_dim : int or None
+        The dimension that holds the features; every other position is a row. None flattens all but
+        dimension 0.
+    by : callable, optional
+        ``batch -> labels [batch]``.
+    **options
+        The other arguments.
+    """
+
+    def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
+        self._feature_dim = feature_dim
+        self._options = {"feature_dim": feature_dim, **options}
+        super().__init__(by=by)
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._buffer: Tensor | None = None
+        self._used = 0
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        shape, dim = samples.shape, self._feature_dim
+        if dim is None:
+            return tuple(shape[1:])
+        if not (0 < dim < len(shape) or -len(shape) < dim < 0):
+            raise CollectError(
+                f"feature_dim={dim} is not a dimension of features in an activation of shape "
+                f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "
+                f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
+            )
+        return (shape[dim],)
+
+    def _rows_of(self, samples: Tensor) -> Tensor:
+        """Return samples as [rows, features], with a copy only if necessary."""
+        if self._feature_dim is None:
+            return samples.reshape(len(samples), -1)
+        moved = samples.movedim(self._feature_dim, -1)
+        return moved.reshape(-1, moved.shape[-1])
+
+    def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
+        """Return the buffer; rows that wait in one of another dtype or device are added first."""
+        wanted = self._dtype, rows.device
+        if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
+            self._add_waiting()
+            shape = capacity, rows.shape[1]
+            self._buffer = torch.empty(shape, dtype=self._dtype, device=rows.device)
+        return self._buffer
+
+    def _fill(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """Yield pieces of `rows`, each with its place in the buffer and whether it fills that.
+
+        The buffer is filled exactly. Set `_used` back to 0 when it is full.
+        """
+        while len(rows):
+            place = buffer[self._used : self._used + len(rows)]
+            self._used += len(place)
+            yield rows[: len(place)], place, self._used == len(buffer)
+            rows = rows[len(place) :]

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By, Label
-from scio_recorder.reductions.samples import SampleReduction
+from scio_recorder.reductions.base import By, Label, SampleReduction
 from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By
-from scio_recorder.reductions.samples import RowReduction
+from scio_recorder.reductions.base import By, RowReduction
 
 
 class Quantiles(RowReduction):

@@ -17,8 +17,8 @@ from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
+from scio_recorder.tensors.processes import for_each
 from scio_recorder.tensors.structures import map_tensors
-from scio_recorder.tensors.threads import for_each
 
 _PROPERTIES = (
     *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),

@@ -1,4 +1,4 @@
-"""Small tools for single tensors: their kinds, version counters, and copies that keep strides."""
+"""Small tools for single tensors: kinds, names of dtypes, version counters, copies with strides."""
 
 from __future__ import annotations
 
@@ -274,3 +274,30 @@ def _memory(tensor: Tensor) -> Tensor:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.as_strided((extent,), (1,))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Any.
+
+    Returns
+    -------
+    str
+        A key of `DTYPES`.
+
+    Examples
+    --------
+    >>> dtype_name(torch.float), DTYPES["float32"]
+    ('float32', torch.float32)
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+# Every dtype of this version of torch, by name.
+DTYPES = {
+    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}

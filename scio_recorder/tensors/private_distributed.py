@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.errors import UnsupportedNetError
-from scio_recorder.tensors.private_checks import unsupported
+from scio_recorder.tensors.private import unsupported
 
 FSDP = "torch.distributed.fsdp"
 _FEATURE = "labelling a net that FSDP has sharded"

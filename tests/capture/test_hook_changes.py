@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.capture import hook_changes
-from scio_recorder.capture.hook_changes import change_hooks, entries
+from scio_recorder.capture import around
+from scio_recorder.capture.around import change_hooks, entries
 from scio_recorder.events import track
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
@@ -145,7 +145,7 @@ class Guarded(OrderedDict[int, Any]):
 
     def _note(self) -> None:
         self.num_changes += 1
-        self.num_unguarded += not hook_changes._ONE_AT_A_TIME._is_owned()
+        self.num_unguarded += not around._ONE_AT_A_TIME._is_owned()
 
     def __setitem__(self, number: int, hook: Any) -> None:
         if "_is_made" in vars(self):
@@ -370,7 +370,7 @@ def test_a_change_gives_its_result_and_its_error_and_may_hold_another(monkeypatc
     with pytest.raises(KeyError, match="here"):
         change_hooks(lambda: {}["here"])
     assert change_hooks(lambda: 2) == 2
-    assert not any("hook_changes" in getattr(one, "__module__", "") for one in gc.callbacks)
+    assert not any("capture.around" in getattr(one, "__module__", "") for one in gc.callbacks)
 
 
 def test_an_error_of_a_change_is_gone_once_it_is_handled() -> None:

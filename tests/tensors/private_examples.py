@@ -1,7 +1,7 @@
 """An example with a known answer for each private name, which shows that its meaning is the same.
 
 Examples use only public names of torch, so they don't suffer from the changes that they look for.
-Those of `private_checks` run in the package as well.
+Those of `private` itself run in the package as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors import private_checks as checks
-from scio_recorder.tensors.private_checks import leaf_and_output
+from scio_recorder.tensors import private
+from scio_recorder.tensors.private import leaf_and_output
 
 
 def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
@@ -234,12 +234,12 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "num_operations": counts_operations,
     "place_of": knows_order_and_leaf,
     "active_saved_tensors_hooks": is_innermost_pair,
-    "saved_for": checks.is_on_same_node,
-    "keeps_its_result": checks.distinguishes_kept_results,
-    "checkpointed_region": checks.runs_twice,
-    "region_that_saves": checks.saves_twice,
-    "use_count": checks.counts_what_the_graph_holds,
-    "storage_uses": checks.counts_aliases,
+    "saved_for": private.is_on_same_node,
+    "keeps_its_result": private.distinguishes_kept_results,
+    "checkpointed_region": private.runs_twice,
+    "region_that_saves": private.saves_twice,
+    "use_count": private.counts_what_the_graph_holds,
+    "storage_uses": private.counts_aliases,
     "memory_of": distinguishes_memory,
     "base_of": finds_base,
     "has_hooks": distinguishes_hooked_tensor,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder, UnsupportedTorchError
-from scio_recorder.tensors import private, private_checks
+from scio_recorder.tensors import private
 from tests.rotation import one_in
 from tests.tensors.private_examples import EXAMPLES
 
@@ -98,7 +98,7 @@ def test_example_runs_once(name: str) -> None:
     function = vars(module)[name].__wrapped__
     with pytest.MonkeyPatch.context() as patch:
         # What the example says now must not matter, only that it is asked.
-        patch.setattr(private_checks, "_try_example", nothing)
+        patch.setattr(module, "_try_example", nothing)
         patch.setattr(function, "__code__", nothing.__code__)
         assert vars(module)[name]() is None
         assert vars(module)[name] is function
@@ -117,17 +117,17 @@ def test_examples_run_whatever_surrounds_the_first_use() -> None:
 )
 def test_untested_torch_warns(version: tuple[int, int], is_tested: bool) -> None:
     if is_tested:
-        private_checks.warn_if_untested(version)
+        private.warn_if_untested(version)
         return
     with pytest.warns(UserWarning, match=r"tested with torch 2\.8 to 2\.14"):
-        private_checks.warn_if_untested(version)
+        private.warn_if_untested(version)
 
 
 def test_tested_versions_are_those_of_the_documentation() -> None:
     table = (Path(__file__).parents[2] / "docs" / "versions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d{4}-\d\d-\d\d \| [\d.]+ \| (\d+)\.(\d+)", table, re.MULTILINE)
     versions = {(int(major), int(minor)) for major, minor in rows}
-    assert (min(versions), max(versions)) == (private_checks.OLDEST, private_checks.NEWEST)
+    assert (min(versions), max(versions)) == (private.OLDEST, private.NEWEST)
 
 
 class Net(nn.Module):

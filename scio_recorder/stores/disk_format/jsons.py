@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.tensors.dtypes import DTYPES, dtype_name
+from scio_recorder.tensors.copies import DTYPES, dtype_name
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 

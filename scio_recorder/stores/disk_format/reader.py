@@ -31,7 +31,7 @@ from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expec
 from scio_recorder.stores.disk_format.medium import Medium, parsing
 from scio_recorder.stores.disk_format.run import Chunk, scan
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, Table, TensorFile, memory
-from scio_recorder.tensors.threads import for_each
+from scio_recorder.tensors.processes import for_each
 
 
 class RowReader(abc.ABC):

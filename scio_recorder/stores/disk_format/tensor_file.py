@@ -36,8 +36,8 @@ from scio_recorder.stores.disk_format.jsons import (
     parse,
 )
 from scio_recorder.stores.disk_format.medium import Medium, OpenFile, WriteAt, accessing, parsing
-from scio_recorder.tensors.dtypes import DTYPES, dtype_name
-from scio_recorder.tensors.threads import for_each
+from scio_recorder.tensors.copies import DTYPES, dtype_name
+from scio_recorder.tensors.processes import for_each
 
 Table: TypeAlias = Mapping[str, TensorSpec]
 
