@@ -227,16 +227,14 @@ class Cases:
 
     def __init__(self) -> None:
         self._waiting: list[Case] = []
-        # Whether one of them was a maker.
-        self._has_origin = False
 
     def add(self, guard: Guard, case: Case) -> bool:
-        """Add a case, and return whether it is the first that must be read later."""
+        """Add a case, and return whether it must be read later."""
         self._waiting.append(case)
-        is_first = len(self._waiting) == 1
-        if is_first and not any(isinstance(one, Unread) for one in (*case.given, *case.made)):
+        is_first, found = len(self._waiting) == 1, (*case.given, *case.made)
+        if is_first and not any(isinstance(one, Unread) for one in found):
             self.read(guard)
-        return is_first and bool(self._waiting)
+        return bool(self._waiting)
 
     def read(self, guard: Guard) -> None:
         """Judge all waiting cases; each device is waited for once."""
@@ -251,11 +249,10 @@ class Cases:
                 for part in parts
             )
             if case.is_handed_on:
-                if not self._has_origin:
-                    guard.hand_on(case.direction, made)
+                guard.hand_on(case.direction, made)
             # A gradient is nobody's fault if the call received something of the kind.
             elif case.direction == "forward" or not received:
-                self._has_origin |= guard.judge(case, given, made)
+                guard.judge(case, given, made)
 
 
 class Guard:
@@ -333,8 +330,8 @@ class Guard:
         self.num_passes = number + 1
         return number
 
-    def judge(self, case: Case, given: Sequence[NonFinite], made: Sequence[NonFinite]) -> bool:
-        """Judge a case with known numbers, and return whether the call is the maker.
+    def judge(self, case: Case, given: Sequence[NonFinite], made: Sequence[NonFinite]) -> None:
+        """Judge a case with known numbers.
 
         Raises
         ------
@@ -343,7 +340,7 @@ class Guard:
         """
         kinds = _made(given, made) & self._kinds
         if not kinds or self._is_excused(case.direction):
-            return False
+            return
         origin = self._origin(case, kinds, given, made)
         self.origin = self.origin or origin
         self.is_over = self._action != "raise"
@@ -351,7 +348,6 @@ class Guard:
             raise _error(origin)
         if self._action == "warn":
             warn(str(origin))
-        return True
 
     def hand_on(self, direction: Direction, found: Sequence[NonFinite]) -> None:
         """Note that the network handed on NaNs or infinities that it received, and made none."""

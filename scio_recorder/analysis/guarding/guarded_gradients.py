@@ -48,7 +48,10 @@ class _BackwardPass(threading.local):
     def __init__(self) -> None:
         self.task = -1
         self.known = Known()
+        # Also those of the pass around it, which reentrant checkpointing begins it in: they come
+        # first.
         self.cases = Cases()
+        self.reads_cases_at_end = False
 
 
 class CallGradients:
@@ -190,7 +193,7 @@ class GuardedGradients:
             return None
         backward, task = self._backward, private.backward_pass()
         if backward.task != task:
-            backward.task, backward.known, backward.cases = task, Known(), Cases()
+            backward.task, backward.known, backward.reads_cases_at_end = task, Known(), False
         return backward
 
     def _enter_call(
@@ -248,7 +251,10 @@ class GuardedGradients:
     def _add(self, backward: _BackwardPass, case: Case) -> None:
         """Add a case, which is judged at the end of the backward pass if a device is behind."""
         guard, cases = self._guard(), backward.cases
-        if guard is not None and cases.add(guard, case):
+        if guard is None or not cases.add(guard, case):
+            return
+        if not backward.reads_cases_at_end:
+            backward.reads_cases_at_end = True
             private.call_at_end_of_backward(partial(cases.read, guard))
 
 
