@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
-from itertools import chain, repeat
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.segment import Segment
@@ -27,25 +26,6 @@ Link = Callable[[Layer], str]
 
 
 @dataclass(frozen=True)
-class Remark:
-    """The text of a row in HTML, in place of its shape and parameters.
-
-    Parameters
-    ----------
-    text : str
-        A few words.
-    is_alarm : bool, default False
-        Whether they stand out.
-    table : sequence of sequence of str
-        A small table below the row, its headings first.
-    """
-
-    text: str
-    is_alarm: bool = False
-    table: Sequence[Sequence[str]] = ()
-
-
-@dataclass(frozen=True)
 class Outline:
     """The rows of a net to draw, those that are marked, and a line above them.
 
@@ -60,16 +40,17 @@ class Outline:
     mark : str, default "recorded"
         The meaning of a mark.
     remarks : mapping
-        Remarks on some rows; if there are any, shapes and parameters are left out.
+        A few words on some rows in HTML; if there are any, shapes and parameters are left out.
     opened : collection of (int, int), optional
-        The rows to which a large net starts open; by default the marked ones.
+        The rows to which a large net starts open, and whose remarks stand out; by default it is
+        open to the marked ones.
     """
 
     title: str
     rows: Sequence[Layer]
     recorded: Collection[DepthIdx] = ()
     mark: str = "recorded"
-    remarks: Mapping[DepthIdx, Remark] = field(default_factory=dict)
+    remarks: Mapping[DepthIdx, str] = field(default_factory=dict)
     opened: Collection[DepthIdx] | None = None
 
 
@@ -81,7 +62,7 @@ class Node:
     followed: tuple[bool, ...]
     has_children: bool
     is_recorded: bool
-    remark: Remark | None = None
+    remark: str | None = None
 
     @property
     def level(self) -> int:
@@ -308,21 +289,11 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
         depth = node.level + node.has_children
         if node.has_children:
             yield f"<li><details{' open' * opens}><summary {_row(node, shown, link)}</summary>"
-            yield f'{_table(node.remark)}<ul class="sn-children">'
+            yield '<ul class="sn-children">'
         else:
-            yield f"<li><div {_row(node, shown, link)}</div>{_table(node.remark)}</li>"
+            yield f"<li><div {_row(node, shown, link)}</div></li>"
     yield "</ul></details></li>" * depth
     yield "</ul></div>\n"
-
-
-def _table(remark: Remark | None) -> str:
-    if remark is None or not remark.table:
-        return ""
-    lines = (
-        f"<tr>{''.join(f'<{tag}>{text(cell)}</{tag}>' for cell in row)}</tr>"
-        for row, tag in zip(remark.table, chain(["th"], repeat("td")), strict=False)
-    )
-    return f'<table class="sn-table">{"".join(lines)}</table>'
 
 
 def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> list[bool]:
@@ -336,7 +307,6 @@ def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> l
         is_wanted = node.is_recorded if opened is None else tuple(node.layer.label) in opened
         if is_wanted:
             wanted = max(wanted, node.level)
-            found[place] = found[place] or bool(node.remark and node.remark.table)
     return found
 
 
@@ -353,8 +323,8 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
         f'<span class="sn-params" title="parameters">{params}</span>'
     )
     if node.remark is not None:
-        alarm = " sn-alarm" * node.remark.is_alarm
-        about = f'<span class="sn-remark{alarm}">{text(node.remark.text)}</span>'
+        alarm = " sn-alarm" * (tuple(layer.label) in (shown.opened or ()))
+        about = f'<span class="sn-remark{alarm}">{text(node.remark)}</span>'
     elif shown.remarks:
         about = ""
     # Spaces between the parts, for notebooks that strip styles.

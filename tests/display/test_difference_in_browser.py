@@ -47,9 +47,6 @@ def report(difference: Difference, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_the_first_difference_is_in_sight(browser: Any, report: Path, width: int) -> None:
     browser.open(report, width=width)
     assert browser.ask(IN_BOX)
-    values = browser.find(".sn-table")
-    assert values.is_displayed()
-    assert values.text.split()[:4] == ["Sample", "Index", "Reference", "Candidate"]
     # Nothing is wider than the window.
     assert browser.ask("return document.documentElement.scrollWidth") <= width
 

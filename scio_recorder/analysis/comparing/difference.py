@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from scio_recorder.analysis.comparing.findings import Findings, LayerDifference, two_numbers
+from scio_recorder.analysis.comparing.findings import (
+    FirstDifference,
+    LayerDifference,
+    Unmatched,
+    two_numbers,
+)
 from scio_recorder.display.figure import draw_profile
 from scio_recorder.display.outline import (
     Listed,
     Listing,
     Outline,
     Outlined,
-    Remark,
     full_name,
     text,
     tree_html,
+    visible,
 )
 from scio_recorder.display.page import (
     NUMBER,
@@ -42,6 +47,9 @@ from scio_recorder.display.page import (
     write_page,
 )
 from scio_recorder.errors import ComparisonError, needing
+from scio_recorder.layer import DepthIdx, Layer, counted, few
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import LayerMapping
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,6 +61,14 @@ _FRAME_COLUMNS = (
     *("max_abs", "max_rel", "relative_error", "cosine", "num_different", "num_elements"),
     *("first_sample_id", "inputs_equal", "noise", "error"),
 )
+_FIGURES = {
+    "Max abs": "max_abs",
+    "Max rel": "max_rel",
+    "Rel. error": "relative_error",
+    "Noise": "noise",
+    "Cosine": "cosine",
+}
+_FEW = 5
 # Of the columns of a page, those that a terminal has no room for.
 _ON_PAGES_ONLY = {"Max rel", "First sample", "Worst"}
 _INPUTS = {True: "equal", False: "differ", None: "?"}
@@ -71,7 +87,7 @@ _WORDS = {
 }
 
 
-class Difference(Listed, Outlined, Findings):
+class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
     """The difference of two runs, by layer of the reference, in the order in which layers return.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name, all of the reference. The value
@@ -107,6 +123,84 @@ class Difference(Listed, Outlined, Findings):
     >>> [str(label) for label, layer in difference.items() if layer.differs]
     ['1-1', '1-2', '0-1']
     """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Mapping[DepthIdx, LayerDifference],
+        first: FirstDifference | None,
+        *,
+        num_samples: int,
+        rtol: float = 0.0,
+        atol: float = 0.0,
+        unmatched: Unmatched,
+    ) -> None:
+        super().__init__(architecture, layers, "comparison")
+        self.first = first
+        self.num_samples = num_samples
+        self.rtol = rtol
+        self.atol = atol
+        self.unmatched = unmatched
+
+    @property
+    def sentence(self) -> str:
+        """The sentence that says where the runs begin to differ."""
+        first = self.first
+        if first is None:
+            compared = f"{counted(len(self), 'layer')}, {counted(self.num_samples, 'sample')}"
+            return f"No difference in {compared}{self._beyond}."
+        said = f"First difference: {_layer_text(first.layer)}"
+        if first.sample_id is not None:
+            said += f", sample {first.sample_id}"
+        if first.index is not None:
+            part = f" of output {first.part}" if first.part else ""
+            values = " -> ".join(two_numbers(first.reference, first.candidate))
+            said += f", index {first.index}{part}: {values}"
+        if first.error is not None:
+            said += f": {first.error}"
+        return f"{said}; {_INPUTS_SAID[first.inputs_equal]}."
+
+    @property
+    def count(self) -> str:
+        """The words that say how many layers differ."""
+        differing = sum(one.differs for one in self.values())
+        verb = f"differ{'s' * (differing == 1)}"
+        return f"{differing:,} of {counted(len(self), 'layer')} {verb}{self._beyond}"
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether a third run shows the noise."""
+        return any(one.noise is not None for one in self.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the reader: reservations, and what to do about them."""
+        said = []
+        if self.first is not None:
+            said.append(f"{self.count}, in {counted(self.num_samples, 'sample')}.")
+            if self.first.inputs_equal is not True:
+                said.append(_ADVICE[self.first.inputs_equal])
+        for side, names in zip(("reference", "candidate"), self.unmatched, strict=True):
+            if names:
+                shown = few([name or "(root)" for name in names], _FEW)
+                said.append(f"Without a partner: {len(names):,} of the {side}, {shown}")
+        errors = [(self.architecture[key], one.error) for key, one in self.items() if one.error]
+        said += [f"{_layer_text(layer)}: {error}" for layer, error in errors[:_FEW]]
+        if len(errors) > _FEW:
+            said.append(f"{len(errors) - _FEW:,} more layers can't be compared.")
+        return said
+
+    def is_first(self, one: LayerDifference) -> bool:
+        """Whether a layer is the one that makes the difference."""
+        return self.first is not None and self.first.layer.label == one.label
+
+    @property
+    def _beyond(self) -> str:
+        """The words for the difference that is tolerated, if any."""
+        limits = {"rtol": self.rtol, "atol": self.atol}
+        said = [f"{name}={value:g}" for name, value in limits.items() if value]
+        said += ["the noise of the floor"] * self.has_noise
+        return f" beyond {' and '.join(said)}" if said else ""
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with a row for each layer, in the order in which layers return.
@@ -218,10 +312,39 @@ class Difference(Listed, Outlined, Findings):
         return f"<{self.sentence}>"
 
     def _listing(self) -> Listing:
-        return _listing(self)
+        columns = [one for one in _columns(self) if one.name not in _ON_PAGES_ONLY]
+        names = [[str(label), full_name(self.architecture[label])] for label in self]
+        cells = zip(*(column.texts for column in columns), strict=True)
+        return Listing(
+            self.sentence,
+            ("Label", "Name", *(column.name for column in columns if column.values is None)),
+            [column.name for column in columns if column.values is not None],
+            [[*name, *row] for name, row in zip(names, cells, strict=True)],
+            {place for place, one in enumerate(self.values()) if self.is_first(one)},
+            self.notes,
+        )
 
     def _outline(self) -> Outline:
-        return _tree(self)
+        return Outline(
+            self.sentence,
+            list(self.architecture.values()),
+            [one.label for one in self.values() if one.differs],
+            "different",
+            {one.label: _remark(self, one) for one in self.values()},
+            () if self.first is None else (self.first.layer.label,),
+        )
+
+
+_INPUTS_SAID = {
+    True: "its inputs are equal",
+    False: "some of its inputs differ already",
+    None: "its inputs are not known",
+}
+_ADVICE = {
+    False: "The layer that makes the difference was not compared: record more layers.",
+    None: "Only inputs distinguish a layer that makes a difference from one that passes it on: "
+    "compare the networks themselves, or collect after record(..., inputs=True).",
+}
 
 
 class _Column(NamedTuple):
@@ -230,17 +353,6 @@ class _Column(NamedTuple):
     name: str
     texts: list[str]
     values: list[float | None] | None = None
-
-    @classmethod
-    def of_figures(
-        cls, name: str, layers: Iterable[LayerDifference], attribute: str, digits: int = 4
-    ) -> _Column:
-        """Return the column of a figure, without a text where it is not known."""
-        values: list[float | None] = [getattr(one, attribute) for one in layers]
-        texts = [
-            "" if value is None or math.isnan(value) else f"{value:.{digits}g}" for value in values
-        ]
-        return cls(name, texts, values)
 
     def cell(self, place: int) -> str:
         """Return a cell of the page."""
@@ -255,36 +367,35 @@ class _Column(NamedTuple):
         return f'<td class="kept">{shown}</td>' if self.name == "Worst" else f"<td>{shown}</td>"
 
 
-def _columns(found: Findings, *, is_page: bool) -> list[_Column]:
+def _columns(found: Difference) -> list[_Column]:
     """Return the columns that say anything, after those that name the layer."""
     layers = list(found.values())
     names = [one.candidate_name for one in layers]
     has_other_names = names != [one.name for one in layers]
-    ids = ["" if one.first_sample_id is None else str(one.first_sample_id) for one in layers]
     columns = [
         _Column("Candidate", names if has_other_names else []),
         _Column("Differs", [_differs(found, one) for one in layers]),
         _Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
-        _Column.of_figures("Max abs", layers, "max_abs"),
-        _Column.of_figures("Max rel", layers, "max_rel"),
-        _Column.of_figures("Rel. error", layers, "relative_error"),
-        _Column.of_figures("Noise", layers, "noise"),
-        _Column.of_figures("Cosine", layers, "cosine", 6),
+        *(_figures(name, [getattr(one, key) for one in layers]) for name, key in _FIGURES.items()),
         _Column(
             "Different",
-            [_number_different(one, is_share=is_page) for one in layers],
+            ["" if one.error else f"{one.num_different:,}" for one in layers],
             [one.num_different for one in layers],
         ),
-        _Column("First sample", ids),
+        _Column(
+            "First sample",
+            ["" if (at := one.first_sample_id) is None else str(at) for one in layers],
+        ),
         _Column("Worst", list(map(_worst, layers))),
     ]
-    shown = [column for column in columns if any(column.texts)]
-    return shown if is_page else [one for one in shown if one.name not in _ON_PAGES_ONLY]
+    return [column for column in columns if any(column.texts)]
 
 
-def _number_different(one: LayerDifference, *, is_share: bool) -> str:
-    share = f" of {one.num_elements:,}" if is_share else ""
-    return "" if one.error else f"{one.num_different:,}{share}"
+def _figures(name: str, values: list[float | None]) -> _Column:
+    """Return the column of a figure, without a text where it is not known."""
+    digits = 6 if name == "Cosine" else 4
+    texts = ["" if x is None or math.isnan(x) else f"{x:.{digits}g}" for x in values]
+    return _Column(name, texts, values)
 
 
 def _worst(one: LayerDifference) -> str:
@@ -295,29 +406,11 @@ def _worst(one: LayerDifference) -> str:
     return f"{one.worst.sample_id}, {one.worst.index}: {values}"
 
 
-def _differs(found: Findings, one: LayerDifference) -> str:
+def _differs(found: Difference, one: LayerDifference) -> str:
     return "first" if found.is_first(one) else "yes" if one.differs else "no"
 
 
-def _listing(found: Findings) -> Listing:
-    """Return the table for a terminal."""
-    columns = _columns(found, is_page=False)
-    layers = list(found.values())
-    names = [[str(one.label), full_name(found.architecture[one.label])] for one in layers]
-    rows = [
-        [*name, *cells] for name, *cells in zip(names, *(c.texts for c in columns), strict=True)
-    ]
-    return Listing(
-        found.sentence,
-        ("Label", "Name", *(column.name for column in columns if column.values is None)),
-        [column.name for column in columns if column.values is not None],
-        rows,
-        {place for place, one in enumerate(layers) if found.is_first(one)},
-        found.notes,
-    )
-
-
-def _profile(found: Findings, measure: str) -> Figure:
+def _profile(found: Difference, measure: str) -> Figure:
     if measure not in get_args(Measure):
         known = ", ".join(map(repr, get_args(Measure)))
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
@@ -341,45 +434,20 @@ def _profile(found: Findings, measure: str) -> Figure:
     )
 
 
-def _tree(found: Findings) -> Outline:
-    """Return the tree of the reference with every layer's difference in it."""
-    return Outline(
-        found.sentence,
-        list(found.architecture.values()),
-        [one.label for one in found.values() if one.differs],
-        "different",
-        {one.label: _remark(found, one) for one in found.values()},
-        () if found.first is None else (found.first.layer.label,),
-    )
-
-
-def _remark(found: Findings, one: LayerDifference) -> Remark:
+def _remark(found: Difference, one: LayerDifference) -> str:
     if not one.differs:
         allowed = f"no more than allowed, max abs {number_text(one.max_abs)}"
-        return Remark(allowed if one.max_abs > 0 else "equal")
+        return allowed if one.max_abs > 0 else "equal"
     if one.error is not None:
         said = one.error
     elif math.isnan(one.relative_error):
         said = f"{one.num_different:,} of {one.num_elements:,} samples differ"
     else:
         said = f"max abs {number_text(one.max_abs)}, rel. {number_text(one.relative_error)}"
-    if not found.is_first(one):
-        return Remark(said)
-    return Remark(f"first: {said}", is_alarm=True, table=_values(found, one))
+    return f"first: {said}" if found.is_first(one) else said
 
 
-def _values(found: Findings, one: LayerDifference) -> list[list[str]]:
-    """Return a table of the first and the worst different element of the first layer."""
-    rows = []
-    for name, place in (("First", found.first), ("Worst", one.worst)):
-        if place is not None and place.index is not None:
-            output = f"output {place.part}, " if place.part else ""
-            values = two_numbers(place.reference, place.candidate)
-            rows.append([name, str(place.sample_id), f"{output}{place.index}", *values])
-    return [["", "Sample", "Index", "Reference", "Candidate"], *rows] if rows else []
-
-
-def _page(found: Findings, title: str | None) -> Iterator[str]:
+def _page(found: Difference, title: str | None) -> Iterator[str]:
     """Yield the pieces of the page."""
     rows = list(found.architecture.values())
     facts = [
@@ -390,7 +458,7 @@ def _page(found: Findings, title: str | None) -> Iterator[str]:
     ]
     if found.rtol or found.atol:
         facts.append(("Tolerances", f"rtol {found.rtol:g}, atol {found.atol:g}"))
-    tree = tree_html(replace(_tree(found), title=found.count), address_of)
+    tree = tree_html(replace(found._outline(), title=found.count), address_of)
     return page_html(
         title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
         facts,
@@ -404,7 +472,7 @@ def _page(found: Findings, title: str | None) -> Iterator[str]:
     )
 
 
-def _result(found: Findings) -> Iterator[str]:
+def _result(found: Difference) -> Iterator[str]:
     said = f"<p><strong>{text(found.sentence)}</strong></p>"
     if found.first is not None:
         row = f"<p>Its row: {link_html(found.first.layer)}</p>"
@@ -413,8 +481,8 @@ def _result(found: Findings) -> Iterator[str]:
     yield from (f"<p>{text(note)}</p>" for note in found.notes)
 
 
-def _table(found: Findings) -> Iterator[str]:
-    columns = _columns(found, is_page=True)
+def _table(found: Difference) -> Iterator[str]:
+    columns = _columns(found)
     sorting = {one.name: TEXT if one.values is None else NUMBER for one in columns}
     rows = [
         [*layer_cells(place, found.architecture[label]), *(one.cell(place) for one in columns)]
@@ -423,3 +491,9 @@ def _table(found: Findings) -> Iterator[str]:
     yield search_box("layers")
     headings = {"Layer": PLACE, "Name": TEXT, "Type": TEXT, **sorting}
     yield from table_html("Differences of layers", headings, rows)
+
+
+def _layer_text(layer: Layer) -> str:
+    """Return the words by which a sentence names a layer."""
+    call = f", call {layer.call + 1}" if layer.call else ""
+    return visible(f"{layer.label} ({layer.name or layer.type_name}{call})")
