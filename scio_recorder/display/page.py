@@ -8,44 +8,26 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from scio_recorder.display.outline import asset, call_text, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
-# The page may fetch nothing, whatever names in it contain.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 # The sort keys of columns. Cells of numeric columns carry their numbers; text columns are aligned
 # left.
 NOTHING, TEXT, NUMBER, PLACE = "", "text", "number", "place"
 _AT_ONCE = 200
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a page with a heading, which the contents name.
-
-    Parameters
-    ----------
-    title : str
-        One word.
-    pieces : iterable of str
-        HTML.
-    """
-
-    title: str
-    pieces: Iterable[str]
-
-
 def page_html(
     title: str,
     facts: Sequence[tuple[str, str]],
     warnings: Sequence[str],
-    sections: Sequence[Section],
-) -> Iterator[str]:
-    """Yield the pieces of a page.
+    sections: Mapping[str, Iterable[str]],
+) -> str:
+    """Return a page, to be written in UTF-8.
 
     Parameters
     ----------
@@ -55,58 +37,35 @@ def page_html(
         Names and values that describe the whole.
     warnings : sequence of str
         Warnings to show first, as HTML.
-    sections : sequence of Section
-        The rest.
-
-    Returns
-    -------
-    iterator of str
-        HTML, to be joined and written in UTF-8.
+    sections : mapping of str to iterable of str
+        The rest: pieces of HTML below headings of one word, which the contents name.
 
     Examples
     --------
-    >>> html = "".join(page_html("<empty>", [], [], []))
+    >>> html = page_html("<empty>", [], [], {})
     >>> "<h1>&lt;empty&gt;</h1>" in html, "://" in html
     (True, False)
     """
-    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>{text(title)}</title>"
-    yield f"<style>\n{asset('page.css')}{asset('tree.css')}</style></head>\n<body><main>"
-    links = (f'<li><a href="#h-{_key(one)}">{one.title}</a></li>' for one in sections)
-    contents = f'<nav aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
-    yield f"<header><h1>{text(title)}</h1>{contents}</header>"
-    yield from _facts(facts)
-    if warnings:
-        yield '<section class="warning" aria-labelledby="h-warnings">'
-        listed = "".join(f"<li>{warning}</li>" for warning in warnings)
-        yield f'<h2 id="h-warnings">Look at this first</h2><ul>{listed}</ul></section>\n'
-    for one in sections:
-        yield f'<section id="{_key(one)}" aria-labelledby="h-{_key(one)}">'
-        yield f'<h2 id="h-{_key(one)}">{one.title}</h2>'
-        yield from one.pieces
-        yield "</section>\n"
-    yield "</main>\n"
-    yield f"<script>\n{asset('tree.js')}</script>\n<script>\n{asset('page.js')}</script>"
-    yield "</body></html>\n"
+    links = (f'<li><a href="#h-{name.lower()}">{name}</a></li>' for name in sections)
+    named = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
+    bodies = [_section(name, "".join(pieces)) for name, pieces in sections.items()]
+    first = "".join(f"<li>{warning}</li>" for warning in warnings)
+    return Template(asset("page.html")).substitute(
+        title=text(title),
+        style=asset("page.css") + asset("tree.css"),
+        contents="".join(links),
+        facts="".join(named),
+        warnings=_section("Look at this first", f"<ul>{first}</ul>", "warning") if first else "",
+        sections="\n".join(bodies),
+        tree_script=asset("tree.js"),
+        page_script=asset("page.js"),
+    )
 
 
-def _key(section: Section) -> str:
-    return section.title.lower()
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> Iterator[str]:
-    yield '<dl class="facts">'
-    for name, value in facts:
-        yield f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
-    yield "</dl>\n"
-
-
-def words_html(words: Mapping[str, str]) -> str:
-    """Return words with their meanings."""
-    listed = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in words.items())
-    return f'<dl class="words">{listed}</dl>'
+def _section(name: str, body: str, kind: str = "") -> str:
+    key = kind or name.lower()
+    heading = f'<h2 id="h-{key}">{name}</h2>'
+    return f'<section id="{key}" class="{kind}" aria-labelledby="h-{key}">{heading}{body}</section>'
 
 
 def search_box(what: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from string import Template
 
 from rich.filesize import decimal
 
 from scio_recorder.display import figure, page
 from scio_recorder.display.figure import Bars, LayerSummary, UnitStatistics
-from scio_recorder.display.outline import Outline, searched, text, tree_html
+from scio_recorder.display.outline import Outline, asset, searched, text, tree_html
 from scio_recorder.layer import few
 
 _FIRST = {"Layer": page.PLACE, "Name": page.TEXT, "Type": page.TEXT}
@@ -32,8 +33,8 @@ def recording_page(
     outline: Outline,
     layers: Sequence[LayerSummary],
     notes: Sequence[str] = (),
-) -> Iterator[str]:
-    """Yield the pieces of the page.
+) -> str:
+    """Return the page, to be written in UTF-8.
 
     Parameters
     ----------
@@ -47,21 +48,16 @@ def recording_page(
         The recorded layers in the order in which they are to be listed.
     notes : sequence of str
         Warnings about the recording as a whole.
-
-    Returns
-    -------
-    iterator of str
-        HTML, to be joined and written in UTF-8.
     """
     spoilt = sorted(layers, key=lambda one: (not _faults(one), not _explosions(one)))
     warnings = [*map(text, notes), *(_warning(one) for one in spoilt if _troubles(one))]
-    sections = (
-        page.Section("Statistics", _statistics(layers)),
-        page.Section("Histograms", _histograms(layers)),
-        page.Section("Architecture", tree_html(outline, page.address_of)),
-        page.Section("Definitions", [page.words_html(_definitions())]),
-    )
-    yield from page.page_html(title, facts, warnings, sections)
+    sections = {
+        "Statistics": _statistics(layers),
+        "Histograms": _histograms(layers),
+        "Architecture": tree_html(outline, page.address_of),
+        "Definitions": [_definitions()],
+    }
+    return page.page_html(title, facts, warnings, sections)
 
 
 def _warning(summary: LayerSummary) -> str:
@@ -149,31 +145,17 @@ def _figure(summary: LayerSummary) -> str:
     )
 
 
-def _definitions() -> dict[str, str]:
+def _definitions() -> str:
     bounds = figure.SATURATION_BOUNDS.items()
-    known = ", ".join(f"{kind} ({_bounds_text(ends)})" for kind, ends in bounds)
-    return {
-        "Mean, std, min, max": "Over all values of a layer, all samples and positions together, in "
-        "float64 and without NaNs. std is the unbiased standard deviation (n - 1).",
-        "Zeros": "The share of values that are exactly zero.",
-        "Unit": "A channel or feature. Units lie along dimension 1 of [samples, ...]. They lie "
-        "along the last one after Linear, LayerNorm, RMSNorm and Embedding, and if a sample is "
-        "[positions, features], unless the type ends in 1d, 2d or 3d. The column Units shows the "
-        "dimension.",
-        "Dead": "A unit that had the same finite value, zero or another, for all samples and "
-        "positions. This takes at least two samples.",
-        "Exploding": "A unit whose largest absolute value is more than "
-        f"{figure.EXPLOSION_FACTOR:g} times that of the median unit of its layer, and above "
-        f"{figure.EXPLOSION_LEAST:g}. Dead units do not count, and there must be "
-        f"{figure.EXPLOSION_UNITS} others. At most {figure.EXPLOSION_SHARE:.0%} of the units can "
-        "be exceptions.",
-        "Saturated": f"A unit with at least {figure.SATURATION_SHARE:.0%} of its values within "
-        f"{figure.SATURATION_WIDTH:.0%} of the function's range from a bound. Only for layers of a "
-        f"type whose bounds are known: {known}.",
-        "Histogram": "Bins of equal width from the smallest to the largest finite value, but no "
-        "further than 6 standard deviations from the mean. Values outside are counted below the "
-        "histogram.",
-    }
+    return Template(asset("recording-words.html")).substitute(
+        factor=f"{figure.EXPLOSION_FACTOR:g}",
+        least=f"{figure.EXPLOSION_LEAST:g}",
+        others=figure.EXPLOSION_UNITS,
+        most=f"{figure.EXPLOSION_SHARE:.0%}",
+        share=f"{figure.SATURATION_SHARE:.0%}",
+        width=f"{figure.SATURATION_WIDTH:.0%}",
+        known=", ".join(f"{kind} ({_bounds_text(ends)})" for kind, ends in bounds),
+    )
 
 
 def _bounds_text(ends: tuple[float | None, float | None]) -> str:

@@ -178,7 +178,8 @@ class Showing(Outlined, Readable):
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())
-        yield from recording_page(
+        # Only once the file is known to be writable.
+        yield recording_page(
             title=title or f"Recording of {rows[0].type_name if rows else 'a net'}",
             facts=_facts(self),
             outline=self._outline(),

@@ -23,6 +23,7 @@ from scio_recorder.display.outline import (
     Listing,
     Outline,
     Outlined,
+    asset,
     full_name,
     text,
     tree_html,
@@ -32,7 +33,6 @@ from scio_recorder.display.page import (
     NUMBER,
     PLACE,
     TEXT,
-    Section,
     address_of,
     alarm,
     check_page,
@@ -43,7 +43,6 @@ from scio_recorder.display.page import (
     page_html,
     search_box,
     table_html,
-    words_html,
     write_page,
 )
 from scio_recorder.errors import ComparisonError, needing
@@ -72,19 +71,6 @@ _FEW = 5
 # Of the columns of a page, those that a terminal has no room for.
 _ON_PAGES_ONLY = {"Max rel", "First sample", "Worst"}
 _INPUTS = {True: "equal", False: "differ", None: "?"}
-_WORDS = {
-    "First": "The first layer to return that differs in a batch in which its inputs are equal. If "
-    "there is none, the first that differs.",
-    "Inputs": "For a layer that differs: equal if it differs in some batch in which its inputs are "
-    "equal. For another layer: equal if its inputs are always equal. ? if inputs are not known.",
-    "Max rel": "The largest difference divided by the absolute value of the reference, which is "
-    "inf if an element of the reference is 0 and differs.",
-    "Rel. error": "The norm of the difference divided by the norm of the reference; as noise, that "
-    "of the run given as floor=.",
-    "Cosine": "The cosine of the angle between the two, over values that are finite on both sides.",
-    "Different": "Elements that differ by more than the tolerances; samples, with digests.",
-    "Worst": "The element that differs most: its sample, its index there, and both values.",
-}
 
 
 class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
@@ -306,7 +292,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         '<!DOCTYPE html>'
         """
         check_page(path, title, ComparisonError)
-        return write_page(path, _page(self, title))
+        return write_page(path, [_page(self, title)])
 
     def __repr__(self) -> str:
         return f"<{self.sentence}>"
@@ -447,8 +433,7 @@ def _remark(found: Difference, one: LayerDifference) -> str:
     return f"first: {said}" if found.is_first(one) else said
 
 
-def _page(found: Difference, title: str | None) -> Iterator[str]:
-    """Yield the pieces of the page."""
+def _page(found: Difference, title: str | None) -> str:
     rows = list(found.architecture.values())
     facts = [
         ("Samples", f"{found.num_samples:,}"),
@@ -459,16 +444,14 @@ def _page(found: Difference, title: str | None) -> Iterator[str]:
     if found.rtol or found.atol:
         facts.append(("Tolerances", f"rtol {found.rtol:g}, atol {found.atol:g}"))
     tree = tree_html(replace(found._outline(), title=found.count), address_of)
+    sections = {
+        "Result": _result(found),
+        "Architecture": tree,
+        "Layers": _table(found),
+        "Definitions": [asset("difference-words.html")],
+    }
     return page_html(
-        title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
-        facts,
-        [],
-        (
-            Section("Result", _result(found)),
-            Section("Architecture", tree),
-            Section("Layers", _table(found)),
-            Section("Definitions", [words_html(_WORDS)]),
-        ),
+        title or f"Comparison of {rows[0].type_name if rows else 'two runs'}", facts, [], sections
     )
 
 
