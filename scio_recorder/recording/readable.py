@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
@@ -19,6 +20,7 @@ from scio_recorder.stores import Held
 from scio_recorder.stores.disk_format.ids import SampleIds
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 from scio_recorder.stores.kept_inputs import Calls
+from scio_recorder.tensors.copies import to_array
 
 T = TypeVar("T")
 # Bytes that are read together if all of a layer is read: few enough that the next ones get the same
@@ -315,6 +317,26 @@ class Readable(LayerMapping[Any]):
             num_bytes = max(num_bytes, _PART_REQUESTS * samples.reader.span_bytes)
         step = max(1, num_bytes // max(1, bytes_of_row(samples)))
         return (samples[start : start + step] for start in range(0, len(samples), step))
+
+    def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
+        """Return the samples of every layer that was not reduced, as NumPy arrays.
+
+        Returns
+        -------
+        dict
+            Label -> array [samples, ...]. Arrays share the memory of tensors in host memory;
+            dtypes that NumPy lacks, such as bfloat16, are widened to float32.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(torch.nn.ReLU(), input_size=(1, 2))
+        >>> rnet.record("0-1")
+        >>> rnet.collect([torch.ones(1, 2)], dtype=torch.bfloat16).to_numpy()
+        {(0, 1): array([[1., 1.]], dtype=float32)}
+        """
+        return {label: to_array(self[label]) for label in self.stored}
 
     def _get(self, label: DepthIdx) -> Any:
         if label not in self._reductions:

@@ -14,7 +14,7 @@ from torch import Tensor
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import DepthIdx, TensorSpec, counted, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.recording.exporting import Exporting
+from scio_recorder.recording.further_methods import FurtherMethods
 from scio_recorder.recording.loader import (
     BUFFER_BYTES,
     Arguments,
@@ -23,7 +23,6 @@ from scio_recorder.recording.loader import (
     rows_of,
 )
 from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
-from scio_recorder.recording.recompute_methods import RecomputeMethods
 from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
@@ -35,7 +34,7 @@ from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.kept_inputs import KeptCall
 
 
-class Recording(RecomputeMethods, Exporting, Showing):
+class Recording(FurtherMethods, Showing):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor

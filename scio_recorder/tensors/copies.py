@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -274,6 +277,16 @@ def _memory(tensor: Tensor) -> Tensor:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in steps)
     return tensor.as_strided((extent,), (1,))
+
+
+def to_array(samples: Tensor) -> NDArray[Any]:
+    """Return samples as an array; dtypes that NumPy lacks are widened."""
+    tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        return tensor.to(wide).numpy()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -50,7 +50,7 @@ CORE = (
 )
 HOUSE = UPPER_STOREY + CORE
 # The only files of the core that import from above, inside their functions.
-FRONT_DOORS = {"recorder.analysis_methods", "recording.recompute_methods"}
+FRONT_DOORS = {"recorder.analysis_methods", "recording.further_methods"}
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 
 # What the upper storey may use of the core: what another package could use too. A file of the core

@@ -11,6 +11,7 @@ from scio_recorder import open_recording
 from scio_recorder.command_line import main as run
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.stores import Disk
+from tests.integrations.test_exporting import FORMS, assert_exported, export, read
 from tests.recording.rows import (
     ALL_PASSES,
     GENERATED,
@@ -24,7 +25,6 @@ from tests.recording.rows import (
     recorder,
     write,
 )
-from tests.recording.test_exporting import FORMS, assert_exported, export, read
 
 
 def test_the_frame_counts_rows_where_there_are_some():

@@ -18,7 +18,7 @@ from torch import nn
 
 from scio_recorder import Recorder, RecordingError, open_recording
 from scio_recorder.errors import ArgumentError
-from scio_recorder.recording import exporting
+from scio_recorder.integrations import exporting
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from tests.recording.nets import batches, recorder
