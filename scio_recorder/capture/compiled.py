@@ -11,7 +11,8 @@ from scio_recorder.errors import FlowError, PostprocessorError, UnsupportedNetEr
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
-from scio_recorder.tensors.structures import flatten_traceable, tensors
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import tensors
 
 
 class CompiledPass:
@@ -103,19 +104,19 @@ class CompiledPass:
     def _check_is_copy(self, label: DepthIdx, value: Any) -> None:
         if isinstance(value, Tensor):
             return
-        for leaf in flatten_traceable(value)[0]:
+        for leaf in private.flatten_registered(value)[0]:
             # Anything else is the network's own object, which later layers may have changed.
             if not isinstance(leaf, Tensor) and tensors(leaf):
                 raise UnsupportedNetError(
                     f"layer {self.program.architecture[label]} returned a {type(leaf).__name__}, "
                     "whose tensors a compiled pass can't copy: let the layer return them in a "
-                    "tuple, list, dict or dataclass, record a layer inside it, or call the "
-                    "recorder uncompiled"
+                    "tuple, list or dict, or in a dataclass that torch.export.register_dataclass "
+                    "was told of, record a layer inside it, or call the recorder uncompiled"
                 )
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    leaves, rebuild = flatten_traceable(value)
+    leaves, rebuild = private.flatten_registered(value)
     return rebuild([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves])

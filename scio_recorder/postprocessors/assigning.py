@@ -12,7 +12,7 @@ from scio_recorder.errors import PostprocessorError, raised_by
 from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
-from scio_recorder.postprocessors.floating_map import refuse_class
+from scio_recorder.postprocessors.floating_map import check_postprocessor
 from scio_recorder.postprocessors.places import OnInput
 from scio_recorder.tensors.structures import flatten
 
@@ -54,10 +54,10 @@ def assign(
     """
     if isinstance(given, Mapping):
         for selector, function in given.items():
-            _check_callable(function, f"selector {selector!r}")
+            check_postprocessor(f"selector {selector!r}", function)
         return by_selector(architecture, order, given, "activation_postproc", PostprocessorError)
     if callable(given):
-        refuse_class(given)
+        check_postprocessor("activation_postproc", given)
         return dict.fromkeys(order, given)
     # A tuple of types, since the compiler of torch 2.9 can't follow a union.
     if not isinstance(given, (list, tuple)):
@@ -75,7 +75,7 @@ def assign(
     chosen = dict(zip(order, given, strict=False))
     for label, function in chosen.items():
         if isinstance(function, type) or not callable(function):
-            _check_callable(function, f"layer {architecture[label]}")
+            check_postprocessor(f"layer {architecture[label]}", function)
     return chosen
 
 
@@ -116,15 +116,6 @@ def assign_by_key(
         for label in keys[key]:
             chosen[label] = function
     return chosen
-
-
-def _check_callable(function: object, where: str) -> None:
-    refuse_class(function)
-    if not callable(function):
-        raise PostprocessorError(
-            f"the post-processor for {where} is {function!r}: it must be callable, "
-            "Tensor -> Tensor or None"
-        )
 
 
 class Assigned:

@@ -6,13 +6,14 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.tensors.structures import Rebuild, flatten, flatten_traceable, is_opened
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import Rebuild, flatten, is_opened
 
 
 class FloatingMap(ABC):
@@ -38,13 +39,13 @@ def take_apart(value: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a structure, and a function that builds it again."""
     if not torch.compiler.is_compiling():
         return flatten(value)
-    leaves, rebuild = flatten_traceable(value)
+    leaves, rebuild = private.flatten_registered(value)
     for leaf in leaves:
         if is_opened(leaf):
             raise PostprocessorError(
                 f"a compiled pass can't look into a {type(leaf).__name__}, which may hold tensors: "
-                "let the layer return tensors in a tuple, list, dict or dataclass, or call the "
-                "recorder uncompiled"
+                "let the layer return tensors in a tuple, list or dict, or in a dataclass that "
+                "torch.export.register_dataclass was told of, or call the recorder uncompiled"
             )
     return leaves, rebuild
 
@@ -92,43 +93,28 @@ def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
     return tuple(index(owner, name, one) for one in many)
 
 
-class Jagged(NamedTuple):
-    """A nested tensor taken apart."""
-
-    values: Tensor
-    """Without the dimension of samples; the others are the same, one to the left."""
-    offsets: Tensor
-    lengths: Tensor | None
-    varying: int
-    """The dimension of the nested tensor that varies from sample to sample."""
-
-    @classmethod
-    def of(cls, owner: object, nested: Any) -> Jagged:
-        """Take a nested tensor apart, or raise an error if its layout prevents that."""
-        if nested.layout != torch.jagged:
-            raise PostprocessorError(
-                f"{owner!r} was given a nested tensor of the layout {nested.layout}; "
-                "it can work on torch.nested.nested_tensor(..., layout=torch.jagged)."
-            )
-        varying = next(dim for dim, size in enumerate(nested.shape) if not isinstance(size, int))
-        return cls(nested.values(), nested.offsets(), nested.lengths(), varying)
-
-    def replaced(self, values: Tensor) -> Tensor:
-        """Return a nested tensor with other values."""
-        # With the same offsets, since others would count as another shape.
-        return torch.nested.nested_tensor_from_jagged(
-            values, self.offsets, self.lengths, jagged_dim=self.varying
+def refuse_nested(owner: object, activation: Tensor) -> None:
+    """Refuse a nested tensor, of whose samples one position can't name the same part."""
+    if activation.is_nested:
+        raise PostprocessorError(
+            f"{owner!r} was given {describe(activation)}, which is nested: its samples differ in "
+            "length. Give a function that treats them one by one, as activation.unbind() has them."
         )
 
 
-def refuse_class(given: object) -> None:
-    """Refuse a class whose objects are post-processors: one of them was meant.
+def check_postprocessor(owner: str, given: object) -> None:
+    """Refuse what can't be called, and a class whose objects are post-processors: one was meant.
 
     Raises
     ------
     PostprocessorError
-        It is such a class.
+        It is no post-processor.
     """
+    if not callable(given):
+        raise PostprocessorError(
+            f"{owner} takes a post-processor, which is callable, Tensor -> Tensor or None, not "
+            f"{describe(given)}."
+        )
     # Other classes are functions like any other.
     if isinstance(given, type) and any("__call__" in vars(base) for base in given.__mro__):
         name = given.__name__

@@ -13,11 +13,11 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.floating_map import (
     FloatingMap,
-    Jagged,
+    check_postprocessor,
     describe,
     index,
     integers,
-    refuse_class,
+    refuse_nested,
 )
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -39,11 +39,7 @@ class _OnPart(FloatingMap):
 
     def _put(self, whole: Tensor, where: Any) -> Tensor:
         """Return a tensor with one part changed."""
-        if whole.is_nested:
-            raise PostprocessorError(
-                f"{self!r} was given {describe(whole)}, which is nested: its samples differ in "
-                "length, so one index can't name a part of each."
-            )
+        refuse_nested(self, whole)
         where = _on_device(where, whole.device)
         try:
             # A copy: post-processors may work in place, and the tensor is the network's own.
@@ -112,7 +108,7 @@ class At(_OnPart):
     _distinct: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_callable("At", self.postprocessor)
+        check_postprocessor("At", self.postprocessor)
         given = self.index if isinstance(self.index, tuple) else (self.index,)
         object.__setattr__(self, "index", tuple(_index_item(item) for item in given))
 
@@ -178,7 +174,7 @@ class Heads(_OnPart):
     postprocessor: Callable[[Tensor], Tensor | None]
 
     def __post_init__(self) -> None:
-        _check_callable("Heads", self.postprocessor)
+        check_postprocessor("Heads", self.postprocessor)
         count = index("Heads", "num_heads", self.num_heads)
         heads = integers("Heads", "heads", self.heads)
         named = {head % count for head in heads if -count <= head < count} if count > 0 else set()
@@ -191,14 +187,12 @@ class Heads(_OnPart):
         object.__setattr__(self, "heads", heads)
 
     def _apply(self, activation: Tensor) -> Tensor:
+        refuse_nested(self, activation)
         if not activation.dim() or activation.shape[-1] % self.num_heads:
             raise PostprocessorError(
                 f"{self!r} was given {describe(activation)}, whose last dimension does not divide "
                 f"into {self.num_heads} heads of one size."
             )
-        if activation.is_nested:
-            parts = Jagged.of(self, activation)
-            return parts.replaced(self._apply(parts.values))
         size = activation.shape[-1] // self.num_heads
         whole = activation.reshape(*activation.shape[:-1], self.num_heads, size)
         heads = torch.tensor(self.heads, device="cpu")
@@ -239,12 +233,9 @@ class OnInput:
     postprocessor: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        refuse_class(self.postprocessor)
-        if not callable(self.postprocessor) or isinstance(self.postprocessor, OnInput):
-            raise PostprocessorError(
-                f"OnInput takes a post-processor, Tensor -> Tensor or None, not "
-                f"{describe(self.postprocessor)}."
-            )
+        # OnInput acts on no activation, so it can't be inside another one.
+        inner = None if isinstance(self.postprocessor, OnInput) else self.postprocessor
+        check_postprocessor("OnInput", inner)
 
     def __call__(self, activation: Any) -> NoReturn:
         """Refuse to act on an activation."""
@@ -252,15 +243,6 @@ class OnInput:
             f"{self!r} was called with an activation: OnInput must be the outermost "
             "post-processor, given directly as activation_postproc, as in "
             "{selector: OnInput(At(0, Scale(2.0)))}."
-        )
-
-
-def _check_callable(owner: str, postprocessor: object) -> None:
-    refuse_class(postprocessor)
-    if not callable(postprocessor):
-        raise PostprocessorError(
-            f"{owner} takes a post-processor, Tensor -> Tensor or None, not "
-            f"{describe(postprocessor)}."
         )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors.floating_map import (
     FloatingMap,
-    Jagged,
     describe,
     index,
     integers,
     number,
+    refuse_nested,
     take_apart,
 )
 from scio_recorder.tensors.structures import tensors
@@ -287,33 +287,12 @@ class Ablate(FloatingMap):
         if self.channels is None:
             everywhere = torch.ones((), dtype=torch.bool, device=activation.device)
             return activation.masked_fill(everywhere, self.value)
-        if activation.is_nested:
-            return self._apply_jagged(activation)
+        refuse_nested(self, activation)
         shape = tuple(activation.shape)
         self._check_dimension(shape)
         self._check_channels(shape, shape[self.dim])
         positions = torch.tensor(self._listed, device=activation.device)
         return activation.index_fill(self.dim, positions, self.value)
-
-    def _apply_jagged(self, activation: Tensor) -> Tensor:
-        parts, shape = Jagged.of(self, activation), tuple(activation.shape)
-        self._check_dimension(shape)
-        dim = self.dim % len(shape)
-        if dim == 0:
-            raise PostprocessorError(
-                f"{self!r} was given a nested activation of shape {shape}, whose dimension 0 "
-                "counts samples. Give the dimension of channels: Ablate(channels, dim=...)."
-            )
-        if dim == parts.varying:
-            starts = parts.offsets[:-1]
-            lengths = parts.offsets.diff() if parts.lengths is None else parts.lengths
-            self._check_channels(shape, int(lengths.min()))
-            found = [starts + lengths * (channel < 0) + channel for channel in self._listed]
-            positions = torch.cat(found)
-        else:
-            self._check_channels(shape, shape[dim])
-            positions = torch.tensor(self._listed, device=activation.device)
-        return parts.replaced(parts.values.index_fill(dim - 1, positions, self.value))
 
     @property
     def _listed(self) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, RowReduction
 
 Bounds = tuple[float | None, float | None]
-# All smaller whole numbers are values of float32.
-_EXACT_IN_FLOAT32 = 1 << 24
 
 
 class AliveResult(NamedTuple):
@@ -105,7 +103,7 @@ class Alive(RowReduction):
         high = values.amax(0, keepdim=True).amax(others)
         # Booleans have a smallest value, but no absolute values.
         low, high = low.to(self._dtype), high.to(self._dtype)
-        active = _above_zero(values, rows).sum(0, keepdim=True).sum(others).long()
+        active = (values > 0).sum(0, keepdim=True).sum(others)
         at_bound = torch.zeros_like(low, dtype=torch.int64)
         if self._bounds is not None:
             at_bound = is_at_bound(values, self._bounds).sum(0, keepdim=True).sum(others)
@@ -137,15 +135,6 @@ class Alive(RowReduction):
             None if self._bounds is None else self._at_bound.double() / self._rows,
             torch.maximum(self._low.abs(), self._high.abs()),
         )
-
-
-def _above_zero(values: Tensor, rows: int) -> Tensor:
-    """Return which values are above zero, in a dtype whose sums of so many are exact."""
-    if values.is_floating_point() and values.device.type == "cpu" and rows < _EXACT_IN_FLOAT32:
-        # A sum of floats takes a fraction of the time that a sum of booleans takes.
-        ones = torch.empty(values.shape, dtype=torch.float32, device="cpu")
-        return torch.gt(values, 0, out=ones)
-    return values > 0
 
 
 def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:

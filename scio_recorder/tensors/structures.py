@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors import private
-
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # Objects that are never opened: they hold no activations, or must keep their identity.
@@ -59,9 +57,6 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for name in ("keys", "values", "items")
 }
 _HEAP_TYPE = 1 << 9
-# Kinds that may be dataclasses besides, with contents that are no fields. It is a tuple, since
-# dynamo of older versions can't follow a union.
-_NOT_REFILLED = (dict, list, tuple)
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
@@ -149,70 +144,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     leaves, rebuild = flatten(value)
     return rebuild([function(leaf) for leaf in leaves])
-
-
-def flatten_traceable(value: Any) -> tuple[list[Any], Rebuild]:
-    """Take a structure apart as :func:`flatten` does, in a way that ``torch.compile`` can follow.
-
-    Parameters
-    ----------
-    value : Any
-        A tensor, or any nesting of dataclasses and of containers that torch has a registration for.
-
-    Returns
-    -------
-    leaves : list
-        Tensors and anything else, also objects that :func:`flatten` would open.
-    rebuild : callable
-        As for :func:`flatten`.
-
-    Examples
-    --------
-    >>> leaves, rebuild = flatten_traceable({"a": torch.ones(2), "b": (torch.zeros(1), 3)})
-    >>> len(leaves)
-    3
-    >>> rebuild(["x", "y", "z"])
-    {'a': 'x', 'b': ('y', 'z')}
-    """
-    return _leaves_traceable(value), lambda new: _filled_traceable(value, list(new))
-
-
-def _leaves_traceable(value: Any) -> list[Any]:
-    leaves: list[Any] = []
-    for part in private.flatten_registered(value)[0]:
-        # A list has an order of its own; torch decides that of a dictionary.
-        own = _leaves_traceable([*_fields(part).values()]) if _is_plain_dataclass(part) else [part]
-        leaves += own
-    return leaves
-
-
-def _filled_traceable(value: Any, new: list[Any]) -> Any:
-    """Return the structure with the next of the new leaves in the places of the old ones."""
-    parts, rebuild = private.flatten_registered(value)
-    return rebuild(
-        [_refilled(part, new) if _is_plain_dataclass(part) else new.pop(0) for part in parts]
-    )
-
-
-def _refilled(old: Any, new: list[Any]) -> Any:
-    made = object.__new__(type(old))
-    for name, item in _fields(old).items():
-        # Frozen dataclasses refuse their own setattr.
-        object.__setattr__(made, name, _filled_traceable(item, new))
-    return made
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _is_plain_dataclass(value: Any) -> bool:
-    # The first test alone keeps kinds away that dynamo of older versions can't ask for attributes.
-    return (
-        is_opened(value)
-        and not isinstance(value, _NOT_REFILLED)
-        and dataclasses.is_dataclass(value)
-    )
 
 
 def is_opened(value: Any) -> bool:

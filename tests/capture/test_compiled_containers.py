@@ -47,18 +47,21 @@ class Plain:
         self.first = first
 
 
+for kind in (Pair, Frozen):
+    torch.export.register_dataclass(kind)
+
 KNOWN: dict[str, Callable[[Tensor], Any]] = {
     "tuple": lambda x: (x, 1),
     "named tuple": Named,
     "dict": lambda x: {"a": [x]},
     "dataclass": lambda x: Pair(x, "a word"),
     "frozen": Frozen,
-    "slots": Slotted,
     "nested": lambda x: Pair([Frozen({"a": x})], (Named(Frozen(x)), None)),
     "beside others": lambda x: (Pair(x, torch.float32), x.shape),
 }
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "object": Plain,
+    "a dataclass unknown to torch": Slotted,
     "in a dataclass": lambda x: Pair(x, Plain(x)),
 }
 # Dynamo of older versions can't follow its constructor.
