@@ -39,8 +39,8 @@ from scio_recorder.stores.disk_format.description import (
 from scio_recorder.stores.disk_format.folder import Folder
 from scio_recorder.stores.disk_format.run import put_together, scan
 from scio_recorder.stores.disk_format.tensor_file import prepared
-from scio_recorder.workers.holders import progress_of
 from scio_recorder.workers.leases import Lease, seconds
+from scio_recorder.workers.parts import progress_of
 
 LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 200
 NUM_PROCESSES, PARTS_OF_EACH = 2, 2

@@ -56,7 +56,7 @@ from scio_recorder.layer import counted
 from scio_recorder.stores.disk_format.medium import is_url
 
 if TYPE_CHECKING:
-    from scio_recorder.workers.holders import Progress
+    from scio_recorder.workers.parts import Progress
 
 # Seconds between progress lines if there is no terminal.
 SECONDS = 10.0
@@ -210,7 +210,7 @@ def collect(parsed: argparse.Namespace, console: Console) -> None:
     --resume continues an interrupted recording. With --parts any number of these commands, on any
     machines that see the folder, share the work, and continue what others have left.
     """
-    from scio_recorder.workers.terminating import terminable
+    from scio_recorder.workers.parts import terminable
 
     rnet = _recorder(parsed, is_eval=not parsed.train)
     rnet.record(*parsed.layers)
@@ -273,7 +273,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
 
 def _progress(path: str) -> Progress:
     from scio_recorder.stores.disk_format.description import medium_at
-    from scio_recorder.workers.holders import progress_of
+    from scio_recorder.workers.parts import progress_of
 
     with closing(medium_at(path)) as medium:
         return progress_of(medium)

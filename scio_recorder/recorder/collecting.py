@@ -217,7 +217,7 @@ class Collecting(Reading):
         recording = self._capture.program.recording
         if not recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
-        from scio_recorder.stores.room import make_plan
+        from scio_recorder.stores.memory import make_plan
 
         device = next((p.device for p in self._net.parameters()), torch.device("cpu"))
         return make_plan(self.architecture, recording, num_samples, device)

@@ -9,8 +9,7 @@ from scio_recorder.nets.absent import closest, closest_are
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.medium import is_url
-from scio_recorder.stores.memory import Auto, Device, Host
-from scio_recorder.stores.room import Plan
+from scio_recorder.stores.memory import Auto, Device, Host, Plan
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Collecting a dataset in parts, which any number of processes take one after the other.
+"""Collecting a dataset in parts, which any number of processes take, and their progress.
 
 Each process does the same: it takes a part that no other has, runs the network over it as `collect`
 does, resuming an abandoned one, and gives the part back. Processes send each other nothing, and
@@ -7,13 +7,17 @@ none waits for another before all parts that can be taken are done.
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 from scio_recorder.capture.engine import Capture
@@ -33,8 +37,10 @@ from scio_recorder.stores.disk_format.description import (
     MAX_RANKS,
     check_empty,
     check_settings,
+    complete_ranks,
     medium_at,
     read_description,
+    recordings_inside,
 )
 from scio_recorder.stores.disk_format.jsons import JSON, dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
@@ -43,9 +49,17 @@ from scio_recorder.stores.disk_format.run import put_together
 from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.workers.leases import Claims, Lease, LeaseRenewer, machine, seconds
+from scio_recorder.workers.leases import (
+    Claims,
+    Lease,
+    LeaseRenewer,
+    holder_of,
+    lease_name,
+    machine,
+    newest_leases,
+    seconds,
+)
 from scio_recorder.workers.samplers import refuse_split
-from scio_recorder.workers.terminating import terminable
 
 PARTS_NAME = "parts.safetensors"
 # Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
@@ -254,3 +268,138 @@ class Parts:
             "samples": self._num_samples,
             "seconds": time.monotonic() - self._begun_at,
         }
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The holder of a part, as its lease describes it.
+
+    Parameters
+    ----------
+    part : int
+        The number of the part.
+    host : str
+        The machine's name.
+    pid : int
+        The process.
+    since : float
+        When it took the part, in seconds of the epoch, by that machine's clock.
+    is_gone : bool
+        Whether the process is known to have ended, so that another one can take the part.
+    parts_per_second, samples_per_second : float
+        Its work so far, divided by the time that it has worked.
+    """
+
+    part: int
+    host: str
+    pid: int
+    since: float
+    is_gone: bool
+    parts_per_second: float
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The complete parts, and the holders of the others.
+
+    Parameters
+    ----------
+    num_parts, num_done : int
+        The number of parts, and of complete ones.
+    holders : list of Holder
+        One for each part that is taken.
+    """
+
+    num_parts: int
+    num_done: int
+    holders: list[Holder]
+
+    @property
+    def samples_per_second(self) -> float:
+        """The samples that all present workers together record in a second."""
+        return sum(one.samples_per_second for one in self.holders if not one.is_gone)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time that present workers need for the rest; None before one has completed a part."""
+        rate = sum(one.parts_per_second for one in self.holders if not one.is_gone)
+        return (self.num_parts - self.num_done) / rate if rate else None
+
+
+def progress_of(medium: Medium) -> Progress:
+    """Return the progress of a recording that is filled in parts or by ranks.
+
+    Raises
+    ------
+    RecordingError
+        There is no recording.
+    """
+    begun = agreed(medium)
+    if begun is None:
+        raise RecordingError(
+            f"{medium.path} holds no recording, and no recording in parts has begun there"
+            f"{recordings_inside(medium.path)}"
+        )
+    with accessing(medium.path):
+        newest, done = newest_leases(medium), set(complete_ranks(medium))
+    holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
+    return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
+
+
+def _holder(medium: Medium, part: int, number: int) -> Holder | None:
+    name = lease_name(part, number)
+    said = holder_of(medium, name)
+    if not said:
+        return None
+    seconds = _number(said, "seconds")
+    return Holder(
+        part,
+        str(said.get("host")),
+        int(_number(said, "pid")),
+        _number(said, "since"),
+        said.get("machine") == machine() and medium.is_abandoned(name),
+        _number(said, "parts") / seconds if seconds else 0.0,
+        _number(said, "samples") / seconds if seconds else 0.0,
+    )
+
+
+def _number(said: dict[str, Any], key: str) -> float:
+    """Return a number from a holder's description, which is not trusted: 0 if it is invalid."""
+    value = said.get(key)
+    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0.0
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM leave the block by a `SystemExit`, so that pending data is saved.
+
+    Otherwise the process would end at once. The caller's own handler stays in charge, and threads
+    other than the main one never see a signal.
+
+    Examples
+    --------
+    >>> import os
+    >>> try:
+    ...     with terminable():
+    ...         os.kill(os.getpid(), signal.SIGTERM)
+    ... except SystemExit as error:
+    ...     error.code
+    143
+    """
+    is_ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # Schedulers may send it again while pending data is being saved.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The status that shells report for a process that the signal has ended.
+    raise SystemExit(128 + signal.SIGTERM)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from scio_recorder.stores import room
+from scio_recorder.stores import memory
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.system import fsync
 
@@ -80,9 +80,9 @@ def test_without_what_windows_lacks_all_but_folders_works(tmp_path):
 
 
 def test_free_memory_where_no_file_tells_it(monkeypatch):
-    monkeypatch.setattr(room, "_lines", lambda path: [])
+    monkeypatch.setattr(memory, "_lines", lambda path: [])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=123))
-    assert room._free_host_bytes() == 123
+    assert memory._free_host_bytes() == 123
 
 
 def test_a_read_without_preadv_is_the_same(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, Tokens
 from scio_recorder.stores import buffers
-from scio_recorder.stores import room as planning
+from scio_recorder.stores import memory as planning
 from tests.recording.nets import Pair, assert_same, batches, expected, recorder
 
 
