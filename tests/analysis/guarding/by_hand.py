@@ -27,7 +27,7 @@ class _Seen:
 
     def __init__(self, name: str, args: Any) -> None:
         self.name = name
-        self.is_given_finite = all(bool(one.isfinite().all()) for one in _floats(args))
+        self.is_given_finite = all(bool(one.detach().isfinite().all()) for one in _floats(args))
         self.kinds: set[str] = set()
         self.was_entered = False
 
