@@ -15,8 +15,7 @@ within 1.5 in norm and 3.4 in the largest element over networks of usual widths,
 leave room for that. They are larger for small tensors, which vary more: the norm of four numbers is
 ten times that of four others once in some thousand draws. In the presence of noise, a single
 rounding of a number says nothing either. In a small tensor all roundings may agree by luck. A layer
-whose floor has no noise for that reason is granted the noise of its inputs, or, if it has layers
-inside, the noise made before it returned.
+whose floor has no noise for that reason is granted the largest noise made before it returned.
 """
 
 from __future__ import annotations
@@ -100,20 +99,13 @@ class _LayerOfSide(NamedTuple):
 
     @property
     def inputs(self) -> Any:
-        """Its inputs, those of all calls if calls are not counted; None if not known."""
+        """Its inputs; a tuple if calls are not counted, None if not known."""
         return self.side.inputs(self.label)
 
     def output(self, *, as_digests: bool = False) -> Any:
         """Return its output, or digests of that."""
         value = self.side.output(self.label)
         return digests_of(value) if as_digests and not self.side.is_digest(self.label) else value
-
-
-class _Received(NamedTuple):
-    """Whether all inputs of a layer agree up to noise, None if unknown; and their noise."""
-
-    are_equal: bool | None
-    noise: float
 
 
 class _MeasuredPart(NamedTuple):
@@ -263,14 +255,12 @@ class Comparison:
         third = self._floors.get(layer.label)
         beside = None if floor is None or third is None else _LayerOfSide(floor, third)
         sides = _LayerOfSide(own, layer.label), _LayerOfSide(other, partner.label)
-        same, noise = self._received(sums.pair, *sides, beside)
-        if layer.module is None or any(True for _ in layer.module.children()):
-            noise = max(noise, self._made)
+        same = self._received(sums.pair, *sides, beside)
         if same is None or sums.received_same is None:
             sums.received_same = None
         else:
             sums.received_same &= same
-        parts = self._returned(sums, *sides, beside, noise)
+        parts = self._returned(sums, *sides, beside)
         if isinstance(parts, str):
             sums.error = sums.error or parts
             sums.figures = unknown(sums.figures.num_elements, sums.figures.num_different)
@@ -286,43 +276,21 @@ class Comparison:
 
     def _received(
         self, pair: Pair, own: _LayerOfSide, other: _LayerOfSide, beside: _LayerOfSide | None
-    ) -> _Received:
+    ) -> bool | None:
+        """Whether all inputs of a layer agree up to noise; None if that is not known."""
         layer, partner, _ = pair
         mine, theirs = own.inputs, other.inputs
-        if mine is None or theirs is None:
-            return _Received(None, 0.0)
-        calls: list[tuple[Inputs, Inputs]] | None = [(mine, theirs)]
-        if not isinstance(mine, Inputs):
-            # All calls of a pass, in order. Noise says nothing about single ones.
-            outputs = () if beside else (own.output(), other.output())
-            calls = self._calls(mine, theirs, outputs)
-        found = [paired_inputs(*each, layer.module, partner.module) for each in calls or ()]
-        pairs = [parts for each in found for parts in each or ()]
-        if calls is None or None in found or any(parts.mismatch for parts in pairs):
-            return _Received(False, 0.0)
+        # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
+        if not isinstance(mine, Inputs) or not isinstance(theirs, Inputs):
+            return None
+        pairs = paired_inputs(mine, theirs, layer.module, partner.module)
+        if pairs is None or any(parts.mismatch for parts in pairs):
+            return False
         third = None if beside is None else beside.inputs
         beyond = None if third is None else paired_inputs(mine, third, layer.module, None)
         noise = self._noise(layer.label, "received", beyond, len(pairs))
-        largest = max((one.relative_error for one in noise if one is not None), default=0.0)
         each = zip(pairs, noise, strict=True)
-        differs = any(exceeds(self._figures(parts), floor) for parts, floor in each)
-        return _Received(not differs, largest)
-
-    def _calls(
-        self, mine: Sequence[Inputs], theirs: Sequence[Inputs], outputs: Iterable[Sequence[Any]]
-    ) -> list[tuple[Inputs, Inputs]] | None:
-        """Pair the inputs of calls up to the first whose outputs differ.
-
-        None if no outputs differ, but one side has more calls.
-        """
-        calls = list(zip(mine, theirs, strict=False))
-        for number, results in enumerate(zip(*outputs, strict=False), 1):
-            pairs = paired_outputs(*results)
-            if isinstance(pairs, str) or any(
-                parts.mismatch or self._figures(parts).num_different for parts in pairs
-            ):
-                return calls[:number]
-        return calls if len(mine) == len(theirs) else None
+        return not any(exceeds(self._figures(parts), floor) for parts, floor in each)
 
     def _returned(
         self,
@@ -330,7 +298,6 @@ class Comparison:
         own: _LayerOfSide,
         other: _LayerOfSide,
         beside: _LayerOfSide | None,
-        received: float,
     ) -> list[_MeasuredPart] | str:
         """Measure the outputs of a layer, or say why that can't be done."""
         as_digests = own.label in self._digested
@@ -348,7 +315,8 @@ class Comparison:
                 part,
                 pair,
                 self._figures(pair),
-                Noise(received, math.inf) if received and one == Noise() else one,
+                # See NOTE [Noise].
+                Noise(self._made, math.inf) if self._made and one == Noise() else one,
             )
             for part, (pair, one) in enumerate(zip(pairs, noise, strict=True))
         ]

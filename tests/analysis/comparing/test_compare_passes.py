@@ -307,13 +307,12 @@ def test_one_of_several_calls_makes_a_difference(counts: tuple[int, int]) -> Non
     sides = [Recorder(each, input_size=(1, 3), verbose=0) for each in (net, other)]
     sides[0].record("*", calls="any")
     net.count, other.count = counts
-    # A module is not at fault if it is called more often.
     first = compare(*sides, [torch.randn(4, 3)]).first
-    assert (None if first is None else first.layer.name) == (None if counts == (2, 2) else "")
+    assert (None if first is None else first.layer.name) == (None if counts == (2, 2) else "step")
     other.step.bias.data.add_(1)
     first = compare(*sides, [torch.randn(4, 3)]).first
     assert first is not None
-    assert (first.layer.name, first.inputs_equal) == ("step", True)
+    assert (first.layer.name, first.inputs_equal) == ("step", None)
 
 
 def test_one_batch_at_a_time_is_in_memory() -> None:
