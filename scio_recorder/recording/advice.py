@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -163,16 +163,22 @@ def _differs_in_training(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and rate > 0
 
 
-@contextmanager
-def naming_batch(
-    number: int, architecture: Architecture, net: nn.Module, inputs: Inputs, batch: Any = None
-) -> Iterator[None]:
-    """Let an error of a pass inside the block name the batch that failed, and the layer.
+def raise_for_batch(
+    error: Exception,
+    number: int,
+    architecture: Architecture,
+    net: nn.Module,
+    inputs: Inputs,
+    batch: Any = None,
+) -> NoReturn:
+    """Raise an error of a pass again, so that it names the batch that failed, and the layer.
 
     It can also be caught as the original error.
 
     Parameters
     ----------
+    error : Exception
+        The error, which is being handled.
     number : int
         The number of the batch.
     architecture : Architecture
@@ -184,15 +190,12 @@ def naming_batch(
     batch : Any, optional
         The loader's batch, unless a function has chosen the inputs.
     """
-    try:
-        yield
-    except RecorderError as error:
+    if isinstance(error, RecorderError):
         error.add_note(f"This happened in batch {number}.")
-        raise
-    except Exception as error:
-        refused = _refused(net, inputs, batch) if isinstance(error, TypeError) else ""
-        text = refused or _failed(error, architecture, net, inputs, batch)
-        raise caught_as(CollectError, error, f"batch {number}: {text}") from error
+        raise error
+    refused = _refused(net, inputs) if isinstance(error, TypeError) else ""
+    text = refused or _failed(error, architecture, net, inputs, batch)
+    raise caught_as(CollectError, error, f"batch {number}: {text}") from error
 
 
 @contextmanager
@@ -244,7 +247,7 @@ def _advice_on_dtype(error: Exception, net: nn.Module, inputs: Inputs, batch: An
     return f"{reason}: write to_inputs=lambda batch: {converted}"
 
 
-def _refused(net: nn.Module, inputs: Inputs, batch: Any) -> str:
+def _refused(net: nn.Module, inputs: Inputs) -> str:
     """Return a sentence on why a net's forward can't be called like this; empty if it can."""
     try:
         signature = inspect.signature(net.forward)
@@ -253,24 +256,14 @@ def _refused(net: nn.Module, inputs: Inputs, batch: Any) -> str:
     try:
         signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as reason:
-        names = signature.parameters
-        unknown = [name for name in inputs.kwargs if name not in names]
+        unknown = [name for name in inputs.kwargs if name not in signature.parameters]
         if not unknown:
-            failed = f"the net's forward can't be called with it: {reason}."
-            needed = [
-                name
-                for name, one in names.items()
-                if one.default is one.empty
-                and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-            ]
-            if inputs.args and isinstance(batch, tuple | list) and len(needed) <= len(batch):
-                pairs = ", ".join(f'"{name}": batch[{at}]' for at, name in enumerate(needed))
-                return (
-                    f"{failed} Only the first element of a tuple goes into the net: write "
-                    f"to_inputs=lambda batch: {{{pairs}}}"
-                )
-            return f"{failed} Write to_inputs=lambda batch: ... with inputs that forward takes"
-        taken = tuple(name for name in inputs.kwargs if name in names)
+            return (
+                f"the net's forward can't be called with it: {reason}. Only the first element of a "
+                "tuple goes into the net: write to_inputs=tuple if the net takes all of them, or "
+                "to_inputs=lambda batch: ... with inputs that forward takes"
+            )
+        taken = tuple(name for name in inputs.kwargs if name not in unknown)
         chosen = f"{{name: batch[name] for name in {taken}}}" if taken else f"batch[{unknown[0]!r}]"
         return (
             f"the net's forward takes no {', '.join(map(repr, unknown))}, which a batch has: write "

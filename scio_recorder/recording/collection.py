@@ -18,7 +18,7 @@ from scio_recorder.nets.state.sharded import InStep
 from scio_recorder.recording.advice import (
     advise_evaluation,
     advise_second_element,
-    naming_batch,
+    raise_for_batch,
     refuse_sample,
 )
 from scio_recorder.recording.continuing import Continuing
@@ -135,7 +135,7 @@ class Collection:
     @property
     def is_trusted(self) -> bool:
         """Whether commits count: no reduction holds a part of a pass that failed."""
-        return not self._intakes.is_tainted
+        return not self._intakes.holds_failed_pass
 
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
         """Go on to a batch, and return whether it is to be taken and is not durable already."""
@@ -357,12 +357,14 @@ def _run_batches(
             inputs = feed.inputs(batch)
             is_new = collection.begin(batch, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not is_new):
-                own = batch if is_ours else None
-                with naming_batch(feed.number, collection.layers.architecture, net, inputs, own):
+                try:
                     if is_new:
                         collection.take(partial(run, inputs))
                     else:
                         run(inputs, None)
+                except Exception as error:
+                    own, architecture = batch if is_ours else None, collection.layers.architecture
+                    raise_for_batch(error, feed.number, architecture, net, inputs, own)
             added = collection.end()
             if is_taken:
                 advance(*added)

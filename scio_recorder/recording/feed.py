@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, count, islice, pairwise
+from itertools import count, islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -30,51 +30,6 @@ _WRITE = (
 # By default sample 5 of part 17 has the id 17_000_000_000_005, whichever process counts, and
 # however many samples other parts have.
 IDS_OF_A_PART = 10**12
-
-
-class SeenIds:
-    """Refuses an id that comes twice. While ids rise, only the last one must be compared.
-
-    Otherwise all of them are kept in a set.
-    """
-
-    def __init__(self) -> None:
-        self._rising: list[Ids] = []
-        self._others: set[int | str] | None = None
-
-    def add(self, ids: Ids, number: int) -> None:
-        """Add the ids of the batch with this number; raise, and add none, if one came before."""
-        if not len(ids):
-            return
-        if self._others is None:
-            if self._goes_on_rising(ids):
-                self._rising.append(ids)
-                return
-            self._others = set(chain.from_iterable(self._rising))
-        given: Iterable[Any] = ids
-        for place, value in enumerate(given):
-            if value in self._others:
-                self._others.difference_update(ids[:place])
-                raise CollectError(
-                    f"sample_ids: batch {number} has the id {value!r}, which an earlier sample "
-                    "has already: give every sample an id of its own"
-                )
-            self._others.add(value)
-
-    def remove(self, ids: Ids) -> None:
-        """Forget the ids that were added last."""
-        if self._others is not None:
-            self._others.difference_update(ids)
-        elif len(ids):
-            self._rising.pop()
-
-    def _goes_on_rising(self, ids: Ids) -> bool:
-        before: Any = self._rising[-1][-1:] if self._rising else ()
-        try:
-            return all(one < other for one, other in pairwise([*before, *ids]))
-        except TypeError:
-            # Integers and strings are mixed: an error that is reported elsewhere.
-            return False
 
 
 @dataclass
@@ -135,7 +90,7 @@ class Feed:
         # If a sampler chooses: the current batch's indices in the dataset, and their number before.
         self._indices: list[Any] | None = None
         self._num_chosen = 0
-        self._seen = SeenIds()
+        self._seen: set[int | str] = set()
         self._check_batches()
 
     def _check_batches(self) -> None:
@@ -328,7 +283,14 @@ class Feed:
             ids = to_ids(given[: self._num_own(len(given))])
         except ValueError as error:
             raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
-        self._seen.add(ids, self.number)
+        for place, value in enumerate(ids):
+            if value in self._seen:
+                self._seen.difference_update(ids[:place])
+                raise CollectError(
+                    f"sample_ids: batch {self.number} has the id {value!r}, which an earlier "
+                    "sample has already: give every sample an id of its own"
+                )
+            self._seen.add(value)
         return ids, len(given)
 
     def _chosen_ids(self, number: int) -> list[Any]:
@@ -375,8 +337,7 @@ class Feed:
 
     def forget(self, ids: Ids) -> None:
         """Let the ids of the latest batch come again, since it has failed."""
-        if not self.is_numbering:
-            self._seen.remove(ids)
+        self._seen.difference_update(ids)
 
 
 def _length(given: Any) -> int | None:

@@ -31,7 +31,7 @@ from scio_recorder.tensors.digests import Weights, digest_of
 
 @dataclass(slots=True)
 class CurrentBatch:
-    """The current batch."""
+    """The batch whose pass is running: its rows and ids, and what of it is kept."""
 
     batch: Any = None
     # The ids of its samples, without repeats.
@@ -321,56 +321,6 @@ class ReducingIntake(LayerIntake):
                 )
 
 
-class RowColumns:
-    """Keeps the facts about each row beside the layers, if a row is not a sample.
-
-    Parameters
-    ----------
-    writer : StoreWriter
-        Where they are kept.
-    """
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-        self._columns: dict[str, Column] = {}
-        # The columns of the first batch, which all batches have.
-        self.names: list[str] = []
-
-    def put(self, current: CurrentBatch, number: int) -> None:
-        """Keep the columns of a batch.
-
-        Parameters
-        ----------
-        current : CurrentBatch
-            The batch.
-        number : int
-            The number of the batch, for messages.
-        """
-        given = current.rows.columns
-        self.names = self.names or list(given)
-        for name in self.names:
-            values = given.get(name)
-            if values is None:
-                raise CollectError(
-                    f"batch {number} has no field {name!r}, which earlier batches had: give it "
-                    "with all batches, or say with fields= what to keep"
-                )
-            if name == "sample":
-                values = values + (len(self._writer.sample_ids) - current.skip)
-            column = self._columns.get(name) or self._open(name, values)
-            if values.dtype != column.spec.dtype:
-                raise CollectError(
-                    f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
-                    "with fields={...: lambda batch: ...}"
-                )
-            column.place(current.start, current.num_rows).copy_(values)
-
-    def _open(self, name: str, values: Tensor) -> Column:
-        spec = TensorSpec((), values.dtype)
-        self._columns[name] = self._writer.column(name, spec, values)
-        return self._columns[name]
-
-
 class Intakes:
     """The sink of all passes: gives the output of each layer to what stores or reduces it.
 
@@ -397,7 +347,9 @@ class Intakes:
     ) -> None:
         self._layers, self._writer = layers, writer
         self.current = CurrentBatch()
-        self.columns = RowColumns(writer)
+        # What is kept about each row, if a row is not a sample; the first batch has all names.
+        self._columns: dict[str, Column] = {}
+        self._column_names: list[str] = []
         self.storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: dict[DepthIdx, ReducingIntake] = {}
         for label in layers.recording:
@@ -420,7 +372,7 @@ class Intakes:
                 for label, receive in self.receivers.items()
             }
         # Whether reductions hold a part of a pass that failed, so that commits don't count.
-        self.is_tainted = False
+        self.holds_failed_pass = False
         if writer.state is not None:
             self._restore(writer.state)
 
@@ -460,31 +412,56 @@ class Intakes:
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
         if current.rows.columns and self._layers.keeps_rows:
-            self.columns.put(current, number)
+            self._put_columns(number)
         try:
             output = run(self)
             for reducing in self._reducing.values():
                 reducing.count_pass()
         except BaseException:
-            self.is_tainted = current.is_reduced
+            self.holds_failed_pass = current.is_reduced
             raise
         self._commit(state)
         return output
 
+    def _put_columns(self, number: int) -> None:
+        """Keep the facts about each row of the batch with this number, beside the layers."""
+        current, given = self.current, self.current.rows.columns
+        self._column_names = self._column_names or list(given)
+        for name in self._column_names:
+            values = given.get(name)
+            if values is None:
+                raise CollectError(
+                    f"batch {number} has no field {name!r}, which earlier batches had: give it "
+                    "with all batches, or say with fields= what to keep"
+                )
+            if name == "sample":
+                values = values + (len(self._writer.sample_ids) - current.skip)
+            if name not in self._columns:
+                spec = TensorSpec((), values.dtype)
+                self._columns[name] = self._writer.column(name, spec, values)
+            column = self._columns[name]
+            if values.dtype != column.spec.dtype:
+                raise CollectError(
+                    f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
+                    "with fields={...: lambda batch: ...}"
+                )
+            column.place(current.start, current.num_rows).copy_(values)
+
     def _commit(self, state: Callable[[], State]) -> None:
         """Count the pass, which has succeeded."""
         current = self.current
-        # Every layer of every batch would pay for the check.
-        for storing in self.storing.values() if self._layers.asked.dtype is not None else ():
-            storing.count_pass()
+        if self._layers.asked.dtype is not None:
+            # Otherwise no value is rounded, and there is nothing to count layer by layer.
+            for storing in self.storing.values():
+                storing.count_pass()
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
         rows = None if current.rows.are_samples else current.num_rows
-        self.is_tainted = True
+        self.holds_failed_pass = True
         try:
             self._writer.commit(current.ids[current.skip :], state, calls, rows=rows)
         except ValueError as error:
             raise CollectError(str(error)) from None
-        self.is_tainted = False
+        self.holds_failed_pass = False
 
     def drop(self) -> None:
         """Drop the batch, which has failed: it may come again."""
@@ -500,11 +477,11 @@ class Intakes:
             if intake.rounds
         }
         reduced = states_of(self._layers.reductions)
-        return {"reductions": reduced, "rounding": rounding, "columns": self.columns.names}
+        return {"reductions": reduced, "rounding": rounding, "columns": self._column_names}
 
     def _restore(self, state: State) -> None:
         # Recordings of versions without rows have none.
-        self.columns.names = state.get("columns", [])
+        self._column_names = state.get("columns", [])
         restore(self._layers.reductions, state["reductions"])
         for label, intake in self.storing.items():
             sums = state["rounding"].get(text_of(label))

@@ -92,15 +92,15 @@ def test_the_advice_for_a_net_that_takes_a_whole_tuple_works():
     x = torch.ones(2, 3)
     rnet = Recorder(Masked(), input_data=[x, x])
     rnet.record("0-1")
-    written = 'lambda batch: {"x": batch[0], "mask": batch[1]}'
+    written = "to_inputs=tuple if the net takes all of them"
     with pytest.raises(CollectError, match=re.escape(written)) as caught:
         rnet.collect([(x, torch.zeros(3), 1)])
     assert "Only the first element" in str(caught.value)
-    recording = rnet.collect([(x, torch.zeros(3), 1)], to_inputs=eval(written))
+    recording = rnet.collect([(x, torch.zeros(3), 1)], to_inputs=tuple)
     assert not recording["0-1"].any()
     # No element of the batch can help.
     for given, options in (([(x,)], {}), ([(x, x)], {"to_inputs": lambda batch: batch[0]})):
-        with pytest.raises(CollectError, match=r"Write to_inputs=lambda batch: \.\.\. with"):
+        with pytest.raises(CollectError, match=r"or to_inputs=lambda batch: \.\.\. with"):
             rnet.collect(given, **options)
 
 

@@ -22,7 +22,7 @@ from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
-from scio_recorder.recording.advice import naming_batch
+from scio_recorder.recording.advice import raise_for_batch
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Digest, Reduction
@@ -158,13 +158,15 @@ class NetworkSide:
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, given) if self.shares_batches else given
-        with naming_batch(block.number, self.architecture, self.net, given):
+        try:
             if self._compiled is not None:
                 self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
             elif self._keeps_digests:
                 self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
             else:
                 self._capture.run(self.net, args, kwargs)
+        except Exception as error:
+            raise_for_batch(error, block.number, self.architecture, self.net, given)
 
     def output(self, label: DepthIdx) -> Any:
         """Return a layer's output, or digests of it."""
