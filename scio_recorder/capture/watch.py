@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -29,7 +29,6 @@ from scio_recorder.errors import (
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import whole
 
 WHY_NOT_CALLED = (
@@ -161,9 +160,7 @@ class AroundCalls(AroundPlain):
     net : torch.nn.Module
         The network.
     run : callable
-        ``run(call, args, kwargs)`` runs a pass.
-    is_running : callable
-        Whether the caller runs inside a pass already.
+        ``run(call, args, kwargs)`` runs a pass, or calls the network if that is part of one.
 
     Attributes
     ----------
@@ -171,16 +168,13 @@ class AroundCalls(AroundPlain):
         Whether there was a call.
     """
 
-    def __init__(
-        self, net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
-    ) -> None:
+    def __init__(self, net: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__(net)
         self._run = run
-        self._is_running = is_running
         self.were_made = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Run a pass, unless this call is part of one."""
+        """Run a pass, unless the network is being compiled."""
         if torch.compiler.is_compiling():
             raise UnsupportedNetError(
                 "the network is compiled inside a block that watches it, and a traced run is not "
@@ -189,51 +183,4 @@ class AroundCalls(AroundPlain):
             )
         self.were_made = True
         # That of another recorder's block, or the network itself.
-        call = self.inner or self._plain
-        if self._is_running():
-            return call(*args, **kwargs)
-        return self._run(call, args, kwargs)
-
-
-@contextlib.contextmanager
-def around_calls(
-    net: nn.Module, run: Callable[..., Any], is_running: Callable[[], bool]
-) -> Iterator[AroundCalls]:
-    """Make each call of a network inside a block a pass.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The network.
-    run, is_running : callable
-        As for `AroundCalls`.
-
-    Yields
-    ------
-    AroundCalls
-        Says whether there were calls.
-
-    Raises
-    ------
-    UnsupportedNetError
-        The network is compiled.
-
-    Examples
-    --------
-    >>> net = nn.Identity()
-    >>> with around_calls(net, lambda call, args, kwargs: call(*args) + 1, lambda: False):
-    ...     number = net(1)
-    >>> number, net(1)
-    (2, 1)
-    """
-    if private.is_compiled(net):
-        raise UnsupportedNetError(
-            "the network was compiled after it was wrapped, and compiled code ignores hooks: watch "
-            "it uncompiled, or compile the recorder and call that"
-        )
-    around = AroundCalls(net, run, is_running)
-    try:
-        around.put_around(net)
-        yield around
-    finally:
-        around.take_from(net)
+        return self._run(self.inner or self._plain, args, kwargs)

@@ -16,14 +16,12 @@ from scio_recorder.capture.watch import (
     AroundCalls,
     Passes,
     Watcher,
-    around_calls,
 )
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.recorder.reading import Reading
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.engine import Capture
     from scio_recorder.display.progress import Advance
     from scio_recorder.layer import Layer
     from scio_recorder.postprocessors.assigning import Postprocessors
@@ -248,11 +246,6 @@ class Collecting(Reading):
                 copies[id(parameter)] = parameter.detach().clone().cpu()
         return {name: copies[id(value)] for name, value in self.recorded_params.items()}
 
-    @property
-    def _runner(self) -> Capture | CollectedPasses:
-        """The function that runs a pass."""
-        return self._capture if self._collected is None else self._collected
-
     @contextlib.contextmanager
     def watch(
         self, activation_postproc: Postprocessors | None = None, *, last: int | None = None
@@ -431,22 +424,27 @@ class Collecting(Reading):
 
         def run(call: Any, args: Any, kwargs: Any) -> Any:
             owner = recorder()
-            if owner is None:
+            if owner is None or owner._capture.is_running:
                 return call(*args, **kwargs)
-            return owner._runner.run(call, args, kwargs)
+            runner: Any = owner._capture if owner._collected is None else owner._collected
+            return runner.run(call, args, kwargs)
 
-        def is_running() -> bool:
-            owner = recorder()
-            return owner is not None and owner._capture.is_running
-
-        with around_calls(self._net, run, is_running) as calls:
+        if private.is_compiled(self._net):
+            raise UnsupportedNetError(
+                "the network was compiled after it was wrapped, and compiled code ignores hooks: "
+                "watch it uncompiled, or compile the recorder and call that"
+            )
+        calls = AroundCalls(self._net, run)
+        try:
+            calls.put_around(self._net)
             self._capture.has_missed &= bool(self._watchers)
             self._capture.site.local.outside = set()
             self._watchers.append(watcher)
-            try:
-                yield calls
-            finally:
-                self._watchers.remove(watcher)
+            yield calls
+        finally:
+            # It may not be there yet if the block was interrupted.
+            self._watchers[:] = [one for one in self._watchers if one is not watcher]
+            calls.take_from(self._net)
         if self._capture.has_missed:
             raise UnsupportedNetError(
                 "a compiled recorder was called in the block, which does not see compiled passes: "

@@ -1,12 +1,4 @@
-"""Counts of values by bin.
-
-NOTE [Bins by arithmetic]
-
-The bin of a value is computed, since a search among the edges takes ten times as long and more. The
-computation is rounded, so it is for a range that begins a little later: a value right above an edge
-may get to the bin below, and no other mistake is possible. So each value is compared with the end
-of its bin, and counts are those of a search.
-"""
+"""Counts of values by bin."""
 
 from __future__ import annotations
 
@@ -23,8 +15,6 @@ from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.
 _PORTION = 2**18
-# Rounding moves no value further than this share of the larger end of the range.
-_SLACK = 2.0**-48
 
 
 class Bins:
@@ -44,28 +34,26 @@ class Bins:
     """
 
     def __init__(self, low: float, high: float, count: int) -> None:
-        self._count = count
+        self._count, self._range = count, (low, high)
         # A range may be wider than the largest float.
         scale = 1.0 if math.isfinite(high - low) else 2.0
         self.edges = torch.from_numpy(np.linspace(low / scale, high / scale, count + 1) * scale)
-        # Bins may be narrower than float64 resolves.
-        slack = _SLACK * max(abs(low), abs(high))
-        self._can_compute = scale == 1.0 and bool((self.edges.diff() > 4 * slack).all())
-        self._per_bin = count / (high - low)
-        self._shift = 1.0 - (low + 2 * slack) * self._per_bin
-        # Where the values of each place begin: below, bin by bin, above. None are above infinity.
-        closed = torch.nextafter(self.edges[-1:], torch.full_like(self.edges[-1:], math.inf))
-        ends = self.edges.new_tensor([-math.inf]), self.edges.new_tensor([math.nan])
-        self._begins = torch.cat([ends[0], self.edges[:-1], closed, ends[1]])
+        # NumPy refuses such a range, and bins narrower than float64 resolves.
+        narrowest = 2.0**-46 * max(abs(low), abs(high))
+        self._is_for_numpy = scale == 1.0 and bool((self.edges.diff() > narrowest).all())
 
     def tally(self, values: Tensor) -> Tensor:
         """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
-        values, begins = values.double(), self._begins.to(values.device)
-        if self._can_compute:
-            places = (values * self._per_bin).add_(self._shift).clamp_(0, self._count + 1).int()
-            places += values >= begins.index_select(0, places + 1)
-        else:
-            places = torch.bucketize(values, begins[1:-1], right=True)
+        if values.device.type == "cpu" and self._is_for_numpy:
+            # Several times as fast as a search; of a copy, as an array fixes the memory's size.
+            array = values.to(torch.float64, copy=True).numpy()
+            inside, _ = np.histogram(array, self._count, self._range)
+            below, above = (array < self._range[0]).sum(), (array > self._range[1]).sum()
+            return torch.from_numpy(np.array([below, *inside, above]))
+        begins = self.edges.to(values.device, copy=True)
+        # The last bin is closed.
+        begins[-1] = torch.nextafter(begins[-1], torch.full_like(begins[-1], math.inf))
+        places = torch.bucketize(values.double(), begins, right=True)
         return torch.bincount(places, minlength=self._count + 2)
 
 
