@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -168,20 +167,6 @@ class HostBuffer(DeviceBuffer):
             torch.cuda.synchronize()
             _driver().cudaHostUnregister(memory.registered)
             memory.registered = 0
-
-
-class ReusedMemory:
-    """Host memory by purpose, which is used again unless somebody still holds it."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, HostBuffer] = {}
-
-    def buffer(self, purpose: Hashable, pinned: bool) -> HostBuffer:
-        """Return memory for a purpose, `pinned` or not."""
-        known = self._buffers.get(purpose)
-        if known is None or known.pinned != pinned or known.is_held:
-            known = self._buffers[purpose] = HostBuffer(pinned=pinned)
-        return known
 
 
 def _map(num_bytes: int) -> _Memory:

@@ -28,18 +28,16 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import Column, DeviceBuffer, ReusedMemory, wait_for
+from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk_format.description import (
     check_settings,
     check_writable,
     holds_recording,
     place_of,
 )
-from scio_recorder.stores.disk_format.ids import Ids, joined_ids
+from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
-from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.tensor_file import block_checksums
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.kept_inputs import KeptCalls
@@ -116,8 +114,6 @@ class Disk(Store):
         # Whether processes take parts of a recording, and their right to write this one.
         self.is_part = False
         self.right: WriteRight | None = None
-        # The memory that buffers part after part; None if a job has memory of its own.
-        self.memory: ReusedMemory | None = None
 
     def placed(self, place: Place, problem: str | None) -> Disk | None:
         """Return the store of one of several processes, unless rank and world size were given.
@@ -171,7 +167,6 @@ class Disk(Store):
         """
         made = Disk(self.path, self.chunk_bytes, rank=number, world_size=num_parts)
         made.is_part, made.right, made.is_shared = True, right, True
-        made.memory = self.memory or ReusedMemory()
         return made
 
     def open(self, job: Job) -> DiskWriter:
@@ -201,7 +196,6 @@ class DiskWriter(StoreWriter):
         self._path = store.path
         # The net's present digest: passes in training mode change its buffers.
         self._header = job.header(is_shared=store.is_shared)
-        self._memory = store.memory or ReusedMemory()
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[DepthIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
@@ -231,8 +225,8 @@ class DiskWriter(StoreWriter):
                 raise caught_as(CollectError, RecordingError(text), text)
         self.devices.add(first.device)
         pinned = first.device.type == "cuda"
-        buffer = self._memory.buffer((key, 0), pinned)
-        self._resting[key] = self._memory.buffer((key, 1), pinned)
+        self._resting[key] = HostBuffer(pinned=pinned)
+        buffer = HostBuffer(pinned=pinned)
         column = self.columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
         return column
 
@@ -298,21 +292,19 @@ class DiskWriter(StoreWriter):
         """Hand over one chunk once the one before is durable."""
         wait_for(self.devices)
         packed = pack(state())
-        # A put takes long, so checksums are computed meanwhile. In a folder, computing them brings
-        # blocks into the cache, from which they are written.
-        checksums = block_checksums(self._filled()) if is_url(self._path) else None
         self._wait()
         writer = self._writer = self._writer or self._created()
         # Not before: the traceback of a failure would refer to it.
-        chunk = self._filled()
+        chunk = {name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
         for key, column in self.columns.items():
             self._resting[key] = column.turn_to(self._resting[key])
-        ids, kept = joined_ids(self._staged), self.calls.take()
+        ids = to_ids([value for part in self._staged for value in part])
+        kept = self.calls.take()
         rows = self.start if self.counts_rows else None
 
         def append() -> None:
             try:
-                writer.append(chunk, ids, rows=rows, state=packed, kept=kept, checksums=checksums)
+                writer.append(chunk, ids, rows=rows, state=packed, kept=kept)
             finally:
                 # Memory can't grow while anything refers to it.
                 chunk.clear()
@@ -321,10 +313,6 @@ class DiskWriter(StoreWriter):
         self.start = 0
         self._staged.clear()
         self._committed_at = time.monotonic()
-
-    def _filled(self) -> dict[str, Tensor]:
-        """Return the rows since the last chunk, by name."""
-        return {name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
 
     def _created(self) -> RunWriter:
         self._header["architecture"] = self._architecture.to_dict()

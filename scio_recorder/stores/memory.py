@@ -24,7 +24,6 @@ from scio_recorder.stores.buffers import (
     Column,
     DeviceBuffer,
     HostBuffer,
-    ReusedMemory,
     wait_for,
 )
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
@@ -132,7 +131,7 @@ class Host(MemoryStore):
 
     def __init__(self, pin_memory: bool | None = None) -> None:
         self._pin_memory = pin_memory
-        self._memory = ReusedMemory()
+        self._buffers: dict[DepthIdx | str, HostBuffer] = {}
 
     def buffer(self, key: DepthIdx | str, device: torch.device) -> HostBuffer:
         """Return the memory for a layer.
@@ -150,7 +149,11 @@ class Host(MemoryStore):
             The memory of a recording that nobody holds any more, if there is any.
         """
         pinned = device.type == "cuda" if self._pin_memory is None else self._pin_memory
-        return self._memory.buffer(key, pinned and torch.cuda.is_available())
+        pinned = pinned and torch.cuda.is_available()
+        known = self._buffers.get(key)
+        if known is None or known.pinned != pinned or known.is_held:
+            known = self._buffers[key] = HostBuffer(pinned=pinned)
+        return known
 
 
 class Auto(Store):

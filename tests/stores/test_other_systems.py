@@ -85,18 +85,6 @@ def test_free_memory_where_no_file_tells_it(monkeypatch):
     assert memory._free_host_bytes() == 123
 
 
-def test_a_read_without_preadv_is_the_same(tmp_path, monkeypatch):
-    (tmp_path / "file").write_bytes(b"0123456789")
-    monkeypatch.setattr(system, "_preadv", None)
-    with open(tmp_path / "file", "rb") as file:
-        out = bytearray(b"----")
-        assert system.pread_into(file.fileno(), memoryview(out), 3) == 4
-        assert bytes(out) == b"3456"
-        assert system.pread_into(file.fileno(), memoryview(out), 8) == 2
-        assert bytes(out) == b"8956"
-        assert system.pread_into(file.fileno(), memoryview(out), 10) == 0
-
-
 @pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EIO])
 def test_a_sync_reaches_the_disk_itself_where_that_is_another_call(code, monkeypatch):
     calls = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
@@ -12,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from scio_recorder import Tokens, open_recording
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
-from scio_recorder.stores.buffers import HostBuffer
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import chunk_name
 from scio_recorder.stores.disk_format.writer import RunWriter
@@ -136,28 +133,6 @@ def test_what_two_holders_of_a_part_leave_never_counts_behind_its_end(tmp_path):
     assert list(open_recording(tmp_path).sample_ids) == IDS
     (tmp_path / "index.safetensors").unlink()
     assert list(open_recording(tmp_path, verify=True).sample_ids) == IDS
-
-
-def test_parts_use_the_memory_of_those_before(tmp_path, monkeypatch):
-    made, init = [], HostBuffer.__init__
-
-    def counting(self: HostBuffer, **keywords: Any) -> None:
-        made.append(self)
-        init(self, **keywords)
-
-    monkeypatch.setattr(HostBuffer, "__init__", counting)
-    recording = fill(tmp_path / "run")
-    # Two chunks of each layer: the one that is filled, and the one that is written.
-    assert len(made) == 2 * len(recording)
-    check(recording, tmp_path / "run")
-    made.clear()
-    store = Disk(tmp_path / "other", chunk_bytes=1)
-    fill(tmp_path / "other", store=store)
-    gone = weakref.ref(made.pop())
-    made.clear()
-    # The caller's store holds none of it.
-    gc.collect()
-    assert gone() is None
 
 
 def test_ids_by_default_do_not_depend_on_other_parts(tmp_path):

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, access_error
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 
 _T = TypeVar("_T")
 
@@ -136,13 +136,10 @@ class Folder(Medium):
 
     def has(self, name: str) -> bool:
         """Whether there is anything of this name."""
-        try:
+        with accessing(self.path_of(name)), suppress(FileNotFoundError):
             system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        except OSError as cause:
-            raise access_error(self.path_of(name), cause) from cause
-        return True
+            return True
+        return False
 
     def written_at(self, name: str) -> float:
         """Return when a file was put, by the clock of the file system."""

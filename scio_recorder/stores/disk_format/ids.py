@@ -132,6 +132,8 @@ def to_ids(ids: Sequence[Any]) -> Ids:
     """
     if isinstance(ids, range) and ids.step == 1:
         return ids
+    if not len(ids):
+        return range(0)
     if all(isinstance(value, str) for value in ids):
         return tuple(ids)
     try:
@@ -162,15 +164,3 @@ def ids_from_json(value: Any) -> Ids:
     if kinds != {int}:
         raise ValueError("sample ids that are neither all integers nor all strings")
     return array("q", value)
-
-
-def joined_ids(parts: Sequence[Ids]) -> Ids:
-    """Return ids one after the other, as a range if they form one."""
-    # Passes that continue earlier samples have no new ones.
-    parts = [part for part in parts if len(part)]
-    whole = parts[0] if parts else range(0)
-    for part in parts[1:]:
-        if not (isinstance(whole, range) and isinstance(part, range) and whole.stop == part.start):
-            return to_ids([value for part in parts for value in part])
-        whole = range(whole.start, part.stop)
-    return whole

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeAlias, TypeVar
 
 from scio_recorder.errors import RecordingError
@@ -136,12 +136,9 @@ class Medium(abc.ABC):
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
-        with accessing(self.path_of(name)):
-            try:
-                with self.open(name) as file:
-                    return file.num_bytes >= 0
-            except FileNotFoundError:
-                return False
+        with accessing(self.path_of(name)), suppress(FileNotFoundError), self.open(name) as file:
+            return file.num_bytes >= 0
+        return False
 
     @abc.abstractmethod
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:

@@ -28,7 +28,7 @@ from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import SAMPLE, VALUES, for_others, medium_at
 from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
-from scio_recorder.stores.disk_format.medium import Medium, parsing
+from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.run import Chunk, scan
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, Table, TensorFile, memory
 from scio_recorder.tensors.processes import for_each
@@ -320,10 +320,10 @@ class RunReader(RowReader):
         """
         for rank, chunks in self._run.chunks.items():
             for chunk in chunks:
-                yield _report(chunk.name, chunk.verify)
+                yield _report(chunk.name, partial(getattr, chunk, "file"))
             name = self._run.state_file(rank)
             if name is not None:
-                yield _report(name, partial(_verify, self._medium, name))
+                yield _report(name, partial(TensorFile, self._medium, name))
 
     def close(self) -> None:
         """Close the medium; tensors that were read stay."""
@@ -347,13 +347,9 @@ class RunReader(RowReader):
         samples += self._first_samples[chunk.rank]
 
 
-def _verify(medium: Medium, name: str) -> int:
-    return TensorFile(medium, name).verify()
-
-
-def _report(name: str, verify: Callable[[], int]) -> FileReport:
+def _report(name: str, opened: Callable[[], TensorFile]) -> FileReport:
     try:
-        return FileReport(name, verify(), None)
+        return FileReport(name, opened().verify(), None)
     except RecordingError as error:
         return FileReport(name, 0, str(error))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
@@ -114,10 +113,6 @@ class Chunk:
         if self._file is not None:
             self._file.distrust()
 
-    def verify(self) -> int:
-        """Check every block, even if checked before; return the length of the file."""
-        return self.file.verify()
-
     def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
         file = TensorFile(self._medium, self.name)
         place = self._description.place(self.rank, self._number, self.samples_before)
@@ -212,22 +207,6 @@ class Run:
         return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Suspend garbage collection inside the block, which makes many objects that stay.
-
-    With 100,000 parts, examining them again and again would take as long as the rest.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_garbage_collection()
 def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = True) -> Run:
     """Read everything about a recording, or one rank's part, except the data.
 

@@ -15,8 +15,6 @@ import os
 _BEGIN_WRITING = 2
 _NO_REPLACE = 1
 _library = ctypes.CDLL(None, use_errno=True)
-# macOS has it from version 11 on.
-_preadv = getattr(os, "preadv", None)
 _sync_file_range = getattr(_library, "sync_file_range", None)
 # On macOS, fsync leaves data in the memory of the disk.
 _full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
@@ -49,11 +47,7 @@ def fsync(descriptor: int) -> None:
 
 def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
     """Fill ``out`` from ``offset`` on; return the number of bytes read, 0 at the end."""
-    if _preadv is not None:
-        return int(_preadv(descriptor, [out], offset))
-    data = os.pread(descriptor, len(out), offset)
-    out[: len(data)] = data
-    return len(data)
+    return os.preadv(descriptor, [out], offset)
 
 
 def rename_new(old: str, new: str, folder: int) -> None:

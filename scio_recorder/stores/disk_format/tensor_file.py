@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from json import JSONDecoder
 from typing import Any, TypeAlias
@@ -196,31 +196,18 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     return layout, blocks, content
 
 
-def block_checksums(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return the checksums of the blocks of each tensor."""
-    return {name: list(map(checksum, _blocks_of(tensor))) for name, tensor in tensors.items()}
-
-
 def prepared(
-    tensors: Mapping[str, Tensor],
-    content: Mapping[str, JSON],
-    checksums: Mapping[str, Sequence[str]] | None = None,
+    tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
 ) -> Callable[[WriteAt], str]:
     """Return a function that writes a file and returns the checksum of its header.
 
     Values that no file can hold are a `ValueError` or `TypeError` before anything is written.
-    ``checksums`` are those of `block_checksums`, of tensors of which they are known already.
     """
     layout = Layout(table_of(tensors), content)
-    return partial(_write, tensors=tensors, layout=layout, checksums=checksums or {})
+    return partial(_write, tensors=tensors, layout=layout)
 
 
-def _write(
-    write_at: WriteAt,
-    tensors: Mapping[str, Tensor],
-    layout: Layout,
-    checksums: Mapping[str, Sequence[str]],
-) -> str:
+def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: Layout) -> str:
     """Write a file from the tensors' own memory.
 
     The header is written last. While a block is in the processor's cache for its checksum, it is
@@ -229,9 +216,8 @@ def _write(
     blocks = []
     done = layout.header_bytes
     for name in layout.starts:
-        known = iter(checksums.get(name, ()))
         for block in _blocks_of(tensors[name]):
-            blocks.append(next(known, None) or checksum(block))
+            blocks.append(checksum(block))
             write_at(done, block)
             done += len(block)
     header = layout.header("".join(blocks))

@@ -200,7 +200,6 @@ class RunWriter:
         rows: int | None = None,
         state: Packed | None = None,
         kept: KeptBatches | None = None,
-        checksums: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Write one chunk, which is durable as a whole when this returns, and otherwise absent.
 
@@ -220,8 +219,6 @@ class RunWriter:
         kept
             Committed together with the chunk, and never replaced: values of each whole batch of the
             chunk. They must be given with every chunk or with none.
-        checksums
-            The tensors' `block_checksums`, if they are known.
 
         Raises
         ------
@@ -243,7 +240,7 @@ class RunWriter:
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             content = self._content(ids, rows, state, token, kept)
             name = chunk_name(self._rank, len(self._commits))
-            files = [(name, prepared(held, content, checksums))]
+            files = [(name, prepared(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
                 place = self._description.state_place(self._rank, token)
