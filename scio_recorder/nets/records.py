@@ -159,7 +159,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         rows = [str(self._architecture[label]) for label in list(self._values)[:_LISTED]]
         width = min(_WIDEST, max(map(len, rows)))
         lines = [
-            f"{row:{width}}  {_shapes(self._look(label))}"
+            f"{row:{width}}  {shown_shapes(self._look(label))}"
             for row, label in zip(rows, self._values, strict=False)
         ]
         if len(self) > _LISTED:
@@ -206,7 +206,7 @@ def _holds_tensors(value: Any) -> bool:
     return any(found)
 
 
-def _shapes(value: Any) -> str:
+def shown_shapes(value: Any) -> str:
     """Return the structure of a value with shape and dtype for each tensor."""
     text = repr(map_leaves(_shape, value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from scio_recorder.analysis.effects import Effects
     from scio_recorder.analysis.guarding.guard import Action, Guard
-    from scio_recorder.analysis.sweeping.effects import Effects
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
     from scio_recorder.postprocessors.assigning import Postprocessors
@@ -172,7 +172,7 @@ class AnalysisMethods(Collecting):
         Raises
         ------
         ArgumentError
-            ``estimate`` or ``whole_runs`` is not True or False.
+            ``estimate`` is not True or False.
         ComparisonError
             Nothing is recorded; a layer returns other shapes in the two runs; there is no such
             position; the metric returns no number, or no gradient if one is needed; or the
@@ -200,7 +200,7 @@ class AnalysisMethods(Collecting):
         >>> effects.values
         tensor([[0.5000, 0.5000]], dtype=torch.float64)
         """
-        from scio_recorder.analysis.sweeping.sweep import sweep
+        from scio_recorder.analysis.sweep import sweep
 
         given = clean, corrupted, metric, positions
         return sweep(self.capture, *given, estimate=estimate, whole_runs=whole_runs)

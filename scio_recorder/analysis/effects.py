@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from scio_recorder.display.figure import draw_effects
@@ -19,6 +20,14 @@ from scio_recorder.nets.records import LayerMapping
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+
+class _Effect(NamedTuple):
+    """The metric of a run in which a layer is patched, there or as a whole."""
+
+    position: int | None
+    metric: float
+    recovered: float
 
 
 @dataclass(eq=False, repr=False)
@@ -94,20 +103,14 @@ class Effects(Listed):
         with needing("frame", "a frame"):
             import pandas as pd
 
-        shown = self._in_order()
-        positions = [None] if self.positions is None else self.positions
-        rows = [(layer, position) for layer in shown.layers for position in positions]
-        columns = {
-            "label": [str(layer.label) for layer, _ in rows],
-            "name": [layer.name for layer, _ in rows],
-            "type": [layer.type_name for layer, _ in rows],
-            "position": [position for _, position in rows],
-            "metric": shown.values.flatten().tolist(),
-            "recovered": shown.recovered.flatten().tolist(),
-        }
-        if self.positions is None:
-            del columns["position"]
-        return pd.DataFrame(columns).set_index("label")
+        names = ["label", "name", "type", "position", "metric", "recovered"]
+        rows = [
+            (str(layer.label), layer.name, layer.type_name, *effect)
+            for layer, effects in self._by_layer()
+            for effect in effects
+        ]
+        frame = pd.DataFrame(rows, columns=names).set_index("label")
+        return frame.drop(columns="position") if self.positions is None else frame
 
     def plot(self, position_names: Sequence[str] | None = None) -> Figure:
         """Draw a bar for each layer, or a map of layers and positions; needs matplotlib.
@@ -134,11 +137,12 @@ class Effects(Listed):
             raise ArgumentError(
                 f"there are {len(position_names)} position_names for {len(positions)} positions"
             )
-        shown = self._in_order()
+        rows = self._by_layer()
+        values = [[effect.metric for effect in effects] for _, effects in rows]
         return draw_effects(
             self._headline(),
-            shown.values.numpy(),
-            [_title(layer) for layer in shown.layers],
+            np.array(values).reshape(self.values.shape),
+            [visible(f"{text_of(layer.label)} {full_name(layer)}") for layer, _ in rows],
             positions if position_names is None else [*map(str, position_names)],
             self.clean,
             self.corrupted,
@@ -147,11 +151,16 @@ class Effects(Listed):
     def __repr__(self) -> str:
         return f"<{self._headline()}>"
 
-    def _in_order(self) -> Effects:
-        """Return the same effects with the layers in the order of execution."""
-        labels = self.architecture.in_order(self.labels)
-        values = self.values[[self.labels.index(label) for label in labels]]
-        return replace(self, labels=tuple(labels), values=values)
+    def _by_layer(self) -> list[tuple[Layer, list[_Effect]]]:
+        """Return the effects of each layer, in the order of execution."""
+        positions = [None] if self.positions is None else self.positions
+        size = len(self.labels), len(positions)
+        values, shares = (one.reshape(size).tolist() for one in (self.values, self.recovered))
+        rows = dict(zip(self.labels, zip(values, shares, strict=True), strict=True))
+        return [
+            (self.architecture[label], [*map(_Effect, positions, *rows[label])])
+            for label in self.architecture.in_order(self.labels)
+        ]
 
     def _headline(self) -> str:
         kind = "Estimated sweep" if self.is_estimate else "Sweep"
@@ -161,28 +170,11 @@ class Effects(Listed):
         return f"{kind} of {count}: metric {self.clean:.4g} clean, {self.corrupted:.4g} corrupted"
 
     def _listing(self) -> Listing:
-        shown = self._in_order()
-        rows = []
-        for layer, (value, share, *place) in zip(shown.layers, shown._largest(), strict=True):
-            names = str(layer.label), full_name(layer)
-            rows.append([*names, f"{value:.4g}", _percent(share), *map(str, place)])
         numbers = ("Metric", "Recovered", *(["At position"] * (self.positions is not None)))
+        rows = []
+        for layer, effects in self._by_layer():
+            largest = max(effects, key=lambda one: np.nan_to_num(abs(one.metric - self.corrupted)))
+            share = f"{100 * largest.recovered:.0f} %" if math.isfinite(largest.recovered) else "-"
+            cells = f"{largest.metric:.4g}", share, str(largest.position)
+            rows.append([str(layer.label), full_name(layer), *cells[: len(numbers)]])
         return Listing(self._headline(), ("Label", "Name"), numbers, rows)
-
-    def _largest(self) -> list[tuple[Any, ...]]:
-        """Return value, share and position, if there are any, of the largest effect of layers."""
-        values, shares = self.values.tolist(), self.recovered.tolist()
-        if self.positions is None:
-            return list(zip(values, shares, strict=True))
-        best = (self.values - self.corrupted).abs().nan_to_num().argmax(1).tolist()
-        return [
-            (values[row][at], shares[row][at], self.positions[at]) for row, at in enumerate(best)
-        ]
-
-
-def _title(layer: Layer) -> str:
-    return visible(f"{text_of(layer.label)} {full_name(layer)}")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if math.isfinite(share) else "-"

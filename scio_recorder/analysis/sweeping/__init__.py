@@ -1,1 +1,0 @@
-"""The effect of each layer: runs in which its output is replaced by that of another run."""
