@@ -6,12 +6,13 @@ With the rows of two layers as matrices X [rows, p] and Y [rows, q] whose column
 linear CKA is |XᵀY|² / (|XᵀX| |YᵀY|), in Frobenius norms (Kornblith et al., "Similarity of neural
 network representations revisited", ICML 2019). The same norms are inner products of the matrices of
 inner products of rows: |XᵀY|² = <XXᵀ, YYᵀ>. The first form costs rows · p · q for each pair of
-layers, the second rows² · p for each layer and rows² for each pair. Both are sums over blocks, of
-features in the first form and of rows in the second, so no such matrix is ever built as a whole.
+layers, the second rows² · p for each layer and rows² for each pair. The second is a sum over blocks
+of rows, so no matrix of rows is built as a whole.
 
-The cheaper form is chosen once for all layers. A choice for each pair could not save much: a
-layer that has more features than there are rows needs the second form for its own norm, and once
-that is paid for, pairs with other layers are cheaper in it too.
+The cheaper form is chosen once for all layers, and the second one if a layer is too wide for the
+first. A choice for each pair could not save much: a layer that has more features than there are
+rows needs the second form for its own norm, and once that is paid for, pairs with other layers are
+cheaper in it too.
 
 Columns are centred before anything is multiplied, although that takes a separate reading.
 Subtracting products of means afterwards would lose as many digits as the mean exceeds the spread
@@ -33,7 +34,7 @@ from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import Listed, Listing, full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, counted, label_of
+from scio_recorder.layer import DepthIdx, Layer, counted, few, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
 from scio_recorder.reductions.base import undisturbed
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _NAMES = ("recording_a", "recording_b")
 # The number of ids that a message names.
 _FEW = 5
+# The features of the widest layer whose products with another one fit into memory.
+_WIDEST = 1 << 13
 # The number of sums of products at a time, and of numbers of each factor, in float64.
 _SUMS, _FACTORS = 1 << 25, 1 << 24
 # Bytes that are read at once if values must be copied to be contiguous.
@@ -313,13 +316,13 @@ class _Features:
         # reciprocal of the smallest numbers would overflow itself.
         self._scale = 1.0 if self.trouble else spread
 
-    def centred(self, rows: range, columns: slice = slice(None)) -> Tensor:
-        """Return some features of some rows, ready to be multiplied."""
+    def centred(self, rows: range) -> Tensor:
+        """Return some rows, ready to be multiplied."""
         values = [
-            self._opened(part)[:, columns].to(self.device, torch.float64)
+            self._opened(part).to(self.device, torch.float64)
             for part in _parts(rows, self._at_once)
         ]
-        return (torch.cat(values) - self._mean[columns]).div_(self._scale)
+        return (torch.cat(values) - self._mean).div_(self._scale)
 
     def _opened(self, rows: range) -> Tensor:
         """Return the unscaled values of some rows, [rows, features]."""
@@ -374,7 +377,8 @@ def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
 def _is_cheaper_by_rows(layers: Sequence[_Features], pairs: _Pairs) -> bool:
     num_rows, widths = layers[0].num_rows, [one.width for one in layers]
     products = sum(widths[one] * widths[two] for one, two in pairs)
-    return num_rows * (sum(widths) + len(widths) ** 2) < products
+    is_cheaper = num_rows * (sum(widths) + len(widths) ** 2) < products
+    return is_cheaper or max(widths) > _WIDEST
 
 
 def _by_rows(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
@@ -407,16 +411,10 @@ def _by_features(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
 
 
 def _squared_norm(one: _Features, two: _Features) -> Tensor:
-    most, total = math.isqrt(_SUMS), torch.zeros((), dtype=torch.float64, device=one.device)
-    step = max(1, _FACTORS // min(most, max(one.width, two.width)))
-    for piece in _parts(range(one.width), most):
-        for other in _parts(range(two.width), most):
-            left, right = slice(piece.start, piece.stop), slice(other.start, other.stop)
-            sums = total.new_zeros(len(piece), len(other))
-            for rows in _parts(range(one.num_rows), step):
-                sums.addmm_(one.centred(rows, left).T, two.centred(rows, right))
-            total += sums.square_().sum()
-    return total
+    sums = torch.zeros(one.width, two.width, dtype=torch.float64, device=one.device)
+    for rows in _parts(range(one.num_rows), max(1, _FACTORS // max(one.width, two.width))):
+        sums.addmm_(one.centred(rows).T, two.centred(rows))
+    return sums.square_().sum()
 
 
 def _parts(whole: range, step: int) -> Iterator[range]:
@@ -439,15 +437,19 @@ def _paired_rows(first: Recording, second: Recording) -> Tensor | None:
             f"the rows of {_NAMES[0]} are {kinds[0]}, those of {_NAMES[1]} are {kinds[1]}: collect "
             "both with the same rows="
         )
-    columns = ("sample", "position") if first.has_rows else ()
-    if list(first.sample_ids) == list(second.sample_ids) and all(
-        torch.equal(first.rows[name][:].cpu(), second.rows[name][:].cpu()) for name in columns
-    ):
-        return None
     own, others = _keys(first), _keys(second)
-    kind = "rows" if first.has_rows else "samples"
-    _expect(kind, own, others, _NAMES)
-    _expect(kind, others, own, _NAMES[::-1])
+    if own == others:
+        return None
+    sides = ((_NAMES[0], own, set(others)), (_NAMES[1], others, set(own)))
+    for name, keys, known in sides:
+        alone = [key for key in keys if key not in known]
+        if alone:
+            kind = "rows" if first.has_rows else "samples"
+            raise ComparisonError(
+                f"{len(alone):,} of {len(keys):,} {kind} are in {name} only, by id: "
+                f"{few(alone, _FEW, repr)}. Collect both from the same data, with the same "
+                "sample_ids= if you gave any"
+            )
     places = {key: place for place, key in enumerate(others)}
     return torch.tensor([places[key] for key in own], device="cpu")
 
@@ -459,20 +461,3 @@ def _keys(recording: Recording) -> list[object]:
         return list(ids)
     samples, positions = (recording.rows[name][:].tolist() for name in ("sample", "position"))
     return [(ids[sample], at) for sample, at in zip(samples, positions, strict=True)]
-
-
-def _expect(
-    kind: str, own: Sequence[object], others: Sequence[object], names: tuple[str, ...]
-) -> None:
-    """Raise an error that counts and shows the keys of the first that the second lacks."""
-    known = set(others)
-    lost = [key for key in own if key not in known]
-    if not lost:
-        return
-    shown = ", ".join(map(repr, lost[:_FEW])) + ", ..." * (len(lost) > _FEW)
-    is_all = len(lost) == len(own)
-    how_many = f"none of the {len(own):,}" if is_all else f"{len(lost):,} of {len(own):,}"
-    raise ComparisonError(
-        f"{how_many} {kind} of {names[0]} {'is' if is_all else 'are not'} in {names[1]}, by id: "
-        f"{shown}. Collect both from the same data, with the same sample_ids= if you gave any"
-    )
