@@ -35,6 +35,7 @@ MOVED = {
     "capture.uncopied": "capture.around",
     "capture.hook_changes": "capture.around",
     "postprocessors.directions": "postprocessors.values",
+    "recorder.reading": "recorder.collecting",
     "recorder.watching": "recorder.collecting",
     "reductions.fold": "reductions.plain",
     "reductions.positions": "reductions.plain",

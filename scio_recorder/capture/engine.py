@@ -199,7 +199,7 @@ class Capture:
             if given is not None:
                 # There is no layer to act on, which is wrong if layers are named.
                 assign(self.architecture, (), given)
-            return self._run_idle(net, args, kwargs)
+            return self.site.local.run_aside(net, *args, **kwargs)
         refuse_transforms()
         if private.backward_pass() != -1 and is_rerun():
             # Checkpointing around the recorder: the re-run pass is recorded already.
@@ -224,14 +224,6 @@ class Capture:
         if self._shards.are_recorded:
             self._shards.warn(sink)
         return output
-
-    def _run_idle(self, net: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        local = self.site.local
-        outer, local.is_idle = local.is_idle, True
-        try:
-            return net(*args, **kwargs)
-        finally:
-            local.is_idle = outer
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
         local = self.site.local

@@ -44,12 +44,12 @@ class _Local(threading.local):
     # The indices of modules that were called outside of any pass, once a block asks for them.
     outside: set[int] | None = None
 
-    def run_aside(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run_aside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function whose own calls of the network's modules are no part of the pass."""
         outer = self.active, self.log, self.is_idle
         try:
             self.active, self.log, self.is_idle = None, None, True
-            return function(*args)
+            return function(*args, **kwargs)
         finally:
             self.active, self.log, self.is_idle = outer
 

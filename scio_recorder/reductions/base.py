@@ -553,10 +553,7 @@ class SampleReduction(Reduction):
             positions.setdefault(label, []).append(position)
         for label, chosen in positions.items():
             part = samples[torch.tensor(chosen, device=samples.device)]
-            member = self._member(label)
-            member._accept(part)
-            member._add(part)
-            member._count += len(part)
+            self._member(label).update(part)
 
     def _labelled_result(self) -> Any:
         return {label: self._members[label].compute() for label in in_order(self._members)}
