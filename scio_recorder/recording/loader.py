@@ -18,7 +18,7 @@ from scio_recorder.layer import DepthIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.shuffling import Batch, Order, batches_of, sizes_of
-from scio_recorder.stores.disk_format.jsons import checksum, dump
+from scio_recorder.stores.disk_format.tensor_file import checksum, dump
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of

@@ -36,11 +36,11 @@ from scio_recorder.stores.disk_format.description import (
     place_of,
 )
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.jsons import dump, pack, parse, unpack
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
-from scio_recorder.stores.kept_inputs import KeptCalls
+from scio_recorder.stores.kept_inputs import KeptCalls, pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import Place, this_process

@@ -1,7 +1,12 @@
-"""Recorded calls that can run again: kept in memory or for a commit, and read one at a time."""
+"""Values that are kept beside rows: recorded calls, which can run again, and states of reductions.
+
+In a file they are JSON that names no class, and reading gives only values of Python's and torch's
+own types, so reading runs no foreign code. ``docs/disk-format.md`` specifies the form.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError
+from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.stores.disk_format.jsons import UnkeepableError, decode, encode, expect
 from scio_recorder.stores.disk_format.medium import parsing
-from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, RunReader
-from scio_recorder.tensors.copies import is_plain
+from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed, RunReader
+from scio_recorder.stores.disk_format.tensor_file import JSON, expect
+from scio_recorder.tensors.copies import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten
 
@@ -43,6 +48,10 @@ class KeptCall:
     moment: Moment
     weights: str
     output: str = ""
+
+
+class UnkeepableError(TypeError):
+    """A value of a type that can't be kept on disk."""
 
 
 class KeptCalls:
@@ -250,3 +259,121 @@ def _way_out(name: str) -> str:
         "Call the net without it, by use_cache=False in net.config or in what to_inputs= returns "
         'as keywords, such as {"input_ids": batch, "use_cache": False}'
     )
+
+
+def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
+    """Return a node.
+
+    Parameters
+    ----------
+    value : Any
+        Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors.
+    tensor : callable
+        Returns the number that refers to a tensor.
+
+    Raises
+    ------
+    UnkeepableError
+        It holds something else; the message is the name of its type.
+
+    Examples
+    --------
+    >>> encode((1, [None, math.inf], {"x": torch.float32}, torch.ones(2)), len)
+    {'tuple': [1, [None, {'float': 'inf'}], {'dict': [['x', {'dtype': 'float32'}]]}, {'tensor': 2}]}
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": tensor(value)}
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value  # type: ignore[no-any-return]  # its kind was just compared
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is dict:
+        return {"dict": [[encode(k, tensor), encode(v, tensor)] for k, v in value.items()]}
+    if kind in (list, tuple, torch.Size):
+        items = [encode(item, tensor) for item in value]
+        return items if kind is list else {"tuple" if kind is tuple else "size": items}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def decode(node: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """Return the value of a node.
+
+    Parameters
+    ----------
+    node : JSON
+        The result of `encode`.
+    tensor : callable
+        Returns the tensor of a number.
+
+    Raises
+    ------
+    ValueError, TypeError, LookupError, RuntimeError
+        If it is not a node.
+    """
+    if isinstance(node, list):
+        return [decode(item, tensor) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "dict":
+        pairs = [(decode(k, tensor), decode(v, tensor)) for k, v in value]
+        return dict(pairs)
+    if kind == "tuple":
+        return tuple([decode(item, tensor) for item in expect(value, list)])
+    if kind == "tensor":
+        return tensor(expect(value, int))
+    return _PLAIN[kind](value)
+
+
+def pack(state: Any) -> Packed:
+    """Return the state of a collection for a commit, with copies of its tensors.
+
+    Examples
+    --------
+    >>> packed = pack({"sum": torch.ones(2), "limits": [1, math.inf]})
+    >>> packed.value
+    {'dict': [['sum', {'tensor': 0}], ['limits', [1, {'float': 'inf'}]]]}
+    >>> unpack(packed)
+    {'sum': tensor([1., 1.]), 'limits': [1, inf]}
+    """
+    tensors: list[Tensor] = []
+
+    def number(tensor: Tensor) -> int:
+        tensors.append(tensor.detach().to("cpu", copy=True))
+        return len(tensors) - 1
+
+    try:
+        return Packed(encode(state, number), tensors)
+    except UnkeepableError as error:
+        raise CollectError(
+            f"the state of a reduction holds {error}, which can't be kept on disk: use tensors, "
+            "numbers, strings, tuples, lists and dicts"
+        ) from None
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the value that was packed."""
+    numbers = range(len(packed.tensors))
+    try:
+        return decode(packed.value, lambda number: packed.tensors[numbers[number]])
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise RecordingError(f"a recording's state can't be read: {error!r}") from error
+
+
+def _float(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError(f"{text!r} is not such a number")
+    return float(text)
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "float": _float,
+    "dtype": lambda name: DTYPES[name],
+    "device": torch.device,
+    "size": lambda sizes: torch.Size([expect(size, int) for size in sizes]),
+}

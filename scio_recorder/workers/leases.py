@@ -39,8 +39,8 @@ from scio_recorder.stores.disk_format.description import (
     complete_ranks,
     manifest_name,
 )
-from scio_recorder.stores.disk_format.jsons import dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.stores.disk_format.tensor_file import dump, expect, parse
 
 RENEWED_EVERY = 15.0
 TRUSTED_FOR = 45.0

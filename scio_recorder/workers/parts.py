@@ -42,11 +42,17 @@ from scio_recorder.stores.disk_format.description import (
     read_description,
     recordings_inside,
 )
-from scio_recorder.stores.disk_format.jsons import JSON, dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.run import put_together
-from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
+from scio_recorder.stores.disk_format.tensor_file import (
+    JSON,
+    TensorFile,
+    dump,
+    expect,
+    parse,
+    prepared,
+)
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (

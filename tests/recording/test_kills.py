@@ -30,8 +30,8 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores import Job as StoreJob
 from scio_recorder.stores.disk import DiskWriter
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.jsons import pack
 from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job
 from tests.recording.nets import assert_same, batches, expected, recorder
 from tests.stores.disk_format.runs import calls_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import re
 import sys
@@ -18,10 +19,11 @@ import torch
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.jsons import JSON, differences, expect
 from scio_recorder.stores.disk_format.medium import Medium, accessing, is_url, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
+    JSON,
     TensorFile,
+    expect,
     table_from_json,
     table_to_json,
 )
@@ -296,6 +298,29 @@ def _briefly(header: dict[str, Any]) -> dict[str, Any]:
     architecture = header.get("architecture")
     fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
     return {**header, "architecture": fingerprint}
+
+
+def differences(stored: Any, given: Any, path: str = "") -> list[str]:
+    """Return the places where two JSON values differ, one line for each."""
+    if isinstance(stored, dict) and isinstance(given, dict):
+        lines = []
+        for key in stored | given:
+            where = f"{path}.{key}" if path else key
+            if key not in stored:
+                lines.append(f"{where} is not stored")
+            elif key not in given:
+                lines.append(f"{where} is stored and was not given")
+            else:
+                lines += differences(stored[key], given[key], where)
+        return lines
+    if type(stored) is type(given) and stored == given:
+        return []
+    return [f"{path} is {_short(stored)} there and {_short(given)} here"]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_empty(medium: Medium, *, is_in_parts: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy
 
-from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, expect
+from scio_recorder.stores.disk_format.tensor_file import JSON, MAX_SIZE, expect
 
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 

@@ -27,10 +27,18 @@ from torch import Tensor
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import SAMPLE, VALUES, for_others, medium_at
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, checksum, expect, parse
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.run import Chunk, scan
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, Table, TensorFile, memory
+from scio_recorder.stores.disk_format.tensor_file import (
+    BLOCK_BYTES,
+    JSON,
+    Table,
+    TensorFile,
+    checksum,
+    expect,
+    memory,
+    parse,
+)
 from scio_recorder.tensors.processes import for_each
 
 
@@ -127,6 +135,13 @@ class KeptBatches(NamedTuple):
 
     rows: Sequence[int]
     values: Sequence[JSON]
+    tensors: Sequence[Tensor]
+
+
+class Packed(NamedTuple):
+    """A value as JSON, and the tensors that it refers to by their numbers."""
+
+    value: JSON
     tensors: Sequence[Tensor]
 
 

@@ -23,9 +23,16 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json, ids_to_json
-from scio_recorder.stores.disk_format.jsons import JSON, MAX_SIZE, dump, expect, parse
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing, parsing
-from scio_recorder.stores.disk_format.tensor_file import TensorFile, prepared
+from scio_recorder.stores.disk_format.tensor_file import (
+    JSON,
+    MAX_SIZE,
+    TensorFile,
+    dump,
+    expect,
+    parse,
+    prepared,
+)
 from scio_recorder.tensors.processes import for_each
 
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)

@@ -1,4 +1,4 @@
-"""Files of tensors, which are written from tensors' memory, read into given memory, and checked.
+"""Files of tensors and strict JSON, written from and read into tensors' memory, and checked.
 
 NOTE [A file that says all about itself]
 
@@ -12,35 +12,33 @@ compares.
 from __future__ import annotations
 
 import itertools
+import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from json import JSONDecoder
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.jsons import (
-    DIGITS,
-    JSON,
-    MAX_FILE_BYTES,
-    MAX_SIZE,
-    checksum,
-    dump,
-    expect,
-    parse,
-)
 from scio_recorder.stores.disk_format.medium import Medium, OpenFile, WriteAt, accessing, parsing
 from scio_recorder.tensors.copies import DTYPES, dtype_name
 from scio_recorder.tensors.processes import for_each
 
+JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 Table: TypeAlias = Mapping[str, TensorSpec]
+_T = TypeVar("_T")
 
+DIGITS = 16
+MAX_FILE_BYTES = 64 << 20
+MAX_DEPTH = 64
+# Sizes below this stay exact in every program that reads them as doubles.
+MAX_SIZE = 1 << 48
 BLOCK_BYTES = 1 << 20
 MAX_DIMENSIONS = 64
 # If the header fills whole pages, the data begins aligned, and is read faster.
@@ -77,6 +75,62 @@ _FORMAT_NAMES = {
     torch.complex64: "C64",
     torch.complex128: None,
 }
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return XXH3 of 64 bits, which runs at the speed of memory, in hexadecimal digits.
+
+    Examples
+    --------
+    >>> checksum(b"")
+    '2d06800538d394c2'
+    """
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def dump(value: object) -> bytes:
+    """Return the canonical form: ASCII, no spaces, keys in the given order.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If ``value`` is not JSON; infinities and NaN are not.
+    """
+    return _ENCODER.encode(value).encode("ascii")
+
+
+def parse(data: bytes) -> Any:
+    """Return the value of a JSON text; `ValueError` for any text that `dump` would not write.
+
+    So it has no constants outside of the standard and no repeated keys, which programs read
+    differently, and no deep nesting, which exhausts the stack.
+    """
+    try:
+        value = json.loads(data.decode("ascii"))
+        is_deep = data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if dump(value) != data:
+        raise ValueError("it has a repeated key, or is not in canonical form")
+    return value
+
+
+def expect(value: Any, kind: type[_T]) -> _T:
+    """Return ``value`` if it is of exactly this type (a bool is not an int); else `ValueError`."""
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _depth(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def table_to_json(table: Table) -> list[JSON]:
@@ -188,7 +242,7 @@ class Layout:
 def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     """Return the layout, the checksums of blocks and the content of a header."""
     blocks, _, rest = header[_BLOCKS_AT:].decode("ascii").partition(_BEFORE_CONTENT.decode())
-    text, _ = JSONDecoder().raw_decode(rest)
+    text, _ = json.JSONDecoder().raw_decode(rest)
     content = expect(parse(expect(text, str).encode("ascii")), dict)
     layout = Layout(table_from_json(content.pop("tensors")), content)
     if layout.header(blocks) != header or len(blocks) != DIGITS * layout.num_blocks:

@@ -27,11 +27,18 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.jsons import JSON, Packed, dump, parse
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
-from scio_recorder.stores.disk_format.reader import KeptBatches
+from scio_recorder.stores.disk_format.reader import KeptBatches, Packed
 from scio_recorder.stores.disk_format.run import Run, said_of, scan
-from scio_recorder.stores.disk_format.tensor_file import Table, prepared, table_of, table_to_json
+from scio_recorder.stores.disk_format.tensor_file import (
+    JSON,
+    Table,
+    dump,
+    parse,
+    prepared,
+    table_of,
+    table_to_json,
+)
 
 _STATE = re.compile(r"state-\d{5}-[0-9a-f]{16}\.safetensors", re.ASCII)
 

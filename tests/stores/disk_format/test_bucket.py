@@ -17,9 +17,8 @@ from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import bucket as buckets
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.jsons import Packed
 from scio_recorder.stores.disk_format.medium import accessing
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.object_store import FAULTS, Traffic, by_hand, environment, impatient_store, objects
 from tests.stores.disk_format.by_the_book import read_run

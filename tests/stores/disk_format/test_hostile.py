@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
     put_together,

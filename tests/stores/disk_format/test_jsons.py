@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scio_recorder.stores.disk_format.jsons import MAX_DEPTH, dump, parse
+from scio_recorder.stores.disk_format.tensor_file import MAX_DEPTH, dump, parse
 
 # Signs that mean something outside a text, and those that hide others inside one.
 TEXTS = st.text(alphabet='[]{}"\\,: \n\u00e9', max_size=12)

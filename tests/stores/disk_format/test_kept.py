@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.reader import KeptBatches, RunReader
+from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import put_together, read_kept, read_run, take_apart
 from tests.stores.disk_format.runs import CHUNKS, HEADER, LAYERS, calls_of, intercepted, rows

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from scio_recorder.stores.disk_format.description import holds_recording
-from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     calls_of,

@@ -13,8 +13,7 @@ import torch
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import SAMPLE, holds_recording, row_column
-from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.reader import KeptBatches, RunReader
+from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
     compact,

@@ -17,8 +17,7 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import holds_recording
-from scio_recorder.stores.disk_format.jsons import Packed
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     HEADER,
