@@ -17,7 +17,7 @@ from scio_recorder.layer import Layer
 
 # The sort keys of columns. Cells of numeric columns carry their numbers; text columns are aligned
 # left.
-NOTHING, TEXT, NUMBER, PLACE = "", "text", "number", "place"
+TEXT, NUMBER, PLACE = "text", "number", "place"
 _AT_ONCE = 200
 
 
@@ -112,8 +112,6 @@ def table_html(
 
 
 def _heading(name: str, sorts_by: str, order: str) -> str:
-    if not sorts_by:
-        return f'<th scope="col"><span>{name}</span></th>'
     kind = ' class="number"' if sorts_by == NUMBER else ""
     kind += ' data-sort="number"' if sorts_by in (NUMBER, PLACE) else ""
     return f'<th scope="col"{kind} aria-sort="{order}"><button type="button">{name}</button></th>'

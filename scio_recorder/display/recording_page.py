@@ -15,7 +15,6 @@ from scio_recorder.layer import few
 
 _FIRST = {"Layer": page.PLACE, "Name": page.TEXT, "Type": page.TEXT}
 _OTHERS = {
-    "Values": page.NOTHING,
     **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), page.NUMBER),
     **dict.fromkeys(("Units", "Dead", "Saturated"), page.NUMBER),
     "Kept": page.PLACE,
@@ -165,8 +164,7 @@ def _bounds_text(ends: tuple[float | None, float | None]) -> str:
 def _cells(summary: LayerSummary) -> dict[str, str]:
     """Return the cells of a row behind the first ones, by column."""
     values, units = summary.values, summary.units
-    spark = bars_svg(summary.bars, 'class="spark" aria-hidden="true"') if summary.bars else ""
-    found = {"Values": f"<td>{spark}</td>"}
+    found: dict[str, str] = {}
     # The spread of a single value is rightly nan.
     std_may_alarm = not _is_finite(values.mean)
     figures = {"Mean": values.mean, "Std": values.std, "Min": values.low, "Max": values.high}

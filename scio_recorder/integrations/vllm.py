@@ -102,18 +102,10 @@ def open_hidden_states(
 
 
 class _Contents(NamedTuple):
-    """The properties that all files of a folder share."""
+    """What all files of a folder share for a token: its states, [layers, features], and its id."""
 
-    layers: int
-    features: int
-    dtype: torch.dtype
-    token_dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return (
-            f"{self.layers} layers of {self.features} features, {self.dtype}, and token ids, "
-            f"{self.token_dtype}"
-        )
+    states: TensorSpec
+    token: TensorSpec
 
 
 class _HiddenStates(RowReader):
@@ -127,19 +119,22 @@ class _HiddenStates(RowReader):
         for name, other in zip(self.requests, kinds, strict=True):
             if other != kind:
                 raise RecordingError(
-                    f"{self._path_of(name)} holds {other}, and {self.requests[0]}{_SUFFIX} "
-                    f"{kind}: keep the files of different nets in different folders"
+                    f"{self._path_of(name)} holds other shapes or dtypes than {self.requests[0]}"
+                    f"{_SUFFIX}: keep the files of different nets in different folders"
                 )
-        if kind.layers != num_layers:
+        found, features = kind.states.shape
+        if found != num_layers:
             raise RecordingError(
-                f"the files in {path} hold {kind.layers} layers, and layers= names {num_layers}: "
-                "give a name for each layer"
+                f"the files in {path} hold {found} layers, and layers= names {num_layers}: give a "
+                "name for each layer"
             )
         self.starts = list(accumulate(lengths, initial=0))
         self.table = {
-            **dict.fromkeys(map(str, range(num_layers)), TensorSpec((kind.features,), kind.dtype)),
+            **dict.fromkeys(
+                map(str, range(num_layers)), TensorSpec((features,), kind.states.dtype)
+            ),
             **dict.fromkeys((SAMPLE, _POSITION), TensorSpec((), torch.int64)),
-            _TOKEN: TensorSpec((), kind.token_dtype),
+            _TOKEN: kind.token,
         }
 
     def _contents_of(self, request: str) -> tuple[int, _Contents]:
@@ -162,7 +157,8 @@ class _HiddenStates(RowReader):
             )
         if dtypes[0] is None or dtypes[1] is None:
             raise RecordingError(f"{path} holds dtypes that vLLM does not write there")
-        return shape[0], _Contents(shape[1], shape[2], dtypes[0], dtypes[1])
+        token = TensorSpec((), dtypes[1])
+        return shape[0], _Contents(TensorSpec(tuple(shape[1:]), dtypes[0]), token)
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec = self.table[name]

@@ -222,25 +222,17 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
     """Return names and values for the head of a page."""
     stored = [recording[label] for label in recording.stored]
     size = decimal(sum(samples.nbytes for samples in stored))
-    ids, settings, of_rows = recording.sample_ids, recording.settings, {}
-    if recording.rows and len(ids):
-        of_rows["Rows of a sample"] = _extent(recording.rows_of_samples().lengths)
-        of_rows["Known of a row"] = ", ".join(recording.rows)
-    facts = {
-        "Samples": f"{recording.num_samples:,}",
-        "Rows": f"{recording.num_rows:,}" if recording.has_rows else "",
-        **of_rows,
-        "First and last id": f"{ids[0]}, {ids[-1]}" if len(ids) else "",
+    facts = {"Samples": f"{recording.num_samples:,}"}
+    if recording.has_rows:
+        facts["Rows"] = f"{recording.num_rows:,}"
+    if recording.rows and recording.num_samples:
+        facts["Rows of a sample"] = _extent(recording.rows_of_samples().lengths)
+    facts |= {
         "Layers recorded": f"{len(list(recording)):,} of {len(recording.architecture):,}",
-        f"Kept as {'rows' if recording.has_rows else 'samples'}": (
-            f"{len(stored):,}, {size}" if stored else "none"
-        ),
+        "Layers with values": f"{len(stored):,}, {size}" if stored else "none",
         "Fingerprint of the net": recording.architecture.fingerprint[:12],
-        "Kept as summaries": f"{len(recording.reductions):,}" if recording.reductions else "",
-        "Kept in": settings.get("dtype") or "",
-        "Every n-th batch": "" if settings.get("every") in (None, 1) else settings["every"],
     }
-    return [(name, str(value)) for name, value in facts.items() if value != ""]
+    return list(facts.items())
 
 
 def _extent(lengths: Tensor) -> str:

@@ -330,9 +330,6 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
             continue
         overall = reduction.overall(result)
         shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
-        if len(shown) < len(overall):
-            others = ", ".join(map(str, overall.keys() - shown.keys()))
-            notes.append(f"{kind}.overall() also returned {others}, which nothing shows")
         if isinstance(result, HistogramResult):
             shown["bars"] = _bars(result)
         if isinstance(result, AliveResult):

@@ -106,7 +106,7 @@ def test_only_reductions(tmp_path: Path) -> None:
     assert "Histogram, Covariance" in html
     assert "Covariance is not drawn" in html
     assert html.count("<figure") == 1
-    assert "Kept as summaries" in html
+    assert "<dt>Layers with values</dt><dd>none</dd>" in html
 
 
 def test_results_of_reductions_that_are_not_numbers_stand_first(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
     rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), input_size=(1, 3))
     rnet.record("*")
     page = rnet.collect([torch.rand(9, 3) + 0.1]).report(tmp_path / "well.html").read_text()
-    assert list(table_of(page)[0])[3:5] == ["Values", "Mean"]
+    assert list(table_of(page)[0])[3:5] == ["Mean", "Std"]
     assert "Look at this first" not in page
 
 

@@ -335,16 +335,12 @@ class RecordingSide:
     ) -> None:
         """Refuse samples of which the other side has other rows."""
         for one, own, other in zip(ids, found, others, strict=True):
-            if own.equal(other):
-                continue
-            counts = f"{len(own)} rows", f"{len(other)}"
-            if len(own) == len(other):
-                at = int((own != other).nonzero()[0])
-                counts = f"a row at position {own[at]}", f"one at position {other[at]}"
-            raise ComparisonError(
-                f"sample {one!r} has {counts[0]} in the {self.what} and {counts[1]} on the other "
-                "side: give both sides the same rows="
-            )
+            if not own.equal(other):
+                raise ComparisonError(
+                    f"sample {one!r} has rows at the positions {_positions_text(own)} in the "
+                    f"{self.what}, and {_positions_text(other)} on the other side: give both "
+                    "sides the same rows="
+                )
 
     def _digests_of(self, label: DepthIdx) -> Tensor:
         values = self.recording[label]
@@ -367,6 +363,10 @@ class RecordingSide:
 
 
 Side: TypeAlias = NetworkSide | RecordingSide
+
+
+def _positions_text(positions: Tensor) -> str:
+    return few(positions.tolist(), 3 * _SHOWN)
 
 
 def digests_of(value: Any) -> Any:
