@@ -412,7 +412,7 @@ def test_recordings_of_tokens() -> None:
         compare(reference, two, texts(8))
     other = [{**texts(8)[0], "attention_mask": torch.ones(3, 4, dtype=torch.long)}]
     with pytest.raises(
-        ComparisonError, match="sample 0 .* 0, 1, 2, 3 in the candidate, and 0, 1, 2 on the other"
+        ComparisonError, match=r"sample 0 .* 0, 1, 2, 3 in the candidate, and 0, 1, 2 on the other"
     ):
         compare(reference, one.collect(other, **options))
     plain = one.collect(texts(8), progress=False)
