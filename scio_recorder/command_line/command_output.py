@@ -13,10 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from scio_recorder.display.outline import full_name, visible
+from scio_recorder.display.outline import Listing, full_name, visible
 from scio_recorder.errors import CollectWarning
 
 FAILED = 1
@@ -105,32 +103,20 @@ def command_warnings() -> Iterator[None]:
         yield
 
 
-def layer_table(recording: Any, title: str) -> Table:
-    """Return the table of a recording's layers, in the order of execution.
-
-    In a narrow console, names and types are cut, never figures.
-    """
+def layer_table(recording: Any, title: str) -> Listing:
+    """Return the table of a recording's layers, in the order of execution."""
     rows = recording.layer_rows()
     figures = [
         name for name in _FIGURES if name not in _FAULTS or any(row.get(name) for row in rows)
     ]
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("label", "name", "type", "shape", "dtype"):
-        table.add_column(heading, no_wrap=heading not in ("name", "type"))
-    for heading in figures:
-        table.add_column(heading, no_wrap=True, justify="right")
+    lines = []
     for row in rows:
         name = full_name(recording.architecture[row["label"]])
         # Reduced layers have no samples to describe.
         shape = str(list(row["shape"])) if "shape" in row else "reduced"
-        texts = row["label"], name, row["type"], shape, row.get("dtype", "")
-        table.add_row(*map(_cell, texts), *(_figure(one, row.get(one)) for one in figures))
-    return table
-
-
-def _cell(text: str) -> Text:
-    # Text that does not wrap, in columns that may: rich narrows these.
-    return Text(visible(text), no_wrap=True, overflow="ellipsis")
+        texts = [row["label"], name, row["type"], shape, row.get("dtype", "")]
+        lines.append([*texts, *(_figure(one, row.get(one)) for one in figures)])
+    return Listing(title, ("label", "name", "type", "shape", "dtype"), figures, lines)
 
 
 def print_line(console: Console, text: str) -> None:

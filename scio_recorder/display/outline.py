@@ -405,7 +405,7 @@ class Listing:
             table.add_column(name, justify="right", no_wrap=True)
         for place, row in enumerate(self.rows):
             style = "bold" if place in self.marked else ""
-            table.add_row(*map(_line, row), style=style)
+            table.add_row(*map(_cell, row), style=style)
         title = Text(visible(self.title), "bold")
         return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import compress
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.analysis.comparing.sides import NetworkSide, Side
@@ -48,7 +48,16 @@ class Match:
                 'to names of the candidate, such as {"layers.*": "h.*"}'
             )
         for name, other in (given or {}).items():
-            _check(name, other)
+            if not isinstance(name, str) or not isinstance(other, str):
+                raise ComparisonError(
+                    f"match has {name!r}: {other!r}: write qualified names or globs, such as "
+                    '{"layers.*": "h.*"}'
+                )
+            if re.findall(r"[*?]", name) != re.findall(r"[*?]", other):
+                raise ComparisonError(
+                    f"match has {name!r}: {other!r}: each * stands for the same text on both "
+                    "sides, so write the same number of * on both"
+                )
         # The glob with the most literal letters is the most specific; sorting keeps the order of
         # equals.
         self.given = dict(
@@ -65,18 +74,16 @@ class Match:
         """Refuse an entry that matches no name on a side: it is probably a typing error."""
         for glob, other in self.given.items():
             found = {one for name in reference.names for one in _partner(glob, other, name)}
-            if not found:
-                _refuse_name(glob, "reference", reference)
-            if found.isdisjoint(candidate.names):
-                _refuse_name(other, "candidate", candidate)
-
-
-def _refuse_name(name: str, side: str, architecture: Architecture) -> NoReturn:
-    close = closest(name, filter(None, architecture.names), cutoff=0.4)
-    shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
-    raise ComparisonError(
-        f"match has {name!r}, which matches no name of the {side}; its names include {shown}"
-    )
+            sides = ((glob, "reference", reference, not found),)
+            sides += ((other, "candidate", candidate, found.isdisjoint(candidate.names)),)
+            for name, side, architecture, is_unknown in sides:
+                if is_unknown:
+                    close = closest(name, filter(None, architecture.names), cutoff=0.4)
+                    shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
+                    raise ComparisonError(
+                        f"match has {name!r}, which matches no name of the {side}; its names "
+                        f"include {shown}"
+                    )
 
 
 def match_layers(
@@ -110,10 +117,11 @@ def match_layers(
     """
     others = set(others)
     layers, other_layers = dict(reference.items()), dict(other.items())
-    partners = {
-        name: [other_layers[label] for label in _calls(other, match, name)]
-        for name in reference.names
-    }
+    partners = {}
+    for name in reference.names:
+        # The calls of the first possible partner that ran.
+        calls = next(filter(None, map(other.labels_of, match.partners(name))), ())
+        partners[name] = [other_layers[call] for call in calls]
     pairs, alone = [], []
     for label in reference.in_order(labels):
         layer = layers[label]
@@ -194,25 +202,6 @@ def _pair(layer: Layer, own: Sequence[DepthIdx], theirs: Sequence[Layer]) -> Pai
     times = [counted(len(calls), "time") for calls in (own, theirs)]
     said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
     return Pair(layer, partner, said)
-
-
-def _calls(other: Architecture, match: Match, name: str) -> tuple[DepthIdx, ...]:
-    """Return the calls of the first partner of a name that ran."""
-    found = (other.labels_of(partner) for partner in match.partners(name))
-    return next(filter(None, found), ())
-
-
-def _check(name: object, other: object) -> None:
-    if not isinstance(name, str) or not isinstance(other, str):
-        raise ComparisonError(
-            f"match has {name!r}: {other!r}: write qualified names or globs, such as "
-            '{"layers.*": "h.*"}'
-        )
-    if re.findall(r"[*?]", name) != re.findall(r"[*?]", other):
-        raise ComparisonError(
-            f"match has {name!r}: {other!r}: each * stands for the same text on both sides, so "
-            "write the same number of * on both"
-        )
 
 
 def _partner(glob: str, other: str, name: str) -> list[str]:

@@ -241,10 +241,9 @@ class RecordingSide:
         )
         self.labels = (*recording.stored, *(label for label in reduced if label in self.digests))
         if not self.labels:
-            kinds = sorted({_kind_of(one) for each in reduced.values() for one in several(each)})
             raise ComparisonError(
-                f"the {what} holds {', '.join(kinds) or 'no layers'}, which say nothing about "
-                "single samples: collect samples, or reduce=scio_recorder.reductions.Digest()"
+                f"the {what} holds no layer, or only summaries, which say nothing about single "
+                "samples: collect samples, or reduce=scio_recorder.reductions.Digest() without by="
             )
 
     @property
@@ -389,8 +388,3 @@ def refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
 def _keeps_rows(one: Reduction) -> bool:
     # Digests by class have lost the order of the samples.
     return isinstance(one, Digest) and one.keeps_rows
-
-
-def _kind_of(one: Reduction) -> str:
-    by_label = isinstance(one, Digest) and not one.keeps_rows
-    return "Digest with by=" if by_label else type(one).__name__

@@ -241,9 +241,11 @@ def test_fewer_batches_can_be_asked_for() -> None:
 
 def test_recordings_of_summaries() -> None:
     means = collected(rowwise(), FORWARD, 4, reduce=Mean(), store=None)
-    refused("candidate", "Mean", "Digest()", one=rowwise(), two=means, given=batches(FORWARD, 4))
+    refused(
+        "candidate", "summaries", "Digest()", one=rowwise(), two=means, given=batches(FORWARD, 4)
+    )
     by_class = collected(rowwise(), FORWARD, 4, reduce=Digest(by=ids_of), store=None)
-    refused("holds Digest with by=, which", one=by_class, two=by_class)
+    refused("without by=", one=by_class, two=by_class)
 
 
 def test_layers_that_are_summaries_are_left_out() -> None:
