@@ -17,6 +17,7 @@ MOVED = {
     "analysis.alikeness": "analysis",
     "analysis.guarding.kept_call": "analysis.guarding.guard",
     "analysis.alikeness.similarity": "analysis.similarity",
+    "nets.shards": "nets.sharded",
     "analysis.sweeping": "analysis",
     "analysis.sweeping.effects": "analysis.effects",
     "analysis.sweeping.sweep": "analysis.sweep",

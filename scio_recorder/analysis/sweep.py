@@ -26,7 +26,7 @@ from scio_recorder.layer import DepthIdx, Layer, few
 from scio_recorder.layer import describe as spec_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, shown_shapes
-from scio_recorder.nets.state.sharded import is_sharded
+from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private

@@ -24,7 +24,7 @@ from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedN
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, Records
-from scio_recorder.nets.shards import Shards
+from scio_recorder.nets.sharded import Shards
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
     Assigned,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scio_recorder.nets.absent import closest, closest_are
+from scio_recorder.nets.architecture import closest, closest_are
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.copies import DTYPES

@@ -25,7 +25,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
 from scio_recorder.events.gradient_events import GradientListeners
 from scio_recorder.layer import counted
-from scio_recorder.nets.absent import closest, closest_are
+from scio_recorder.nets.architecture import closest, closest_are
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.refusals import check_supported
 from scio_recorder.tensors import private

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import hashlib
 import json
 import operator
+import re
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
@@ -15,9 +18,30 @@ from torch import nn
 
 from scio_recorder.display.outline import Outline, Outlined, nested, outline, visible
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, Layer, Shard, counted, label_of, not_its_label, text_of
-from scio_recorder.nets import architecture_json
-from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name
+from scio_recorder.layer import (
+    DepthIdx,
+    Label,
+    Layer,
+    Shard,
+    TensorSpec,
+    counted,
+    label_of,
+    not_its_label,
+    shapes_of,
+    text_of,
+)
+from scio_recorder.tensors.copies import DTYPES, dtype_name
+
+_FORMAT = 1
+# Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
+_LARGEST = 2**63 - 1
+_DEEPEST = 64
+# Fields of a layer that are written unchanged.
+_PLAIN = {"name": str, "type_name": str, "call": int, "executed": bool, "num_params": int}
+
+_SHOWN, _OFFERED = 6, 4
+# The way on if a module did not run at labelling.
+LABEL_WITH_IT = "label the net with an input at which it runs (input_data=)"
 
 
 class Architecture(Outlined, Mapping[DepthIdx, Layer]):
@@ -307,8 +331,10 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> Architecture.from_dict(architecture.to_dict()) == architecture
         True
         """
-        encoded = architecture_json.encode(self.values(), self._names)
-        return {**encoded, "fingerprint": self.fingerprint}
+        layers = [_encode_layer(layer) for layer in self.values()]
+        names = {name: [list(label) for label in labels] for name, labels in self._names.items()}
+        plain = {"format": _FORMAT, "layers": layers, "names": names}
+        return {**plain, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
@@ -335,8 +361,13 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         Traceback (most recent call last):
         scio_recorder.errors.RecordingError: architecture: entry 'format' is missing
         """
-        architecture = cls(*architecture_json.decode(data))
-        written = data.get("fingerprint") if isinstance(data, dict) else None
+        try:
+            layers, names, written = _decode(data)
+        # Any value may be anywhere, so reading it can fail in any of these ways.
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"entry {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise RecordingError(f"architecture: {problem}") from error
+        architecture = cls(layers, names)
         if written != architecture.fingerprint:
             raise RecordingError(
                 f"architecture: its fingerprint is {architecture.fingerprint}, but {written!r} is "
@@ -393,3 +424,192 @@ def _shape_text(layer: Layer) -> str:
     if not layer.executed:
         return "(did not run)"
     return f"{layer.output_shape}" + (f", {layer.shard}" if layer.shard else "")
+
+
+# -- plain values that JSON can hold ---------------------------------------------------------------
+
+
+def _encode_layer(layer: Layer) -> dict[str, Any]:
+    return {
+        "label": list(layer.label),
+        **{name: getattr(layer, name) for name in _PLAIN},
+        "completion": layer.completion,
+        "input_shape": _encode_tree(layer.input_shape, of_shapes=True),
+        "output_spec": _encode_tree(layer.output_spec),
+        **({} if layer.shard is None else {"shard": [layer.shard.dim, layer.shard.count]}),
+    }
+
+
+def _encode_tree(value: Any, *, of_shapes: bool = False) -> Any:
+    if isinstance(value, TensorSpec):
+        return {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+    if of_shapes and isinstance(value, tuple) and all(isinstance(length, int) for length in value):
+        return {"shape": list(value), "dtype": None}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encode_tree(item, of_shapes=of_shapes) for item in value]}
+    if isinstance(value, dict):
+        # JSON has string keys only, and a key that is no string must not collide with one that is.
+        keys = (key if isinstance(key, str | int) else repr(key) for key in value)
+        items = (_encode_tree(item, of_shapes=of_shapes) for item in value.values())
+        return {"dict": [list(pair) for pair in zip(keys, items, strict=True)]}
+    return None
+
+
+def _decode(data: Any) -> tuple[list[Layer], dict[str, tuple[Label, ...]], Any]:
+    if data["format"] != _FORMAT:
+        raise ValueError(
+            f"format {data['format']!r} is unknown; this version reads format {_FORMAT}"
+        )
+    layers = [_decode_layer(row) for row in data["layers"]]
+    names = {name: tuple(map(_decode_label, labels)) for name, labels in data["names"].items()}
+    known = {layer.label for layer in layers}
+    if len(known) != len(layers):
+        raise ValueError("two layers have the same label")
+    if sum(layer.executed for layer in layers) != len(
+        {layer.completion for layer in layers} - {None}
+    ):
+        raise ValueError("the order in which layers returned is not an order")
+    if unknown := [label for labels in names.values() for label in labels if label not in known]:
+        raise ValueError(f"a name refers to the label {unknown[0]}, which no layer has")
+    return layers, names, data["fingerprint"]
+
+
+def _decode_layer(row: Any) -> Layer:
+    plain: dict[str, Any] = {name: row[name] for name in _PLAIN}
+    for name, kind in _PLAIN.items():
+        if type(plain[name]) is not kind:
+            raise TypeError(f"{name} must be of type {kind.__name__}, not {plain[name]!r}")
+    completion, shard = row["completion"], row.get("shard")
+    if plain["executed"] == (completion is None):
+        raise ValueError("a layer has a completion if, and only if, it ran")
+    return Layer(
+        label=_decode_label(row["label"]),
+        module=None,
+        input_shape=shapes_of(_decode_tree(row["input_shape"])),
+        completion=None if completion is None else _number(completion),
+        output_spec=_decode_tree(row["output_spec"]),
+        shard=None if shard is None else _decode_shard(*shard),
+        **plain,
+    )
+
+
+def _decode_tree(value: Any, depth: int = 0) -> Any:
+    if value is None:
+        return None
+    if depth > _DEEPEST:
+        raise ValueError(f"nested more than {_DEEPEST} deep")
+    if "shape" in value:
+        # Shapes of inputs carry no dtype, and only the shape of this specification is used.
+        name = "float32" if value["dtype"] is None else value["dtype"]
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}")
+        return TensorSpec(tuple(_number(length, -1) for length in value["shape"]), DTYPES[name])
+    ((kind, items),) = value.items()
+    if kind == "dict":
+        return {key: _decode_tree(item, depth + 1) for key, item in items}
+    return {"tuple": tuple, "list": list}[kind](_decode_tree(item, depth + 1) for item in items)
+
+
+def _decode_label(value: Any) -> Label:
+    depth, index = value
+    return Label((_number(depth), _number(index, 1)))
+
+
+def _decode_shard(dim: Any, count: Any) -> Shard:
+    return Shard(None if dim is None else _number(dim), None, _number(count))
+
+
+def _number(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _LARGEST:
+        raise ValueError(f"the number {value!r} is out of range")
+    return value
+
+
+# -- messages about a label or a name that no layer has --------------------------------------------
+
+
+def no_such_label(label: DepthIdx, labels: Iterable[DepthIdx]) -> str:
+    """Return a sentence: the label does not exist, and which labels do.
+
+    Examples
+    --------
+    >>> no_such_label((1, 3), [(0, 1), (1, 1), (1, 2)])
+    'no layer has the label 1-3: labels of depth 1 go from 1-1 to 1-2'
+    """
+    known = list(labels)
+    indices = [index for depth, index in known if depth == label[0]]
+    if indices:
+        there = f"labels of depth {label[0]} go from {label[0]}-1 to {label[0]}-{max(indices)}"
+    else:
+        there = f"depths go from 0 to {max((depth for depth, _ in known), default=0)}"
+    return f"no layer has the label {text_of(label)}: {there}"
+
+
+def no_such_name(name: str, names: Iterable[str]) -> str:
+    """Return a sentence: no module has the name, and which names are close to it.
+
+    Examples
+    --------
+    >>> no_such_name("conv", ["conv1", "relu"])
+    "no module has the qualified name 'conv'; the closest name is 'conv1'"
+    """
+    return f"no module has the qualified name {name!r}; {offer(name, names)}"
+
+
+def offer(wanted: str, names: Iterable[str]) -> str:
+    """Offer names in place of one, or of a glob or a pattern, that matches nothing.
+
+    Examples
+    --------
+    >>> offer("layer4.*", ["", "layer1", "layer2", "head"])
+    "the closest names are 'layer1', 'layer2'"
+    """
+    known = list(filter(None, names))
+    plain = re.sub(r"[^\w.]+", "", wanted).strip(".")
+    close = fnmatch.filter(known, f"*.{wanted}")[:_OFFERED]
+    close = close or closest(plain, known, 0.5)
+    if not close:
+        # A user may know only the end of a name.
+        ends = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [ends[end] for end in closest(plain.rpartition(".")[2], reversed(ends))]
+    if close:
+        return closest_are(map(repr, close))
+    more = ", ..." * (len(known) > _SHOWN)
+    return f"there are {', '.join(map(repr, known[:_SHOWN]))}{more}" if known else "there are none"
+
+
+def closest_are(shown: Iterable[str]) -> str:
+    """Say which names are closest to one that does not exist.
+
+    Examples
+    --------
+    >>> closest_are(["relu"])
+    'the closest name is relu'
+    """
+    names = list(shown)
+    return f"the closest {'name is' if len(names) == 1 else 'names are'} {', '.join(names)}"
+
+
+def closest(wanted: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return a few names that are alike, the closest first, equally close ones in the given order.
+
+    Parameters
+    ----------
+    wanted : str
+        What was written.
+    names : iterable of str
+        What there is.
+    cutoff : float, default 0.6
+        How alike they must be, from 0 to 1.
+
+    Examples
+    --------
+    >>> closest("layer5", ["layer1", "head", "layer2", "layer5.0"])
+    ['layer5.0', 'layer1', 'layer2']
+    """
+    known = list(names)
+    # Among equals, difflib would choose the last ones.
+    found = difflib.get_close_matches(wanted, known, n=max(1, len(known)), cutoff=cutoff)
+    likeness = {name: difflib.SequenceMatcher(None, name, wanted).ratio() for name in found}
+    return sorted(filter(likeness.__contains__, known), key=lambda name: -likeness[name])[:_OFFERED]

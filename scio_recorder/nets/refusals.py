@@ -14,7 +14,7 @@ from scio_recorder.errors import LabellingError, UnsupportedNetError
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
+from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import dtype_name

@@ -14,8 +14,13 @@ from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of, not_its_label
-from scio_recorder.nets.absent import LABEL_WITH_IT, no_such_label, no_such_name, offer
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.architecture import (
+    LABEL_WITH_IT,
+    Architecture,
+    no_such_label,
+    no_such_name,
+    offer,
+)
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.refusals import check_supported
 

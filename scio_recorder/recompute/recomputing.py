@@ -28,7 +28,7 @@ from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.nets.selection import select
-from scio_recorder.nets.state.sharded import needs_fsdp
+from scio_recorder.nets.sharded import needs_fsdp
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.postprocessors.assigning import (
     Assigned,

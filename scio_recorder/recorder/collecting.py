@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.capture.watch import WHY_NOT_CALLED, AroundCalls, Passes, Watcher
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.nets.records import LayerMapping, Records
-from scio_recorder.nets.state.sharded import refuse_part_of_fsdp
+from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.structures import map_tensors, tensors
 

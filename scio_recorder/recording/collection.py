@@ -14,7 +14,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.state.sharded import InStep
+from scio_recorder.nets.sharded import InStep
 from scio_recorder.recording.advice import (
     advise_evaluation,
     advise_second_element,

@@ -24,7 +24,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecordingError, caught_as, raised_by
 from scio_recorder.layer import counted
-from scio_recorder.nets.state.sharded import InStep
+from scio_recorder.nets.sharded import InStep
 from scio_recorder.recording.advice import naming_part
 from scio_recorder.recording.collection import Collection
 from scio_recorder.recording.feed import Feed

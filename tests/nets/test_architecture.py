@@ -253,9 +253,9 @@ def deeply_nested(depth: int) -> dict[str, Any]:
     [
         (lambda data: data.update(format=2), "format 2 is unknown"),
         (lambda data: data.update(fingerprint="0" * 64), "was changed"),
-        (lambda data: data["layers"][0].update(num_params=True), "of type int, not bool"),
-        (lambda data: data["layers"][0].update(num_params=-1), "out of range"),
-        (lambda data: data["layers"][0].update(label=[0, 1, 2]), "3 numbers"),
+        (lambda data: data["layers"][0].update(num_params=True), "of type int, not True"),
+        (lambda data: data["layers"][0].update(num_params=-1), "was changed"),
+        (lambda data: data["layers"][0].update(label=[0, 1, 2]), "too many values"),
         (lambda data: data["layers"][1].update(label=[0, 1]), "same label"),
         (lambda data: data["layers"][0].update(completion=0), "not an order"),
         (lambda data: data["layers"][0].update(executed=False), "has a completion"),

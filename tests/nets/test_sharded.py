@@ -16,7 +16,7 @@ from torch.distributed import is_available
 from scio_recorder import Recorder
 from scio_recorder.errors import ShardWarning
 from scio_recorder.layer import Shard
-from scio_recorder.nets.shards import Shards
+from scio_recorder.nets.sharded import Shards
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 

@@ -58,8 +58,8 @@ ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 SEAM = (
     "capture.around capture.checkpoint_regions capture.engine capture.hooks capture.program",
     "display.* errors former_names layer postprocessors.* recorder.recorder reductions.* tensors.*",
-    "nets.absent nets.architecture nets.hookable nets.records nets.refusals",
-    "nets.selection nets.state.*",
+    "nets.architecture nets.hookable nets.records nets.refusals",
+    "nets.selection nets.sharded nets.state.*",
     "recording recording.advice recording.collection recording.feed recording.loader",
     "recording.nodes recording.options recording.readable recording.recording recording.resuming",
     "recording.rows recording.statistics recording.tokens",

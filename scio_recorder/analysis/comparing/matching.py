@@ -12,8 +12,7 @@ from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.analysis.comparing.sides import NetworkSide, Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
-from scio_recorder.nets.absent import closest
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.architecture import Architecture, closest
 
 _SHOWN = 5
 

@@ -29,7 +29,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     summary,
 )
 from scio_recorder.nets.refusals import check_supported, failed_run
-from scio_recorder.nets.shards import Following, mark
+from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
 from scio_recorder.nets.state.copying import (
     OriginalCalledError,
     copy_inputs,
@@ -38,7 +38,6 @@ from scio_recorder.nets.state.copying import (
     refusing_calls,
 )
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.sharded import is_sharded, plain_type
 from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
 from scio_recorder.tensors import private
 

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
 from scio_recorder.nets.hookable import LIBRARIES, leave_own_hooks
+from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.copying import OriginalCalledError, are_large
 from scio_recorder.nets.state.moment import (
     joined,
@@ -48,7 +49,6 @@ from scio_recorder.nets.state.moment import (
     same_samples,
     sampled,
 )
-from scio_recorder.nets.state.sharded import is_sharded
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
