@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk_format.description import (
     check_settings,
-    check_writable,
     holds_recording,
+    medium_at,
     place_of,
 )
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
+from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
@@ -209,8 +211,9 @@ class DiskWriter(StoreWriter):
         check_shards(self._architecture, self._header, store)
         if holds_recording(store.path):
             self._go_on(job.resume)
-        elif not store.is_part:
-            check_writable(store.path, store.rank)
+        elif is_url(store.path) and not store.is_part:
+            with closing(medium_at(store.path)) as medium:
+                medium.check_writable(store.rank)
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""

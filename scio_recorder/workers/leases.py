@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.description import (
@@ -59,8 +59,6 @@ _LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
 _FAILURES = 8
 # The most leases whose age is asked for at a time: each costs a request.
 _ASKED = 16
-# After this many seconds, a living worker has renewed its lease.
-_LATE = 1.5 * RENEWED_EVERY
 
 
 def lease_name(part: int, number: int) -> str:
@@ -202,37 +200,23 @@ class Lease:
             self._medium.unlink(lease_name(self.part, number))
 
 
-class LeaseRenewer:
-    """Renews the held lease, from a thread, inside a ``with`` block."""
+@contextmanager
+def holding(lease: Lease) -> Iterator[None]:
+    """Hold a lease inside the block: renew it from a thread, and give it back at the end."""
+    ended = threading.Event()
 
-    def __init__(self) -> None:
-        self._lease: Lease | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="scio-lease", daemon=True)
+    def renew() -> None:
+        while not ended.wait(_LOOKS_EVERY):
+            lease.renew()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    @contextmanager
-    def holding(self, lease: Lease) -> Iterator[None]:
-        """Hold a lease inside the block."""
-        self._lease = lease
-        try:
-            yield
-        finally:
-            self._lease = None
-            lease.give_back()
-
-    def _renew(self) -> None:
-        while not self._ended.wait(_LOOKS_EVERY):
-            lease = self._lease
-            if lease is not None:
-                lease.renew()
+    thread = threading.Thread(target=renew, name="scio-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        lease.give_back()
 
 
 def newest_leases(medium: Medium) -> dict[int, int]:
@@ -392,11 +376,8 @@ class Claims:
         # Workers that wait for the same parts try them in different orders.
         self._dice.shuffle(found)
         for part, seen in found:
-            name, age = lease_name(part, seen.number), self._looked_at - seen.since
-            if age > _LATE and self._is_done(part):
-                # Its holder died or was stopped between its last commit and giving the part back.
-                continue
-            if age >= STALE_AFTER or (
+            name = lease_name(part, seen.number)
+            if self._looked_at - seen.since >= STALE_AFTER or (
                 self._medium.is_abandoned(name)
                 and holder_of(self._medium, name).get("machine") == here
             ):

@@ -58,8 +58,8 @@ from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (
     Claims,
     Lease,
-    LeaseRenewer,
     holder_of,
+    holding,
     lease_name,
     machine,
     newest_leases,
@@ -180,7 +180,6 @@ class Parts:
         with (
             terminable(),
             closing(medium_at(self._store.path, makes_it=True)) as self._medium,
-            LeaseRenewer() as self._renewer,
             progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
         ):
             path = self._medium.path
@@ -201,7 +200,7 @@ class Parts:
             self._advance(0, 0, claims.num_done - shown)
             shown = claims.num_done
             if lease is not None:
-                with self._renewer.holding(lease):
+                with holding(lease):
                     self._do(claims, lease)
                 busy_at = time.monotonic()
                 continue

@@ -246,13 +246,6 @@ def holds_recording(path: str | os.PathLike[str]) -> bool:
         return medium.has(DESCRIPTION_NAME)
 
 
-def check_writable(path: str, rank: int) -> None:
-    """Refuse a bucket that is not writable; creating a folder shows whether it is."""
-    if is_url(path):
-        with closing(medium_at(path)) as medium:
-            medium.check_writable(rank)
-
-
 def for_others(path: str) -> str:
     """Return the name of a place for processes with other working directories.
 

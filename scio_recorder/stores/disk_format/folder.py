@@ -31,8 +31,6 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# The bytes that go to the disk at a time while the next are copied to the system's cache.
-_BEHIND_BYTES = 8 << 20
 
 
 class File:
@@ -72,15 +70,12 @@ class File:
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    """Write the whole of ``data`` at ``offset``, and let the disk begin with what is before it."""
-    view, begun = memoryview(data), offset - offset % _BEHIND_BYTES
+    """Write the whole of ``data`` at ``offset``."""
+    view = memoryview(data)
     while view:
         # The system may take less at a time.
         done = system.write(descriptor, view, offset)
         view, offset = view[done:], offset + done
-    ready = offset - offset % _BEHIND_BYTES
-    if ready > begun:
-        system.write_behind(descriptor, begun, ready - begun)
 
 
 class Folder(Medium):

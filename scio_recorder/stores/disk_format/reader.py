@@ -281,7 +281,11 @@ class RunReader(RowReader):
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
         self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
-        self._first_samples = self._run.first_samples()
+        # The number of samples before those of each rank.
+        counts = [sum([len(one.ids) for one in rank]) for rank in self._run.chunks.values()]
+        self._first_samples = dict(
+            zip(self._run.chunks, accumulate(counts, initial=0), strict=False)
+        )
         if verify:
             for report in self.verify():
                 if report.problem is not None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -58,6 +57,8 @@ class Chunk:
 
     Attributes
     ----------
+    path : str
+        The path of its file, for messages.
     ids : range, array.array or tuple
         The ids of its samples.
     num_rows : int
@@ -80,6 +81,7 @@ class Chunk:
         stated: tuple[str, Mapping[str, JSON]] | None = None,
     ) -> None:
         self.name = chunk_name(rank, number)
+        self.path = medium.path_of(self.name)
         self.rank, self.samples_before = rank, samples_before
         self._medium, self._description, self._number = medium, description, number
         self._file: TensorFile | None = None
@@ -91,11 +93,6 @@ class Chunk:
             self._read(stated[1])
             if self._file is not None:
                 self._check_table(self._file)
-
-    @property
-    def path(self) -> str:
-        """The path of its file, for messages."""
-        return self._medium.path_of(self.name)
 
     @property
     def said(self) -> dict[str, JSON]:
@@ -198,11 +195,6 @@ class Run:
         chunks = self.chunks[rank]
         samples = sum([len(chunk.ids) for chunk in chunks])
         return self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
-
-    def first_samples(self) -> dict[int, int]:
-        """Return the number of samples before those of each rank."""
-        counts = [sum([len(chunk.ids) for chunk in chunks]) for chunks in self.chunks.values()]
-        return dict(zip(self.chunks, accumulate(counts, initial=0), strict=False))
 
     def last_state(self, rank: int) -> Any:
         """Return the last state that a rank committed; None if there is none."""

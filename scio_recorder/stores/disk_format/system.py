@@ -11,11 +11,9 @@ import errno
 import fcntl
 import os
 
-# The flags SYNC_FILE_RANGE_WRITE of <fcntl.h> and RENAME_NOREPLACE of <linux/fs.h>.
-_BEGIN_WRITING = 2
+# The flag RENAME_NOREPLACE of <linux/fs.h>.
 _NO_REPLACE = 1
 _library = ctypes.CDLL(None, use_errno=True)
-_sync_file_range = getattr(_library, "sync_file_range", None)
 # On macOS, fsync leaves data in the memory of the disk.
 _full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 _renameat2 = getattr(_library, "renameat2", None)
@@ -61,13 +59,3 @@ def rename_new(old: str, new: str, folder: int) -> None:
     # The file system can't do that in one step: for a moment the file has both names.
     os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder)
     os.unlink(old, dir_fd=folder)
-
-
-def write_behind(descriptor: int, start: int, length: int) -> None:
-    """Let the disk begin to write, if the system can; this guarantees nothing.
-
-    A later sync waits for less, and reports errors that happened meanwhile.
-    """
-    if _sync_file_range is not None:
-        offset, count = ctypes.c_int64(start), ctypes.c_int64(length)
-        _sync_file_range(descriptor, offset, count, _BEGIN_WRITING)
