@@ -3,11 +3,11 @@
 NOTE [Which pass continues which]
 
 A pass that receives a filled cache continues: its positions are the next ones of the same samples.
-The cache itself, the same object from pass to pass, or a tensor in it identifies them. The number
-of lines must be the same, the cache must be as long as all positions that ran, and it must hold the
-tensors that the pass before left in it. Anything else (beams, candidates that are taken back, rows
-that are reordered, a copy, a cache that other code has filled) would assign rows to wrong samples,
-and is refused.
+The cache, the same object from pass to pass, identifies them. The number of lines must be the same,
+the cache must be as long as all positions that ran, and it must hold the tensors that the pass
+before left in it. Anything else (beams, candidates that are taken back, rows that are reordered, a
+copy, a cache that other code has filled, one that is no object with a length) would assign rows to
+wrong samples, and is refused.
 """
 
 from __future__ import annotations
@@ -29,27 +29,18 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.structures import tensors
 
-# Arguments of forward by which libraries hand over the results of earlier passes.
-_CACHES = (
-    "past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems", "cache"
-)  # fmt: skip
+# Arguments of forward by which libraries hand over the results of earlier passes. Only the first
+# one, and with it an object that knows its length, tells which pass continues which.
+_CACHE = "past_key_values"
+_OTHER_CACHES = "cache_params", "past_key_value", "layer_past", "state", "mems", "cache"
 _WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as they come"
 
 
-@dataclass(frozen=True)
-class Past:
-    """The results of earlier passes that a pass receives.
-
-    Parameters
-    ----------
-    cache : any
-        The object that holds them; None for nothing.
-    length : int or None
-        The number of its positions; None if it does not tell.
-    """
+class Past(NamedTuple):
+    """The results of earlier passes that a pass receives: a cache, and its number of positions."""
 
     cache: Any = None
-    length: int | None = 0
+    length: int = 0
 
 
 class _Held:
@@ -108,8 +99,7 @@ class Continuing:
     """Distinguishes passes that continue samples from those that begin them; see the NOTE."""
 
     def __init__(self) -> None:
-        # Caches, and tensors of those that no weak reference can be made to.
-        self._by_part: MutableMapping[Any, Sequences] = WeakIdKeyDictionary()
+        self._by_cache: MutableMapping[Any, Sequences] = WeakIdKeyDictionary()
         self._pending: _PendingPass | None = None
 
     def rows(self, kind: Rows, source: Source, first: int, *, is_taken: bool) -> BatchRows:
@@ -166,10 +156,10 @@ class Continuing:
         sequences.num_positions += found.shape[-1]
         sequences.step += 1
         made = _made_by(output)
-        own = past.cache if made is None else made
-        for part in _parts(own, output):
-            self._by_part[part] = sequences
-        sequences.held = _Held(own)
+        cache = past.cache if made is None else made
+        if cache is not None:
+            self._by_cache[cache] = sequences
+            sequences.held = _Held(cache)
 
     def drop(self) -> None:
         """Forget the pass, which has failed."""
@@ -179,19 +169,19 @@ class Continuing:
         """Return the samples that a pass continues; None if it begins new ones."""
         if past.cache is None:
             return None
-        known = [self._by_part[part] for part in _parts(past.cache) if part in self._by_part]
+        known = self._by_cache.get(past.cache)
         if past.length == 0:
-            if known:
+            if known is not None:
                 # It was emptied, or never says what it holds.
                 raise _of_unknown_length(past.cache)
             return None
-        if not known:
+        if known is None:
             raise CollectError(
                 "the network received a cache that no pass of the block has filled, or a copy of "
                 "one, so there are no samples to continue: begin the block before the prompt runs "
                 f"and pass on the cache itself, or {_WATCH}"
             )
-        return known[0]
+        return known
 
 
 @dataclass(frozen=True)
@@ -213,15 +203,7 @@ class _PassSource(Source):
         return _of_these(found, sequence.shape[1], self.past.length)
 
 
-def _parts(cache: Any, output: Any = None) -> list[Any]:
-    """Return objects that identify a cache from pass to pass: itself, or tensors in it.
-
-    Weak references to a tuple can't be made, and outputs without names may hold the next one.
-    """
-    return [cache] if hasattr(cache, "__weakref__") else tensors((cache, output))
-
-
-def _of_these(mask: Any, number: int, before: int | None) -> Any:
+def _of_these(mask: Any, number: int, before: int) -> Any:
     """Return the columns of a mask for the positions of a pass."""
     if isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2:
         raise CollectError(
@@ -232,64 +214,42 @@ def _of_these(mask: Any, number: int, before: int | None) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= number:
         return mask
     # A mask for a cache of fixed length also has columns for later positions.
-    is_long = before is not None and mask.shape[1] >= before + number
-    start = before if is_long and before is not None else mask.shape[1] - number
+    start = before if mask.shape[1] >= before + number else mask.shape[1] - number
     return mask[:, start : start + number]
 
 
 def _made_by(output: Any) -> Any:
-    """Return the cache that an output holds; None if it holds none."""
-    for name in _CACHES:
-        # A property is an old name of a field, and warns when it is read.
-        if not isinstance(getattr(type(output), name, None), property):
-            found = getattr(output, name, None)
-            if found is not None:
-                return found
-    return None
+    """Return the cache that a net has made and put into its output; None if there is none."""
+    if isinstance(getattr(type(output), _CACHE, None), property):
+        # It is an old name of a field, and warns when it is read.
+        return None
+    made = getattr(output, _CACHE, None)
+    return made if hasattr(made, "get_seq_length") else None
 
 
 def _past_of(arguments: Mapping[str, Any]) -> Past:
     """Return the results of earlier passes that a pass receives; call this before the pass."""
-    for name in _CACHES:
+    for name in (_CACHE, *_OTHER_CACHES):
         cache = arguments.get(name)
         if cache is not None:
-            return Past(cache, _length_of(cache, name, arguments.get("cache_position")))
+            return Past(cache, _length_of(cache))
     return Past()
 
 
 def _tensors_in(cache: Any) -> list[Tensor]:
-    """Return the tensors of a cache, as far as its parts have names.
-
-    Tuples are not looked into: their tensors identify them.
-    """
+    """Return the tensors of a cache."""
     own = getattr(cache, "self_attention_cache", cache)
     layers = getattr(own, "layers", None) or [own]
     return tensors([dict(getattr(layer, "__dict__", {})) for layer in layers])
 
 
-def _length_of(cache: Any, name: str, cache_position: Any) -> int | None:
-    if isinstance(cache_position, Tensor) and cache_position.numel():
-        return int(cache_position.flatten()[0])
-    if isinstance(cache, tuple | list):
-        # One pair of keys and values for each layer, [batch, heads, positions, features].
-        held = tensors(tuple(cache))
-        is_known = name.startswith(("past", "layer_past")) and bool(held) and held[0].ndim == 4
-        return held[0].shape[-2] if is_known else None if held else 0
+def _length_of(cache: Any) -> int:
     try:
         # The cache answers for its first layer, which may be one that keeps a state and no keys.
-        return int(cache.get_seq_length()) or _length_of_layers(cache)
+        lengths = [cache, *getattr(cache, "layers", ())]
+        return next((n for one in lengths if (n := int(one.get_seq_length()))), 0)
     except (AttributeError, TypeError, ValueError):
-        # Recurrent nets keep a state, which has no length.
-        has_state = getattr(cache, "has_previous_state", None)
-    if has_state is None:
-        raise _of_unknown_length(cache)
-    return None if (has_state() if callable(has_state) else has_state) else 0
-
-
-def _length_of_layers(cache: Any) -> int:
-    layers = getattr(cache, "layers", ())
-    lengths = (int(getattr(layer, "get_seq_length", int)()) for layer in layers)
-    return next(filter(None, lengths), 0)
+        raise _of_unknown_length(cache) from None
 
 
 def _of_unknown_length(cache: Any) -> CollectError:
@@ -302,13 +262,12 @@ def _of_unknown_length(cache: Any) -> CollectError:
 def _check_goes_on(sequences: Sequences, past: Past, found: BatchRows) -> None:
     lines, known = found.shape[0], len(sequences.lengths)
     has_same_lines = len(found.dims) == 2 and found.num_samples == lines == known
-    if not has_same_lines or past.length not in (None, sequences.num_positions):
-        held = "" if past.length is None else f" of {past.length} positions"
+    if not has_same_lines or past.length != sequences.num_positions:
         raise CollectError(
-            f"the network received a cache{held} for {counted(found.num_samples, 'sample')}, but "
-            f"the pass before it had {known} with {sequences.num_positions}: rows of passes "
-            "that don't continue where others ended (beams, candidates, segments) can't be told "
-            f"apart; {_WATCH}"
+            f"the network received a cache of {past.length} positions for "
+            f"{counted(found.num_samples, 'sample')}, but the pass before it had {known} with "
+            f"{sequences.num_positions}: rows of passes that don't continue where others ended "
+            f"(beams, candidates, segments) can't be told apart; {_WATCH}"
         )
     if not sequences.held.is_in(past.cache):
         raise CollectError(

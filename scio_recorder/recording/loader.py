@@ -131,20 +131,18 @@ def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: 
 class _Position:
     """The batch to begin with, in memory that a loader shares with its copies in workers.
 
-    This process does not know when workers begin. So each worker marks that it has begun, and a
-    later iteration begins with the first batch.
+    This process does not know when workers begin. So each reader (a worker, or this process as the
+    only one) marks that it has begun, and its later iterations begin with the first batch.
     """
 
-    # The places of the numbers: the epoch, the number of batches before the first, the number of
-    # readers by which these were given (0 if unknown), of those that have begun there, of those
-    # that read last, and a mark for each.
-    _EPOCH, _BATCHES, _GIVEN_BY, _BEGUN_BY, _LATEST, _MARKS = range(6)
-    _NOBODY, _MAIN = -1, 0
-    _MOST_WORKERS = 1024
+    # The places of the numbers: the epoch, the number of batches before the first, that of readers
+    # (of those that gave these batches, then of those that read; 0 if unknown), a mark for each.
+    _EPOCH, _BATCHES, _READERS, _MARKS = range(4)
+    _MOST_READERS = 1024
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
-            length = self._MARKS + self._MOST_WORKERS
+            length = self._MARKS + self._MOST_READERS
             self._numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
             self._numbers.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
 
@@ -155,33 +153,26 @@ class _Position:
     @property
     def readers(self) -> int:
         """How many workers read in the latest iteration, or 1 without workers; 0 if unknown."""
-        return int(self._numbers[self._LATEST])
+        return int(self._numbers[self._READERS])
 
-    def set(self, epoch: int, batches: int, given_by: int = 0) -> None:
+    def set(self, epoch: int, batches: int, readers: int) -> None:
         self._numbers.zero_()
-        self._numbers[self._EPOCH], self._numbers[self._BATCHES] = epoch, batches
-        self._numbers[self._GIVEN_BY] = self._numbers[self._LATEST] = given_by
-        self._numbers[self._BEGUN_BY] = self._NOBODY
+        self._numbers[: self._MARKS] = torch.tensor([epoch, batches, readers], device="cpu")
 
-    def take(self) -> int:
-        """Return how many batches to skip in the iteration that begins."""
-        info, readers = get_worker_info(), _num_workers()
-        workers = self._MAIN if info is None else info.num_workers
-        own = self._MARKS + (0 if info is None else info.id)
-        is_first = self._numbers[self._BEGUN_BY] == self._NOBODY
-        batches, before = int(self._numbers[self._BATCHES]), int(self._numbers[self._GIVEN_BY])
-        if is_first and batches and before not in (0, readers):
+    def take(self, reader: int, readers: int) -> int:
+        """Return how many batches a reader is to skip in the iteration that begins."""
+        marks, before = self._numbers[self._MARKS :], self.readers
+        skipped = 0 if marks[reader] else int(self._numbers[self._BATCHES])
+        if skipped and before not in (0, readers):
             raise ArgumentError(
                 f"the state comes from {counted(before, 'worker')}, and {readers} would read other "
                 "batches: use as many workers (no workers count as one)"
             )
-        self._numbers[self._LATEST] = readers
-        if is_first:
-            self._numbers[self._BEGUN_BY] = workers
-        if self._numbers[self._BEGUN_BY] != workers or self._numbers[own]:
-            return 0
-        self._numbers[own] = 1
-        return batches
+        self._numbers[self._READERS] = readers
+        # More readers in a later iteration begin with the first batch, too.
+        marks[reader] = 1
+        marks[readers:] = 1
+        return skipped
 
 
 class RecordingLoader(IterableDataset[Any]):
@@ -228,14 +219,14 @@ class RecordingLoader(IterableDataset[Any]):
         for samples in self._layers.values():
             if len(samples) != self._num_rows:
                 raise RecordingError("the recording has grown since it was opened: open it again")
-        workers = _num_workers()
+        reader, workers = _reader()
         if self._loaded is not None:
             (self._part, skipped), self._loaded = self._loaded, None
         else:
             # A loader asks its workers in turn, beginning with the first, which continues at the
             # next batch.
-            info, skipped = get_worker_info(), self._position.take()
-            self._part = (skipped + (0 if info is None else info.id)) % workers
+            skipped = self._position.take(reader, workers)
+            self._part = (skipped + reader) % workers
             skipped = len(range(self._part, skipped, workers))
         # Workers with one batch more come first.
         each, more = divmod(len(self), workers)
@@ -278,7 +269,7 @@ class RecordingLoader(IterableDataset[Any]):
             "epoch": self._position.epoch,
             "batches": self._given,
             "readers": self._position.readers,
-            "worker": None if get_worker_info() is None else [self._part, _num_workers()],
+            "worker": None if get_worker_info() is None else [self._part, _reader()[1]],
             "recording": self._fingerprint,
             "arguments": self._to_json(),
         }
@@ -323,7 +314,7 @@ class RecordingLoader(IterableDataset[Any]):
         if not workers:
             self._begin_at(epoch, batches, readers)
             return
-        if workers != _num_workers():
+        if workers != _reader()[1]:
             raise ArgumentError(f"the state comes from one of {workers} workers: use as many")
         # The state of a worker is this worker's alone.
         self._begin_at(epoch, 0, readers)
@@ -371,6 +362,7 @@ class RecordingLoader(IterableDataset[Any]):
         return shown, known or {"sample": batch.rows}
 
 
-def _num_workers() -> int:
+def _reader() -> tuple[int, int]:
+    """Return the number of this worker and that of all; this process counts as the only one."""
     info = get_worker_info()
-    return 1 if info is None else info.num_workers
+    return (0, 1) if info is None else (info.id, info.num_workers)
