@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
     from scio_recorder.recorder.recorder import Recorder
     from scio_recorder.recording import Recording, open_recording
-    from scio_recorder.recording.nodes import Nodes
-    from scio_recorder.recording.tokens import Tokens
+    from scio_recorder.recording.row_kinds import Nodes, Tokens
 
 __all__ = [
     "ActivationCheckpointer",
@@ -76,10 +75,10 @@ _HOMES = {
     "CheckpointConfig": "recompute.checkpointer",
     "DepthIdx": "layer",
     "Layer": "layer",
-    "Nodes": "recording.nodes",
+    "Nodes": "recording.row_kinds",
     "Recorder": "recorder.recorder",
     "Recording": "recording",
-    "Tokens": "recording.tokens",
+    "Tokens": "recording.row_kinds",
     "Tracker": "events",
     "compare": "analysis.comparing.compare",
     "open_recording": "recording",

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
-    from scio_recorder.recording.collected_passes import CollectedPasses
-    from scio_recorder.recording.collection import Collection
+    from scio_recorder.recording.collection import CollectedPasses, Collection
     from scio_recorder.recording.feed import Share
     from scio_recorder.recording.options import Reduce, Transforms
     from scio_recorder.recording.rows import Rows
@@ -540,8 +539,7 @@ class Collecting:
         >>> collection.recording["0-1"].shape
         torch.Size([12, 1])
         """
-        from scio_recorder.recording.collected_passes import CollectedPasses
-        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.collection import CollectedPasses, Collection
         from scio_recorder.recording.feed import Feed
         from scio_recorder.recording.options import CollectOptions
         from scio_recorder.recording.resuming import saying_what_is_durable

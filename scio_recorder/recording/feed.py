@@ -283,7 +283,8 @@ class Feed:
             ids = to_ids(given[: self._num_own(len(given))])
         except ValueError as error:
             raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
-        for place, value in enumerate(ids):
+        each: Iterable[Any] = ids
+        for place, value in enumerate(each):
             if value in self._seen:
                 self._seen.difference_update(ids[:place])
                 raise CollectError(
