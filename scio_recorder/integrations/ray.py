@@ -129,10 +129,7 @@ def collect_parts(
     _check_maker(make_recorder)
     check_make_batches(make_batches)
     where = _seen_by_all(as_store(store))
-    asked = CollectOptions(
-        where, reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows,
-        activation_postproc, stop_early,
-    )  # fmt: skip
+    asked = CollectOptions.among({**locals(), "store": where})
     needs = resources or {"CPU": 1}
     named = {_NAMED.get(name, name): value for name, value in needs.items()}
     own = {name: value for name, value in named.items() if name not in _NAMED.values()}

@@ -293,20 +293,7 @@ class AnalysisMethods(Collecting):
         from scio_recorder.recording.resuming import saying_what_is_durable
         from scio_recorder.workers.parts import Parts
 
-        asked = CollectOptions(
-            store=store,
-            reduce=reduce,
-            transform=transform,
-            every=every,
-            max_batches=max_batches,
-            to_inputs=to_inputs,
-            sample_ids=sample_ids,
-            dtype=dtype,
-            rows=rows,
-            activation_postproc=activation_postproc,
-            stop_early=stop_early,
-            resume=True,
-        )
+        asked = CollectOptions.among({**locals(), "resume": True})
         parts = Parts(self.capture, make_batches, num_parts, asked, self._go_through)
         with saying_what_is_durable(store, num_parts):
             return parts.collect(wait=wait, progress=progress)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.watch import WHY_NOT_CALLED, AroundCalls, Passes, Watcher
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
+from scio_recorder.layer import few
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private, private_distributed
@@ -309,20 +310,7 @@ class Collecting:
         from scio_recorder.recording.options import CollectOptions
         from scio_recorder.recording.resuming import saying_what_is_durable
 
-        asked = CollectOptions(
-            store=store,
-            reduce=reduce,
-            transform=transform,
-            every=every,
-            max_batches=max_batches,
-            to_inputs=to_inputs,
-            sample_ids=sample_ids,
-            dtype=dtype,
-            rows=rows,
-            activation_postproc=activation_postproc,
-            stop_early=stop_early,
-            resume=resume,
-        )
+        asked = CollectOptions.among(locals())
         feed = Feed(batches, asked, share=self._share_of(batches, has_ids=sample_ids is not None))
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
@@ -549,18 +537,7 @@ class Collecting:
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
             )
-        asked = CollectOptions(
-            store=store,
-            reduce=reduce,
-            transform=transform,
-            every=every,
-            max_batches=max_batches,
-            sample_ids=sample_ids,
-            dtype=dtype,
-            rows=rows,
-            activation_postproc=activation_postproc,
-            resume=resume,
-        )
+        asked = CollectOptions.among(locals())
         # An iterator, since the number of passes is not known.
         feed = Feed(iter(()), asked)
         collected = CollectedPasses(Collection(self._capture, feed, asked, is_of_others=True))
@@ -636,9 +613,8 @@ class Collecting:
 def _warn_of_calls_outside(layers: Sequence[Layer]) -> None:
     # The hooks of the network itself are called outside of a pass only by a shallow copy of it.
     if layers and layers[-1].depth:
-        more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
         warn(
-            f"code in the block called {', '.join(map(str, layers[:4]))}{more} without the network "
+            f"code in the block called {few(layers, 4)} without the network "
             "around it, as generate calls an encoder. Such a call belongs to no pass: it is "
             "neither recorded nor changed. Watch that part with a Recorder of its own"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,12 @@ class CollectOptions:
                 "activations keep their dtype, which transform= can change"
             )
         rows_or_none(self.rows, CollectError)
+
+    @classmethod
+    def among(cls, given: Mapping[str, Any]) -> Self:
+        """Return the options among the arguments of a function, which have the names of options."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: given[name] for name in names if name in given})
 
 
 class LayerOptions:
