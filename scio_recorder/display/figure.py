@@ -491,8 +491,8 @@ def _map(axis: Axes, values: Floats, clean: float, corrupted: float) -> None:
     axis.set_facecolor(_GREY)
     # Blue points to the clean run.
     colours = "RdBu" if clean >= corrupted else "RdBu_r"
-    ends = {"vmin": corrupted - reach, "vmax": corrupted + reach}
-    image = axis.imshow(values, cmap=colours, origin="lower", aspect="auto", **ends)
+    low, high = corrupted - reach, corrupted + reach
+    image = axis.imshow(values, cmap=colours, origin="lower", aspect="auto", vmin=low, vmax=high)
     # Below the map, so that the figure is narrow enough for a phone.
     bar = axis.figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
     bar.ax.axvline(corrupted, color="black", linewidth=1)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from string import Template
 
 from rich.filesize import decimal
 
-from scio_recorder.display import figure, page
+from scio_recorder.display import page
 from scio_recorder.display.figure import Bars, LayerSummary, UnitStatistics
 from scio_recorder.display.outline import Outline, asset, searched, text, tree_html
 from scio_recorder.layer import few
@@ -54,7 +53,7 @@ def recording_page(
         "Statistics": _statistics(layers),
         "Histograms": _histograms(layers),
         "Architecture": tree_html(outline, page.address_of),
-        "Definitions": [_definitions()],
+        "Definitions": [asset("recording-words.html")],
     }
     return page.page_html(title, facts, warnings, sections)
 
@@ -142,23 +141,6 @@ def _figure(summary: LayerSummary) -> str:
         + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'
         f"<span>{page.number_text(bars.high)}</span></div><p>{', '.join(told)}</p></figure>"
     )
-
-
-def _definitions() -> str:
-    bounds = figure.SATURATION_BOUNDS.items()
-    return Template(asset("recording-words.html")).substitute(
-        factor=f"{figure.EXPLOSION_FACTOR:g}",
-        least=f"{figure.EXPLOSION_LEAST:g}",
-        others=figure.EXPLOSION_UNITS,
-        most=f"{figure.EXPLOSION_SHARE:.0%}",
-        share=f"{figure.SATURATION_SHARE:.0%}",
-        width=f"{figure.SATURATION_WIDTH:.0%}",
-        known=", ".join(f"{kind} ({_bounds_text(ends)})" for kind, ends in bounds),
-    )
-
-
-def _bounds_text(ends: tuple[float | None, float | None]) -> str:
-    return " and ".join(page.number_text(end) for end in ends if end is not None)
 
 
 def _cells(summary: LayerSummary) -> dict[str, str]:

@@ -19,6 +19,8 @@ from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
 from scio_recorder.command_line import main
+from scio_recorder.display import figure
+from scio_recorder.display.outline import asset
 from scio_recorder.display.page import write_page
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording.statistics import RunningStatistics
@@ -432,3 +434,15 @@ def test_an_infinity_is_no_explosion_and_faults_come_first(tmp_path: Path) -> No
         "dead:",
     ]
     assert len(lines) == 3
+
+
+def test_definitions_have_the_numbers_that_are_used() -> None:
+    words = asset("recording-words.html")
+    assert f"more than {figure.EXPLOSION_FACTOR:g} times" in words
+    assert f"above {figure.EXPLOSION_LEAST:g}. " in words
+    assert f"{figure.EXPLOSION_UNITS} others. At most {figure.EXPLOSION_SHARE:.0%} of" in words
+    share, width = figure.SATURATION_SHARE, figure.SATURATION_WIDTH
+    assert f"at least {share:.0%} of its values within {width:.0%} of" in words
+    for kind, ends in figure.SATURATION_BOUNDS.items():
+        bounds = " and ".join(f"{end:g}" for end in ends if end is not None)
+        assert f"{kind} ({bounds})" in words

@@ -73,8 +73,10 @@ class Match:
         """Refuse an entry that matches no name on a side: it is probably a typing error."""
         for glob, other in self.given.items():
             found = {one for name in reference.names for one in _partner(glob, other, name)}
-            sides = ((glob, "reference", reference, not found),)
-            sides += ((other, "candidate", candidate, found.isdisjoint(candidate.names)),)
+            sides = (
+                (glob, "reference", reference, not found),
+                (other, "candidate", candidate, found.isdisjoint(candidate.names)),
+            )
             for name, side, architecture, is_unknown in sides:
                 if is_unknown:
                     close = closest(name, filter(None, architecture.names), cutoff=0.4)
