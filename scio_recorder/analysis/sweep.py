@@ -145,8 +145,12 @@ def _running(
         finally:
             state.put_back()
 
-    modes = torch.inference_mode(False), torch.set_grad_enabled(with_gradients)
-    with untouched(net, clean, corrupted) as state, modes[0], modes[1]:
+    with (
+        untouched(net, clean, corrupted) as state,
+        # It ends with gradients as they were when it began.
+        torch.inference_mode(False),
+        torch.set_grad_enabled(with_gradients),
+    ):
         try:
             yield run
         finally:

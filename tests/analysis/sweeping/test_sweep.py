@@ -466,6 +466,15 @@ def test_the_recorder_stays_as_it_is() -> None:
     assert all(torch.equal(rnet.activations[label], kept[label]) for label in kept)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("estimate", [True, False])
+def test_gradients_are_on_afterwards_if_they_were_before(grad: bool, estimate: bool) -> None:
+    rnet = recorder(chain(), "0", "2", input_size=(2, 3))
+    with torch.set_grad_enabled(grad):
+        rnet.sweep(Y, X, torch.sum, estimate=estimate)
+        assert torch.is_grad_enabled() is grad
+
+
 def test_nothing_is_left_after_an_error() -> None:
     net = chain()
     rnet = recorder(net, "0", "2", input_size=(2, 3))
