@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -188,16 +187,10 @@ def _advise_resources(needs: Mapping[str, float]) -> None:
     machines = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
     if any(all(has.get(name, 0) >= needs[name] for name in needs) for has in machines):
         return
-    most = {name: max((has.get(name, 0) for has in machines), default=0) for name in needs}
-    lacking = {name: needs[name] for name in needs if most[name] < needs[name]} or dict(needs)
-    # Each machine also has resources for its address and its share of the object store.
-    hidden = re.compile(r"node:.*|object_store_memory")
-    found = cluster.cluster_resources()
-    there = {name: found[name] for name in sorted(found) if not hidden.fullmatch(name)}
     warn(
-        f"no machine of the Ray cluster has {lacking} for an actor, and actors wait until there is "
-        f"one that has: in all, the cluster has {there}. Write resources= with names and numbers "
-        "of these, unless the cluster is about to grow",
+        f"no machine of the Ray cluster has {dict(needs)} for an actor, and actors wait until "
+        f"there is one that has: in all, the cluster has {cluster.cluster_resources()}. Write "
+        "resources= with names and numbers of these, unless the cluster is about to grow",
         CollectWarning,
     )
 

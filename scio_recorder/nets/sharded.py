@@ -116,6 +116,9 @@ class InStep:
     """
 
     def __init__(self, net: nn.Module) -> None:
+        self._groups: dict[int, Any] = {}
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
         for module in fsdp_modules(net):
             # Whole parameters that were left in place don't know their mesh.
             private_distributed.take_whole_parameters(module)

@@ -26,8 +26,6 @@ T = TypeVar("T")
 # Bytes that are read together if all of a layer is read: few enough that the next ones get the same
 # memory, and the number of such reads at once from a bucket.
 _PART_BYTES, _PART_REQUESTS = 1 << 24, 4
-# Rows whose samples are examined together.
-_PART_ROWS = 1 << 20
 
 
 class OnDemand(Sequence[T]):
@@ -54,7 +52,7 @@ class RowsOfSamples(OnDemand["slice | Tensor"]):
     Parameters
     ----------
     samples : Tensor
-        The sample of each row, from which it is read part by part.
+        The sample of each row.
     num_samples : int
         The number of samples; some may have no rows.
 
@@ -68,18 +66,12 @@ class RowsOfSamples(OnDemand["slice | Tensor"]):
     """
 
     def __init__(self, samples: Tensor, num_samples: int) -> None:
-        self.lengths = torch.zeros(num_samples, dtype=torch.int64, device="cpu")
-        is_rising, last = True, 0
-        for start in range(0, len(samples), _PART_ROWS):
-            part = samples[start : start + _PART_ROWS].cpu()
-            low = int(part.min())
-            counts = torch.bincount(part - low)
-            self.lengths[low : low + len(counts)] += counts
-            is_rising = is_rising and int(part[0]) >= last and not bool((part.diff() < 0).any())
-            last = int(part[-1])
+        found = samples[:].cpu()
+        self.lengths = torch.bincount(found, minlength=num_samples)
         self._starts = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
         # If rows of a sample are not adjacent, each needs its index.
-        self._order = None if is_rising else samples[:].cpu().argsort(stable=True)
+        is_rising = not bool((found.diff() < 0).any())
+        self._order = None if is_rising else found.argsort(stable=True)
 
     def __len__(self) -> int:
         return len(self.lengths)

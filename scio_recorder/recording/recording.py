@@ -27,8 +27,8 @@ from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES
-from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.reader import Packed, RunReader
+from scio_recorder.stores.disk_format.ids import to_ids
+from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
 
@@ -264,16 +264,9 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
 
 
 def _states(reader: RunReader) -> list[Any]:
-    """Return the last state of each rank; of equal ones, which are common, one is unpacked."""
-    states: list[Any] = []
-    last: Packed | None = None
-    for state in map(reader.read_state, range(reader.world_size)):
-        if state is not None:
-            is_as_last = last is not None and last.value == state.value
-            same = is_as_last and not state.tensors
-            states.append(states[-1] if same else unpack(state))
-            last = state
-    return states
+    """Return the last state of each rank that has one."""
+    states = map(reader.read_state, range(reader.world_size))
+    return [unpack(state) for state in states if state is not None]
 
 
 def _relative_errors(
@@ -311,7 +304,9 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
         for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, writer.row_bytes))):
             for key, column in columns.items():
                 column.place(writer.start, len(rows)).copy_(arrays[key][rows.start : rows.stop])
-            ids = _ids_up_to(recording, rows, len(writer.sample_ids))
+            # If rows are not samples, all of these begin with the first rows.
+            stop = recording.num_samples if recording.has_rows else rows.stop
+            ids = to_ids(recording.sample_ids[len(writer.sample_ids) : stop])
             # States may be large, and only the last one counts.
             state = partial(_state_of, recording) if rows.stop == recording.num_rows else dict
             kept = {
@@ -337,16 +332,6 @@ def _batches(
     for number, rows in enumerate(calls.rows):
         stop += rows
         yield range(stop - rows, stop), {label: calls.call(number, label) for label in calls.labels}
-
-
-def _ids_up_to(recording: Recording, rows: range, before: int) -> Ids:
-    """Return the ids, after the first ones, that these rows need."""
-    stop = rows.stop
-    if recording.has_rows:
-        stop = recording.num_samples
-        if recording.rows and rows.stop < recording.num_rows:
-            stop = max(before, 1 + int(recording.rows["sample"][rows.start : rows.stop].max()))
-    return to_ids(recording.sample_ids[before:stop])
 
 
 def _settings(recording: Recording) -> dict[str, Any]:

@@ -186,18 +186,8 @@ class BatchRows:
         is_shape = isinstance(was, tuple) and all(isinstance(length, int) for length in was)
         if labelled is None or not is_shape:
             return False
-        if self._was_shared(layer):
-            # The only sample has what all share; otherwise nothing tells whether they differ.
-            return self.shape[0] > 1
         is_scalar = was == labelled == self.shape
         return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
-
-    def _was_shared(self, layer: Layer) -> bool:
-        """Whether a layer gave all samples the same at labelling, as embeddings of positions do."""
-        was, labelled = layer.output_shape, self.labelled
-        if labelled is None or self.dims != ("batch", "positions") or not isinstance(was, tuple):
-            return False
-        return was[:2] == (1, labelled[1]) and labelled[0] > 1
 
     def _is_doubtful(self, layer: Layer) -> bool:
         """Whether lengths, as at labelling, don't distinguish positions from other dimensions.
@@ -209,7 +199,7 @@ class BatchRows:
         was, labelled = layer.output_shape, self.labelled or self.shape
         if self.dims != ("batch", "positions") or self.shape[1] < 2 or not isinstance(was, tuple):
             return False
-        if was[:2] != labelled and not (self.shape[0] == 1 and self._was_shared(layer)):
+        if was[:2] != labelled:
             return False
         are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
         others = self.has_others or self.other_half or labelled[1] in was[2:]

@@ -10,7 +10,6 @@ import torch
 
 from scio_recorder import open_recording
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.recording import readable
 from scio_recorder.recording.readable import RowsOfSamples
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Device, Disk, Host
@@ -162,12 +161,6 @@ def test_several_ranks(tmp_path):
     assert saved.sample_ids == recording.sample_ids
 
 
-def test_samples_are_read_part_by_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(readable, "_PART_ROWS", 2)
-    for name, passes in ALL_PASSES.items():
-        check(write(f"disk:{tmp_path}/{name}", passes), passes)
-
-
 def test_rows_that_are_together_are_not_numbered():
     rising = RowsOfSamples(expected(PADDED)["sample"], 6)
     assert rising[2] == slice(3, 6)
@@ -176,13 +169,6 @@ def test_rows_that_are_together_are_not_numbered():
     assert torch.equal(falling[0], torch.tensor([0, 1, 2, 4, 6]))
     assert falling.lengths.tolist() == [5, 3, 2, 3]
     assert len(RowsOfSamples(torch.zeros(0, dtype=torch.int64), 3)[2:]) == 1
-
-
-def test_rows_fall_where_parts_meet(monkeypatch):
-    monkeypatch.setattr(readable, "_PART_ROWS", 2)
-    falling = RowsOfSamples(torch.tensor([0, 1, 0, 1, 2]), 3)
-    assert [falling[sample].tolist() for sample in range(3)] == [[0, 2], [1, 3], [4]]
-    assert RowsOfSamples(torch.tensor([0, 1, 1, 1, 2]), 3)[1] == slice(1, 4)
 
 
 def test_without_rows_a_sample_is_a_row(tmp_path):
