@@ -83,9 +83,9 @@ def machine() -> str:
 def holder_of(medium: Medium, name: str) -> dict[str, Any]:
     """Return a lease's facts about its holder: empty if it is gone or unreadable."""
     try:
-        with medium.open(name) as file:
-            said = parse(file.read(0, _MAX_BYTES))
-        return expect(said, dict)
+        content = bytearray(_MAX_BYTES)
+        size = medium.fill(name, memoryview(content)).num_bytes
+        return expect(parse(bytes(content[:size])), dict)
     except (OSError, ValueError):
         return {}
 
@@ -353,15 +353,14 @@ class Claims:
         asked = [part for part, seen in self._leases.items() if not seen.is_told][:_ASKED]
         # A lease may be gone by now. Without an answer, watching it is enough.
         with suppress(OSError):
-            now = self._time_now() if asked else None
-            for part in asked if now is not None else ():
+            now = self._time_now() if asked else 0.0
+            for part in asked:
                 number, since, _ = self._leases[part]
-                then = self._medium.written_at(lease_name(part, number))
-                if now is not None and then is not None:
-                    since = min(since, self._looked_at - (now - then))
+                age = now - self._medium.written_at(lease_name(part, number))
+                since = min(since, self._looked_at - age)
                 self._leases[part] = _Seen(number, since, is_told=True)
 
-    def _time_now(self) -> float | None:
+    def _time_now(self) -> float:
         """Return the time by the clock of the store."""
         name = f"{PREFIX}clock-{uuid.uuid4().hex}"
         self._medium.claim(name, b"")

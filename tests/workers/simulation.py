@@ -8,7 +8,6 @@ or after it has acted, or takes longer than a lease lasts, or its worker dies in
 from __future__ import annotations
 
 import heapq
-import io
 import random
 import sys
 import threading
@@ -16,13 +15,13 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.description import INDEX_NAME, chunk_name, manifest_name
-from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.stores.disk_format.medium import Medium, Stamp
 from scio_recorder.workers.leases import RENEWED_EVERY, STALE_AFTER, Claims, Lease
 
 PAUSE = 2.0
@@ -202,15 +201,24 @@ class Bucket(Medium):
 
         return retried(listed)
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        def content() -> bytes:
+    def fill(self, name: str, out: memoryview, offset: int = 0, stamp: Any = None) -> Stamp:
+        def read() -> bytes:
             with self._request("read"):
                 if name not in self.world.files:
                     raise FileNotFoundError(name)
                 return self.world.files[name]
 
-        yield Opened(retried(content))
+        content = retried(read)
+        piece = content[offset : offset + len(out)]
+        if piece:
+            out[: len(piece)] = piece
+        return Stamp(len(content), None)
+
+    def has(self, name: str) -> bool:
+        with suppress(FileNotFoundError):
+            self.fill(name, memoryview(b""))
+            return True
+        return False
 
     def put(self, name: str, owner: str, write: Any) -> Any:
         """Put an object, and know it again where the answer was lost, as a store has to."""
@@ -237,17 +245,6 @@ class Bucket(Medium):
     def unlink(self, name: str) -> None:
         with self._request("remove"):
             self.world.remove(name)
-
-
-class Opened(io.BytesIO):
-    """An object that is read."""
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.getbuffer())
-
-    def read(self, offset: int, count: int) -> bytes:  # type: ignore[override]
-        return self.getvalue()[offset : offset + count]
 
 
 def retried(request: Callable[[], Any]) -> Any:

@@ -24,13 +24,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scio_recorder.errors import RecordingError, needing
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -173,10 +172,33 @@ class Bucket(Medium):
         self.make("", note)
         return sorted(found)
 
-    @contextmanager
-    def open(self, name: str, stamp: object = None) -> Iterator[Object]:
-        """Open an object for reading; nothing is requested before it is read."""
-        yield Object(self, name, stamp)
+    def fill(
+        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
+    ) -> Stamp:
+        """Read an object into memory, and return its stamp."""
+        options: dict[str, Any] = {"range": (offset, offset + len(out))}
+        if stamp is not None and stamp.version is not None:
+            options["if_match"] = stamp.version
+
+        def get(library: Any, store: ObjectStore, path: str) -> Any:
+            answer = library.get(store, path, options=options)
+            return answer.meta, memoryview(answer.bytes())
+
+        damage = f"{self.path_of(name)} is damaged: it ends before byte {offset + len(out)}"
+        try:
+            meta, data = self.make(name, get, len(out))
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+            raise RecordingError(damage) from None
+        found = Stamp(meta["size"], meta["e_tag"])
+        if stamp not in (None, found):
+            raise RecordingError(f"{self.path_of(name)} was replaced since it was opened")
+        out = out[: found.num_bytes - offset]
+        if len(data) != len(out):
+            raise RecordingError(damage)
+        out[:] = data
+        return found
 
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new object in place, whole or not at all; see the NOTE."""
@@ -250,74 +272,6 @@ def _put_by(library: Any, store: ObjectStore, path: str) -> str | None:
         raise PassingError("an object that is there already is not there") from None
     found: str | None = answer.attributes.get(_PUT_BY)
     return found
-
-
-class Object:
-    """An object that is read, range by range.
-
-    Parameters
-    ----------
-    bucket : Bucket
-        The bucket that holds it.
-    name : str
-        Its name.
-    stamp : object
-        The expected stamp; None if it is not known.
-    """
-
-    def __init__(self, bucket: Bucket, name: str, stamp: object) -> None:
-        self.path = bucket.path_of(name)
-        self._bucket, self._name, self._stamp = bucket, name, stamp
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-        length: int = self.stamp[0]
-        return length
-
-    @property
-    def stamp(self) -> Any:
-        """A value that changes when another object takes its place."""
-        if self._stamp is None:
-            self._get({"head": True})
-        return self._stamp
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer if it ends before."""
-        if self._stamp is not None:
-            count = min(count, self.num_bytes - offset)
-        return bytes(self._range(offset, count)) if count > 0 else b""
-
-    def fill(self, out: memoryview, offset: int) -> None:
-        """Read into memory from ``offset`` on."""
-        data = self._range(offset, len(out)) if out else memoryview(b"")
-        if len(data) != len(out):
-            raise RecordingError(f"{self.path} is damaged: it ends before byte {offset + len(out)}")
-        out[:] = data
-
-    def _range(self, offset: int, count: int) -> memoryview:
-        try:
-            return memoryview(self._get({"range": (offset, offset + count)}, count))
-        except OSError as error:
-            if error.errno != errno.ENODATA:
-                raise
-            return memoryview(b"")
-
-    def _get(self, options: Mapping[str, Any], num_bytes: int = 0) -> Any:
-        # The tag ensures that it is the same one in every request.
-        tag = None if self._stamp is None else self.stamp[1]
-        wanted = {**options, **({} if tag is None else {"if_match": tag})}
-
-        def get(library: Any, store: ObjectStore, path: str) -> Any:
-            answer = library.get(store, path, options=wanted)
-            return answer.meta, b"" if "head" in options else answer.bytes()
-
-        meta, data = self._bucket.make(self._name, get, num_bytes)
-        stamp = meta["size"], meta["e_tag"]
-        if self._stamp not in (None, stamp):
-            raise RecordingError(f"{self.path} was replaced since it was opened")
-        self._stamp = stamp
-        return data
 
 
 def _understood(error: Exception) -> tuple[OSError, bool]:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt
 
 _T = TypeVar("_T")
 
@@ -31,42 +31,6 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-
-class File:
-    """A regular file that is open for reading.
-
-    Parameters
-    ----------
-    path : str
-        Its path, for messages.
-    descriptor : int
-        The descriptor for reading. Its owner closes it.
-    """
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        status = system.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise RecordingError(f"{path} is not a regular file")
-        self.num_bytes = status.st_size
-        # Writing into a file changes one or the other.
-        self.stamp = status.st_size, status.st_mtime_ns
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer if the file ends before."""
-        out = bytearray(max(0, min(count, self.num_bytes - offset)))
-        self.fill(memoryview(out), offset)
-        return bytes(out)
-
-    def fill(self, out: memoryview, offset: int) -> None:
-        """Read into memory from ``offset`` on."""
-        while out:
-            done = system.pread_into(self._descriptor, out, offset)
-            if not done:
-                raise RecordingError(f"{self.path} is damaged: it ends at byte {offset}")
-            out, offset = out[done:], offset + done
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
@@ -86,6 +50,8 @@ class Folder(Medium):
     """
 
     has_locks = True
+    # Each read opens the file.
+    span_bytes = 4 << 20
 
     def __init__(self, path: str) -> None:
         # Only this path may lead through links: the user has named it.
@@ -129,27 +95,33 @@ class Folder(Medium):
         found = system.list_names(self.descriptor)
         return sorted(name for name in found if name.startswith(prefix))
 
-    def has(self, name: str) -> bool:
-        """Whether there is anything of this name."""
-        with accessing(self.path_of(name)), suppress(FileNotFoundError):
-            system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
-            return True
-        return False
-
     def written_at(self, name: str) -> float:
         """Return when a file was put, by the clock of the file system."""
         status = system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
         return float(status.st_mtime)
 
-    @contextmanager
-    def open(self, name: str, stamp: object = None) -> Iterator[File]:
-        """Open a regular file for reading."""
+    def fill(
+        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
+    ) -> Stamp:
+        """Read a regular file into memory, and return its stamp."""
         descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
         try:
-            file = File(self.path_of(name), descriptor)
-            if stamp not in (None, file.stamp):
-                raise RecordingError(f"{file.path} was replaced since it was opened")
-            yield file
+            status = system.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise RecordingError(f"{self.path_of(name)} is not a regular file")
+            # Writing into a file changes one or the other.
+            found = Stamp(status.st_size, status.st_mtime_ns)
+            if stamp not in (None, found):
+                raise RecordingError(f"{self.path_of(name)} was replaced since it was opened")
+            out = out[: max(0, found.num_bytes - offset)]
+            while out:
+                done = system.pread_into(descriptor, out, offset)
+                if not done:
+                    raise RecordingError(
+                        f"{self.path_of(name)} is damaged: it ends at byte {offset}"
+                    )
+                out, offset = out[done:], offset + done
+            return found
         finally:
             close_quietly(descriptor)
 

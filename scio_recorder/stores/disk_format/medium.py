@@ -11,8 +11,8 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol, TypeAlias, TypeVar
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from scio_recorder.errors import RecordingError
 
@@ -69,26 +69,19 @@ def parsing(path: str) -> Iterator[None]:
         raise RecordingError(f"{path} is damaged: {reason:.200}") from cause
 
 
-class OpenFile(Protocol):
-    """A file that is open for reading."""
+class Stamp(NamedTuple):
+    """What distinguishes a file from another that takes its place.
 
-    @property
-    def path(self) -> str:
-        """Its path, for messages."""
+    Parameters
+    ----------
+    num_bytes : int
+        Its length.
+    version : object
+        A value that changes when the file is written to.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-
-    @property
-    def stamp(self) -> object:
-        """A value that changes when the file is written to."""
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes from ``offset`` on, or fewer if the file ends before."""
-
-    def fill(self, out: memoryview, offset: int) -> None:
-        """Read into memory from ``offset`` on."""
+    num_bytes: int
+    version: object
 
 
 class Medium(abc.ABC):
@@ -123,21 +116,33 @@ class Medium(abc.ABC):
         """Return the names with a prefix, sorted."""
 
     @abc.abstractmethod
-    def open(self, name: str, stamp: object = None) -> AbstractContextManager[OpenFile]:
-        """Open a file for reading.
+    def fill(
+        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
+    ) -> Stamp:
+        """Read a file into memory, up to the end of either, and return the file's stamp.
 
         Parameters
         ----------
         name : str
-            Its name. If there is none, the error may only come at the first read.
-        stamp : optional
-            Its stamp at an earlier opening: a file that has changed since is refused.
+            Its name.
+        out : memoryview
+            The memory to fill.
+        offset : int, default 0
+            The first byte to read.
+        stamp : Stamp, optional
+            Its stamp at an earlier reading: a file that has changed since is refused.
+
+        Raises
+        ------
+        RecordingError
+            It is another one than before, or no regular file, or ends before ``offset``.
         """
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
-        with accessing(self.path_of(name)), suppress(FileNotFoundError), self.open(name) as file:
-            return file.num_bytes >= 0
+        with accessing(self.path_of(name)), suppress(FileNotFoundError):
+            self.written_at(name)
+            return True
         return False
 
     @abc.abstractmethod
@@ -174,9 +179,9 @@ class Medium(abc.ABC):
             There is a file of this name.
         """
 
-    def written_at(self, name: str) -> float | None:
-        """Return when a file was put, in seconds by the medium's own clock, if it has one."""
-        return None
+    @abc.abstractmethod
+    def written_at(self, name: str) -> float:
+        """Return when a file was put, in seconds by the medium's own clock."""
 
     def is_abandoned(self, name: str) -> bool:
         """Whether the process that claimed a name was on this machine and is gone."""

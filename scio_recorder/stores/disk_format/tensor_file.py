@@ -26,7 +26,7 @@ from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.medium import Medium, OpenFile, WriteAt, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing, parsing
 from scio_recorder.tensors.copies import DTYPES, dtype_name
 from scio_recorder.tensors.processes import for_each
 
@@ -43,8 +43,6 @@ BLOCK_BYTES = 1 << 20
 MAX_DIMENSIONS = 64
 # If the header fills whole pages, the data begins aligned, and is read faster.
 _PAGE_BYTES = 4096
-# The number of reads from which a second thread is worth its start on any medium.
-_READS_FOR_TWO = 6
 
 _BEFORE_CHECKSUM = b'{"__metadata__":{"xxh3_64":"'
 _BEFORE_BLOCKS = b'","blocks":"'
@@ -330,13 +328,13 @@ class TensorFile:
         self.name = name
         self.path = medium.path_of(name)
         self._medium = medium
-        with parsing(self.path), medium.open(name) as file:
-            header = _read_header(file)
+        with parsing(self.path):
+            header, self._stamp = _read_header(medium, name)
             layout, self._blocks, self.content = _parsed(header)
             self.num_bytes = len(header) + layout.num_bytes
-            if file.num_bytes != self.num_bytes:
-                raise ValueError(f"{file.num_bytes} bytes long, {self.num_bytes} were written")
-            self._stamp = file.stamp
+            found = self._stamp.num_bytes
+            if found != self.num_bytes:
+                raise ValueError(f"{found} bytes long, {self.num_bytes} were written")
         self._begin = len(header)
         self.checksum = _checksum_of(header)
         # The layout itself holds the text of the header.
@@ -347,11 +345,10 @@ class TensorFile:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
         step = self._medium.span_bytes
         spans = range(start - start % BLOCK_BYTES, start + len(out), step)
-        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
-            work = partial(self._copy_span, file, out, name, start)
+        with accessing(self.path):
             # In two threads, the system and the checksum don't wait for each other.
-            threads = max(self._medium.num_readers, 1 + (len(spans) >= _READS_FOR_TWO))
-            for_each(work, spans, threads)
+            work = partial(self._copy_span, out, name, start)
+            for_each(work, spans, max(2, self._medium.num_readers))
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor in new memory."""
@@ -369,15 +366,13 @@ class TensorFile:
         self.distrust()
         step = self._medium.span_bytes
         scratch = numpy.empty(step, numpy.uint8)
-        with accessing(self.path), self._medium.open(self.name, self._stamp) as file:
+        with accessing(self.path):
             for name, spec in self.table.items():
                 for start in range(0, spec.nbytes, step):
-                    self._copy_span(file, scratch[: spec.nbytes - start], name, start, start)
+                    self._copy_span(scratch[: spec.nbytes - start], name, start, start)
         return self.num_bytes
 
-    def _copy_span(
-        self, file: OpenFile, out: NDArray[numpy.uint8], name: str, start: int, span: int
-    ) -> None:
+    def _copy_span(self, out: NDArray[numpy.uint8], name: str, start: int, span: int) -> None:
         """Copy the bytes of the blocks in ``span``, which are read in one go."""
         length = self.table[name].nbytes
         offset, first_block = self._starts[name]
@@ -389,7 +384,7 @@ class TensorFile:
         end = high if is_known[-1] else min(blocks.stop * BLOCK_BYTES, length)
         part = out[low - start : high - start]
         whole = part if (begin, end) == (low, high) else numpy.empty(end - begin, numpy.uint8)
-        file.fill(whole.data, self._begin + offset + begin)
+        self._medium.fill(self.name, whole.data, self._begin + offset + begin, self._stamp)
         for number in itertools.compress(blocks, map(operator.not_, is_known)):
             at = number * BLOCK_BYTES
             block = whole[at - begin : min(at + BLOCK_BYTES, length) - begin]
@@ -406,10 +401,13 @@ class TensorFile:
         self._verified[number] = True
 
 
-def _read_header(file: OpenFile) -> bytes:
-    first = file.read(0, _PAGE_BYTES)
+def _read_header(medium: Medium, name: str) -> tuple[bytes, Stamp]:
+    first = bytearray(_PAGE_BYTES)
+    stamp = medium.fill(name, memoryview(first))
     length = 8 + int.from_bytes(first[:8], "little")
-    if not _PAGE_BYTES <= length <= MAX_FILE_BYTES:
-        raise ValueError(f"its header is said to have {length} bytes")
-    more = length - _PAGE_BYTES
-    return first + file.read(_PAGE_BYTES, more) if more else first
+    if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, stamp.num_bytes):
+        raise ValueError(f"its header is said to have {length} bytes of {stamp.num_bytes}")
+    more = bytearray(length - _PAGE_BYTES)
+    if more:
+        medium.fill(name, memoryview(more), _PAGE_BYTES, stamp)
+    return bytes(first + more), stamp
