@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -54,9 +54,6 @@ from scio_recorder.display.progress import lines_every, progress_bar
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import counted
 from scio_recorder.stores.disk_format.medium import is_url
-
-if TYPE_CHECKING:
-    from scio_recorder.workers.parts import Progress
 
 # Seconds between progress lines if there is no terminal.
 SECONDS = 10.0
@@ -251,7 +248,11 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     The rate is the one that the processes report. The time left is an estimate for as many
     processes as there are now.
     """
-    found = _progress(recording_at(parsed.path))
+    from scio_recorder.stores.disk_format.description import medium_at
+    from scio_recorder.workers.holders import progress_of
+
+    with closing(medium_at(recording_at(parsed.path))) as medium:
+        found = progress_of(medium)
     table = Table("part", "held by", "process", "since", "", box=None)
     for one in found.holders:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
@@ -269,14 +270,6 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     print_line(console, text)
     if found.holders:
         console.print(table)
-
-
-def _progress(path: str) -> Progress:
-    from scio_recorder.stores.disk_format.description import medium_at
-    from scio_recorder.workers.parts import progress_of
-
-    with closing(medium_at(path)) as medium:
-        return progress_of(medium)
 
 
 def inspect(parsed: argparse.Namespace, console: Console) -> None:

@@ -48,21 +48,11 @@ def add_compare(command: argparse.ArgumentParser) -> None:
     add("--layers", nargs="+", metavar="LAYER", help=what)
     what = "names or globs of the reference and their names in the candidate"
     add("--match", nargs="+", action="extend", default=[], metavar="NAME=NAME", help=what)
-    add("--rtol", type=_tolerance, default=0.0, help="relative tolerance (0: bit for bit)")
-    add("--atol", type=_tolerance, default=0.0, help="absolute tolerance (0: bit for bit)")
+    add("--rtol", type=float, default=0.0, help="relative tolerance (0: bit for bit)")
+    add("--atol", type=float, default=0.0, help="absolute tolerance (0: bit for bit)")
     add("--report", metavar="FILE", help="write a page that shows the differences")
     add_run(command)
     add_flow(command)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance; write it like 1e-5")
-    return value
 
 
 def compare(parsed: argparse.Namespace, console: Console) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
@@ -21,8 +21,6 @@ _WIDEST_SHAPE = 36
 _ASCII = str.maketrans("●│├└…", "*||`~")
 # A larger net starts folded in HTML, open along its recorded layers.
 _SMALL = 60
-
-Link = Callable[[Layer], str]
 
 
 @dataclass(frozen=True)
@@ -159,6 +157,11 @@ def _texts(layer: Layer) -> tuple[str, str, str]:
     return layer.name.rpartition(".")[2], shape if layer.executed else "did not run", params
 
 
+def address_of(layer: Layer) -> str:
+    """Return the address of a layer's row in the table of a page."""
+    return f"#layer-{layer.label}"
+
+
 def call_text(layer: Layer) -> str:
     """Return the number of a layer's call, such as `` (call 2)`` behind a name; empty for 1."""
     return f" (call {layer.call + 1})" if layer.call else ""
@@ -259,15 +262,15 @@ def searched(layer: Layer) -> str:
     return text(f"{layer.label} {layer.name} {layer.type_name}")
 
 
-def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
+def tree_html(shown: Outline, *, links: bool = False) -> Iterator[str]:
     """Yield the pieces of a tree, which ``tree.css`` styles and ``tree.js`` makes searchable.
 
     Parameters
     ----------
     shown : Outline
         The rows to show.
-    link : callable, optional
-        Gives the address that the label of a row leads to, if it is marked or has a remark.
+    links : bool, default False
+        Whether labels of rows that are marked or have a remark lead to rows of the page's table.
 
     Returns
     -------
@@ -288,10 +291,10 @@ def tree_html(shown: Outline, link: Link | None = None) -> Iterator[str]:
         yield "</ul></details></li>" * (depth - node.level)
         depth = node.level + node.has_children
         if node.has_children:
-            yield f"<li><details{' open' * opens}><summary {_row(node, shown, link)}</summary>"
+            yield f"<li><details{' open' * opens}><summary {_row(node, shown, links)}</summary>"
             yield '<ul class="sn-children">'
         else:
-            yield f"<li><div {_row(node, shown, link)}</div></li>"
+            yield f"<li><div {_row(node, shown, links)}</div></li>"
     yield "</ul></details></li>" * depth
     yield "</ul></div>\n"
 
@@ -310,7 +313,7 @@ def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> l
     return found
 
 
-def _row(node: Node, shown: Outline, link: Link | None) -> str:
+def _row(node: Node, shown: Outline, links: bool) -> str:
     layer = node.layer
     kinds = ["sn-row"]
     kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
@@ -330,17 +333,17 @@ def _row(node: Node, shown: Outline, link: Link | None) -> str:
     # Spaces between the parts, for notebooks that strip styles.
     return (
         f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
-        f'<span class="sn-mark">{mark}</span> {_label(node, link)} '
+        f'<span class="sn-mark">{mark}</span> {_label(node, links)} '
         f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>'
         f"{call_text(layer)}</span> {about}"
     )
 
 
-def _label(node: Node, link: Link | None) -> str:
+def _label(node: Node, links: bool) -> str:
     label = text(str(node.layer.label))
-    if link is None or not (node.is_recorded or node.remark):
+    if not links or not (node.is_recorded or node.remark):
         return f'<span class="sn-label">{label}</span>'
-    return f'<a class="sn-label" href="{escape(link(node.layer))}">{label}</a>'
+    return f'<a class="sn-label" href="{address_of(node.layer)}">{label}</a>'
 
 
 class Outlined:

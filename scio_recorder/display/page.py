@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from scio_recorder.display.outline import asset, call_text, searched, text
+from scio_recorder.display.outline import address_of, asset, call_text, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
@@ -132,11 +132,6 @@ def name_html(name: str, layer: Layer) -> str:
     Such an element shows the end of a long name, since names of a deep net begin alike.
     """
     return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_text(layer)}</span>'
-
-
-def address_of(layer: Layer) -> str:
-    """Return the address of a layer's row."""
-    return f"#layer-{layer.label}"
 
 
 def link_html(layer: Layer) -> str:

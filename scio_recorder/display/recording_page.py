@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from scio_recorder.display import page
 from scio_recorder.display.figure import Bars, LayerSummary, UnitStatistics
-from scio_recorder.display.outline import Outline, asset, searched, text, tree_html
+from scio_recorder.display.outline import Outline, address_of, asset, searched, text, tree_html
 from scio_recorder.layer import few
 
 _FIRST = {"Layer": page.PLACE, "Name": page.TEXT, "Type": page.TEXT}
@@ -52,7 +52,7 @@ def recording_page(
     sections = {
         "Statistics": _statistics(layers),
         "Histograms": _histograms(layers),
-        "Architecture": tree_html(outline, page.address_of),
+        "Architecture": tree_html(outline, links=True),
         "Definitions": [asset("recording-words.html")],
     }
     return page.page_html(title, facts, warnings, sections)
@@ -135,7 +135,7 @@ def _figure(summary: LayerSummary) -> str:
     told = [f"{count:,} {side} this range" for count, side in sides if count]
     return (
         f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
-        f'<a href="{page.address_of(layer)}">{layer.label}</a> '
+        f'<a href="{address_of(layer)}">{layer.label}</a> '
         f'<span class="tail">{page.name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'

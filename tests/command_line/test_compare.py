@@ -138,6 +138,8 @@ TROUBLE = {
     "a broken loader": ([*NETS, "--data", "compare_nets:failing"], "the share is gone"),
     "a loader that leaves": ([*NETS, "--data", "compare_nets:leaving"], "sys.exit"),
     "an empty loader": ([*NETS, "--data", "compare_nets:nothing"], "no batches"),
+    "a tolerance": ([*NETS, *DATA, "--rtol", "-1"], "give a number from 0 on"),
+    "no tolerance": ([*NETS, *DATA, "--atol", "nan"], "give a number from 0 on"),
     "a match": ([*NETS, *DATA, "--match", "0"], "layers.*=h.*"),
     "a match of nothing": ([*NETS, *DATA, "--match", "8=0"], "'8'"),
     "a layer": ([*NETS, *DATA, "--layers", "8"], "8"),
@@ -158,7 +160,7 @@ def test_any_trouble_is_two(trouble: str, capsys: pytest.CaptureFixture[str]) ->
     assert said.out == ""
 
 
-@pytest.mark.parametrize("more", [["--rtol", "-1"], ["--atol", "nan"], ["--what"]])
+@pytest.mark.parametrize("more", [["--rtol", "small"], ["--what"]])
 def test_wrong_use_is_two(more: list[str]) -> None:
     with pytest.raises(SystemExit) as status:
         main([*NETS, *DATA, *more])

@@ -33,8 +33,6 @@ from scio_recorder.display.page import (
     NUMBER,
     PLACE,
     TEXT,
-    address_of,
-    alarm,
     check_page,
     layer_cells,
     link_html,
@@ -348,8 +346,6 @@ class _Column(NamedTuple):
             # A quotient is infinite as well if the reference is zero, as dead units are.
             is_odd = self.name == "Max abs" and value is not None and math.isinf(value)
             return number_cell(value, shown, is_alarm=is_odd)
-        if self.name == "Differs" and shown == "first":
-            shown = alarm(shown)
         return f'<td class="kept">{shown}</td>' if self.name == "Worst" else f"<td>{shown}</td>"
 
 
@@ -443,7 +439,7 @@ def _page(found: Difference, title: str | None) -> str:
     ]
     if found.rtol or found.atol:
         facts.append(("Tolerances", f"rtol {found.rtol:g}, atol {found.atol:g}"))
-    tree = tree_html(replace(found._outline(), title=found.count), address_of)
+    tree = tree_html(replace(found._outline(), title=found.count), links=True)
     sections = {
         "Result": _result(found),
         "Architecture": tree,
