@@ -237,7 +237,9 @@ class Pass:
             values, versions = log[1::3], log[2::3]
             return Records.of_tensors(program.architecture, program.order, values, versions), None
         hold = holder()
-        activations = self._activations(hold)
+        events = zip(self._positions, log[1::3], log[2::3], strict=True)
+        kept = [event for event in events if event[1] is not NOTHING]
+        activations = self._records(kept if self._keeps_outputs else [], hold)
         if self._sink is not None and not self._hands_on:
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
@@ -301,12 +303,6 @@ class Pass:
                 "hook to other code. Label the net as it is used (mode=, input_data=), record "
                 'other layers, or take any number of calls: record(..., calls="any")'
             )
-
-    def _activations(self, hold: Hold) -> Records:
-        if not self._keeps_outputs:
-            return Records(self.program.architecture)
-        events = zip(self._positions, self.log[1::3], self.log[2::3], strict=True)
-        return self._records([event for event in events if event[1] is not NOTHING], hold)
 
     def _records(
         self, events: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"

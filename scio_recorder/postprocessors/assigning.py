@@ -216,8 +216,12 @@ class Assigned:
         before = _kinds(output)
         try:
             result = self._run(function, output)
+        except PostprocessorError as error:
+            error.add_note(f"raised by the post-processor of layer {layer}")
+            raise
         except Exception as error:
-            raise _failure(error, layer) from error
+            where = f"the post-processor of layer {layer}"
+            raise raised_by(where, error, PostprocessorError) from error
         if result is None:
             result = output
         expected = Tensor if isinstance(output, Tensor) else type(output)
@@ -250,14 +254,6 @@ def _kinds(output: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         (describe(leaf).shape if leaf.is_nested else tuple(leaf.shape), leaf.dtype)
         for leaf in leaves
     ]
-
-
-def _failure(error: Exception, layer: Layer) -> Exception:
-    """Make an error that can be caught as ours and as the one that was raised."""
-    if isinstance(error, PostprocessorError):
-        error.add_note(f"raised by the post-processor of layer {layer}")
-        return error
-    return raised_by(f"the post-processor of layer {layer}", error, PostprocessorError)
 
 
 def _signature(function: Postprocessor) -> object:

@@ -30,12 +30,7 @@ from torch.utils import swap_tensors
 
 from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import is_dense, version_of
-
-# Saving these takes half the time: torch accepts elements of these everywhere.
-_TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-with torch.inference_mode(False):
-    _NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
+from scio_recorder.tensors.copies import version_of
 
 
 class HeldTensor:
@@ -160,8 +155,10 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
             return _copy_on_graph(tensor)
     # The node that accumulates a leaf's gradient lives only while it is held.
     node = get_gradient_edge(tensor).node if tensor.is_leaf else None
-    with saved_tensors_hooks(_clone, _same):
-        copy = _saved(tensor)
+    with saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda copy: copy):
+        saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
+        # Up to torch 2.11, the node drops its saved tensor with the last tensor that leads to it.
+        copy: Tensor = saving.grad_fn.saved_tensors[0]
     if type(copy) is Tensor and type(tensor) is not Parameter and _become(copy, type(tensor)):
         vars(copy).update(vars(tensor))
     if node is not None:
@@ -273,17 +270,6 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
-def _saved(tensor: Tensor) -> Tensor:
-    """Return the tensor that autograd gives back after saving one."""
-    if type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _TAKEN and is_dense(tensor):
-        # Among operations that save their arguments, this one does nothing else.
-        return private.saved_for(torch.take(tensor, _NO_PLACES).grad_fn)
-    saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
-    # Up to torch 2.11, the node drops its saved tensor with the last tensor that leads to it.
-    copy: Tensor = saving.grad_fn.saved_tensors[0]
-    return copy
-
-
 class _Place:
     """A hook on the copy of a leaf, never called, that holds the node of both.
 
@@ -329,12 +315,3 @@ class _Copying(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    # Integers are not on a graph, but may be saved arguments.
-    return tensor if tensor.dtype is torch.int64 else tensor.detach().clone()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

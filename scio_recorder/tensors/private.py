@@ -118,16 +118,6 @@ def leaf_and_output() -> tuple[Tensor, Any]:
     return leaf, (leaf * 2).exp()
 
 
-def is_on_same_node(saved: Callable[[Any], Tensor]) -> bool:
-    """Whether a saved tensor is another one at the same node."""
-    _, output = leaf_and_output()
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor.detach()):
-        taken = torch.take(output, torch.empty(0, dtype=torch.int64, device="cpu"))
-        given = saved(taken.grad_fn)
-    is_other = given.data_ptr() != output.data_ptr()
-    return is_other and given.grad_fn is output.grad_fn and torch.equal(given, output)
-
-
 def distinguishes_kept_results(keeps: Callable[[Tensor], bool]) -> bool:
     """Whether operations that keep their results are found."""
     leaf, output = leaf_and_output()
@@ -244,12 +234,6 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
     """
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else tuple(found)
-
-
-@tried("Node._saved_self", "recording with gradients", is_on_same_node)
-def saved_for(node: Any) -> Tensor:
-    """Return the tensor that an operation has saved of its argument, as hooks hand it out."""
-    return node._saved_self  # type: ignore[no-any-return]  # nodes have no types
 
 
 @tried("Node._raw_saved_result", "recording with gradients", distinguishes_kept_results)

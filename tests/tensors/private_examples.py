@@ -234,7 +234,6 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "num_operations": counts_operations,
     "place_of": knows_order_and_leaf,
     "active_saved_tensors_hooks": is_innermost_pair,
-    "saved_for": private.is_on_same_node,
     "keeps_its_result": private.distinguishes_kept_results,
     "checkpointed_region": private.runs_twice,
     "region_that_saves": private.saves_twice,
