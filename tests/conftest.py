@@ -29,10 +29,15 @@ _FILES = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _known_seeds() -> None:
+def _known_state() -> Iterator[None]:
+    """Seeds are known before each test, and modes are those of a fresh process after it."""
     random.seed(0)
     np.random.seed(0)  # the global generator is the one that nets draw from
     torch.manual_seed(0)
+    yield
+    left = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)
+    assert left == (False, False)
 
 
 @pytest.fixture(autouse=True, scope="module")
