@@ -12,6 +12,7 @@ wrong samples, and is refused.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Mapping, MutableMapping
@@ -120,8 +121,9 @@ class Continuing:
         going_on = self._find(past)
         if going_on is None:
             _refuse_several()
-        given = {**vars(source), "is_part": past.cache is not None}
-        found = kind.of(_PassSource(**given, past=past))
+        _check_mask(kind, source)
+        found = kind.of(replace(source, is_part=past.cache is not None))
+        _check_mask(kind, source, past.length + found.shape[-1])
         if going_on is not None:
             _check_goes_on(going_on, past, found)
         lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
@@ -184,38 +186,18 @@ class Continuing:
         return known
 
 
-@dataclass(frozen=True)
-class _PassSource(Source):
-    """Looks up names for a pass that may have only a part of its samples' positions."""
-
-    past: Past = field(default_factory=Past)
-
-    def find(self, name: str) -> Any:
-        """Return an entry of the batch; a mask is cut to the positions of this pass."""
-        found = super().find(name)
-        if name not in ("attention_mask", "decoder_attention_mask"):
-            return found
-        stem = name.removesuffix("attention_mask")
-        given = (self.arguments.get(f"{stem}{kind}") for kind in ("input_ids", "inputs_embeds"))
-        sequence = next((value for value in given if isinstance(value, Tensor)), None)
-        if found is None or sequence is None or sequence.ndim < 2:
-            return found
-        return _of_these(found, sequence.shape[1], self.past.length)
-
-
-def _of_these(mask: Any, number: int, before: int) -> Any:
-    """Return the columns of a mask for the positions of a pass."""
-    if isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2:
+def _check_mask(kind: Rows, source: Source, num_positions: float = math.inf) -> None:
+    """Refuse a mask that does not say which positions are real, up to the last one of a pass."""
+    given = getattr(kind, "mask", "")
+    given = "attention_mask" if given is None else given
+    mask = source.arguments.get(given) if isinstance(given, str) else None
+    is_of_pairs = isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2
+    if is_of_pairs or (isinstance(mask, Tensor) and mask.shape[-1] > num_positions):
         raise CollectError(
-            "attention_mask says who attends to whom, as for a cache of fixed length, and not "
-            "which positions are real: give Tokens(mask=lambda batch: ...) with a bool tensor "
-            f"[batch, positions], or {_WATCH}"
+            f"{given} says who attends to whom, or is longer than the cache, as for a cache of "
+            "fixed length, and not which positions are real: give Tokens(mask=lambda batch: ...) "
+            f"with a bool tensor [batch, positions], or {_WATCH}"
         )
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] <= number:
-        return mask
-    # A mask for a cache of fixed length also has columns for later positions.
-    start = before if mask.shape[1] >= before + number else mask.shape[1] - number
-    return mask[:, start : start + number]
 
 
 def _made_by(output: Any) -> Any:

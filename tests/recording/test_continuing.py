@@ -248,7 +248,7 @@ def test_a_recurrent_state_is_refused() -> None:
         with pytest.raises(CollectError, match=r"does not say how many positions(.|\n)*watch"):
             generate(rnet.net)
         rnet.net(**PROMPT, use_cache=False)
-    assert collection.recording.num_samples == 4
+    assert collection.recording.num_samples == 2
 
 
 @pytest.mark.campaign
