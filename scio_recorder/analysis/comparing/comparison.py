@@ -48,7 +48,7 @@ from scio_recorder.analysis.comparing.measures import (
     unknown,
 )
 from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
-from scio_recorder.analysis.comparing.sides import SampleBlock, Side, digests_of
+from scio_recorder.analysis.comparing.sides import SampleBlock, Side
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
@@ -89,23 +89,6 @@ def exceeds(figures: Figures, noise: Noise | None) -> bool:
         figures.relative_error > more * _NORM_FACTOR * noise.relative_error
         or figures.max_abs > more * _LARGEST_FACTOR * noise.max_abs
     )
-
-
-class _LayerOfSide(NamedTuple):
-    """A layer of a side, whose values in the current block can be read."""
-
-    side: Side
-    label: DepthIdx
-
-    @property
-    def inputs(self) -> Any:
-        """Its inputs; a tuple if calls are not counted, None if not known."""
-        return self.side.inputs(self.label)
-
-    def output(self, *, as_digests: bool = False) -> Any:
-        """Return its output, or digests of that."""
-        value = self.side.output(self.label)
-        return digests_of(value) if as_digests and not self.side.is_digest(self.label) else value
 
 
 class _MeasuredPart(NamedTuple):
@@ -252,15 +235,19 @@ class Comparison:
         self, sums: _LayerSums, block: SampleBlock, own: Side, other: Side, floor: Side | None
     ) -> None:
         layer, partner, _ = sums.pair
-        third = self._floors.get(layer.label)
-        beside = None if floor is None or third is None else _LayerOfSide(floor, third)
-        sides = _LayerOfSide(own, layer.label), _LayerOfSide(other, partner.label)
-        same = self._received(sums.pair, *sides, beside)
+        as_digests = layer.label in self._digested
+        mine = own.output(layer.label, as_digests)
+        third, noisy_inputs, noisy = self._floors.get(layer.label), None, None
+        if floor is not None and third is not None:
+            noisy_inputs = floor.inputs(third)
+            noisy = paired_outputs(mine, floor.output(third, as_digests))
+        inputs = own.inputs(layer.label), other.inputs(partner.label)
+        same = self._received(sums.pair, *inputs, noisy_inputs)
         if same is None or sums.received_same is None:
             sums.received_same = None
         else:
             sums.received_same &= same
-        parts = self._returned(sums, *sides, beside)
+        parts = self._returned(sums, mine, other.output(partner.label, as_digests), noisy)
         if isinstance(parts, str):
             sums.error = sums.error or parts
             sums.figures = unknown(sums.figures.num_elements, sums.figures.num_different)
@@ -274,42 +261,32 @@ class Comparison:
                 sums.first = sums.first or found
                 sums.maker = sums.maker or (found if same else None)
 
-    def _received(
-        self, pair: Pair, own: _LayerOfSide, other: _LayerOfSide, beside: _LayerOfSide | None
-    ) -> bool | None:
+    def _received(self, pair: Pair, mine: Any, theirs: Any, noisy: Inputs | None) -> bool | None:
         """Whether all inputs of a layer agree up to noise; None if that is not known."""
         layer, partner, _ = pair
-        mine, theirs = own.inputs, other.inputs
         # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
         if not isinstance(mine, Inputs) or not isinstance(theirs, Inputs):
             return None
         pairs = paired_inputs(mine, theirs, layer.module, partner.module)
         if pairs is None or any(parts.mismatch for parts in pairs):
             return False
-        third = None if beside is None else beside.inputs
-        beyond = None if third is None else paired_inputs(mine, third, layer.module, None)
+        beyond = None if noisy is None else paired_inputs(mine, noisy, layer.module, None)
         noise = self._noise(layer.label, "received", beyond, len(pairs))
         each = zip(pairs, noise, strict=True)
         return not any(exceeds(self._figures(parts), floor) for parts, floor in each)
 
     def _returned(
-        self,
-        sums: _LayerSums,
-        own: _LayerOfSide,
-        other: _LayerOfSide,
-        beside: _LayerOfSide | None,
+        self, sums: _LayerSums, mine: Any, theirs: Any, noisy: list[PartPair] | str | None
     ) -> list[_MeasuredPart] | str:
         """Measure the outputs of a layer, or say why that can't be done."""
-        as_digests = own.label in self._digested
-        mine = own.output(as_digests=as_digests)
-        pairs = paired_outputs(mine, other.output(as_digests=as_digests))
+        pairs = paired_outputs(mine, theirs)
         if isinstance(pairs, str):
             return pairs
         mismatch = next((one.mismatch for one in pairs if one.mismatch), None)
         if mismatch is not None:
             return mismatch
-        beyond = None if beside is None else paired_outputs(mine, beside.output())
-        noise = self._noise(own.label, "returned", beyond, len(pairs), sums.noise)
+        label = sums.pair.reference.label
+        noise = self._noise(label, "returned", noisy, len(pairs), sums.noise)
         return [
             _MeasuredPart(
                 part,

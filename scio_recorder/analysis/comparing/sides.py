@@ -168,11 +168,13 @@ class NetworkSide:
         except Exception as error:
             raise_for_batch(error, block.number, self.architecture, self.net, given)
 
-    def output(self, label: DepthIdx) -> Any:
+    def output(self, label: DepthIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
         if label in self._kept:
-            return self._kept[label]
-        return _chosen(self._capture.activations.peek(label), self._block.rows)
+            value = self._kept[label]
+        else:
+            value = _chosen(self._capture.activations.peek(label), self._block.rows)
+        return digests_of(value) if as_digests and not self._keeps_digests else value
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
@@ -180,10 +182,6 @@ class NetworkSide:
             return None
         inputs: Inputs = _chosen(self._capture.inputs.peek(label), self._block.received)
         return inputs
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        """Whether `output` gives digests of a layer."""
-        return self._keeps_digests
 
     @property
     def receivers(self) -> dict[DepthIdx, Callable[[Any], None]]:
@@ -273,10 +271,12 @@ class RecordingSide:
             found = self._positions(self._samples, self._rows)
             self._check_positions(block.ids, found, block.positions)
 
-    def output(self, label: DepthIdx) -> Any:
+    def output(self, label: DepthIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
-        values = self._digests_of(label) if label in self.digests else self.recording[label]
-        return values[self._rows]
+        if label in self.digests:
+            return self._digests_of(label)[self._rows]
+        value = self.recording[label][self._rows]
+        return digests_of(value) if as_digests else value
 
     def inputs(self, label: DepthIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
@@ -286,10 +286,6 @@ class RecordingSide:
         batch = bisect_right(starts, self._samples[0]) - 1
         is_whole = self._samples == list(range(starts[batch], starts[batch + 1]))
         return self.recording.inputs[label][batch] if is_whole else None
-
-    def is_digest(self, label: DepthIdx) -> bool:
-        """Whether `output` gives digests of a layer."""
-        return label in self.digests
 
     def check_rows(self, is_given: bool) -> None:
         """Refuse a recording whose rows differ in kind from those of the running networks."""
