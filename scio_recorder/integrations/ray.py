@@ -25,7 +25,7 @@ from scio_recorder.recording.rows import Rows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.description import complete_ranks, for_others, medium_at
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.workers.parts import check_make_batches
+from scio_recorder.workers.parts import check_make_batches, seen_by_others
 
 with needing("ray", "a collection by actors"):
     import ray
@@ -127,7 +127,9 @@ def collect_parts(
     number = whole("num_parts", num_parts, 1)
     _check_maker(make_recorder)
     check_make_batches(make_batches)
-    where = _seen_by_all(as_store(store))
+    seen = seen_by_others(as_store(store))
+    # With a path that means the same to all processes.
+    where = Disk(for_others(seen.path), seen.chunk_bytes)
     asked = CollectOptions.among({**locals(), "store": where})
     needs = resources or {"CPU": 1}
     named = {_NAMED.get(name, name): value for name, value in needs.items()}
@@ -193,17 +195,6 @@ def _advise_resources(needs: Mapping[str, float]) -> None:
         "resources= with names and numbers of these, unless the cluster is about to grow",
         CollectWarning,
     )
-
-
-def _seen_by_all(store: Store) -> Disk:
-    """Return the store, with a path that means the same to all processes."""
-    if not isinstance(store, Disk):
-        raise CollectError(
-            f"actors need a store that all of them see, which {type(store).__name__} is not: "
-            "write "
-            'store="disk:PATH" on a shared file system, or store="s3://BUCKET/RUN"'
-        )
-    return Disk(for_others(store.path), store.chunk_bytes)
 
 
 def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> None:

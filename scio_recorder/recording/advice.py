@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -196,19 +195,6 @@ def raise_for_batch(
     refused = _refused(net, inputs) if isinstance(error, TypeError) else ""
     text = refused or _failed(error, architecture, net, inputs, batch)
     raise caught_as(CollectError, error, f"batch {number}: {text}") from error
-
-
-@contextmanager
-def naming_part(part: int) -> Iterator[None]:
-    """Let an error inside the block name the part of the dataset in which it happened."""
-    try:
-        yield
-    except RecorderError as error:
-        error.args = (f"part {part}: {error}",)
-        raise
-    except Exception as error:
-        error.add_note(f"This happened in part {part}.")
-        raise
 
 
 def _failed(

@@ -146,16 +146,6 @@ class LayerOptions:
         reduced = any(one.keeps_rows for each in every for one in each)
         return self.asked.store is not None or reduced
 
-    def check_mergeable(self) -> None:
-        """Refuse reductions whose states for different parts of the data can't be merged."""
-        for label, given in self.reductions.items():
-            for one in several(given):
-                if one.why_not_merged is not None:
-                    raise CollectError(
-                        f"layer {self.architecture[label]} can't be reduced in parts: "
-                        f"{one.why_not_merged}"
-                    )
-
     @property
     def has_shards(self) -> bool:
         """Whether processes see the same samples, as far as is known, and layers return shards."""

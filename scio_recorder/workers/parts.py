@@ -22,14 +22,14 @@ from typing import Any
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError, RecordingError, caught_as, raised_by
+from scio_recorder.errors import CollectError, RecorderError, RecordingError, caught_as, raised_by
 from scio_recorder.layer import counted
 from scio_recorder.nets.sharded import InStep
-from scio_recorder.recording.advice import naming_part
 from scio_recorder.recording.collection import Collection
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.options import CollectOptions
+from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.recording import Recording, opened
+from scio_recorder.reductions.base import several
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.stores.disk_format.description import (
@@ -118,11 +118,12 @@ def agreed(medium: Medium) -> dict[str, Any] | None:
     return None
 
 
-def _seen_by_others(store: Store) -> Disk:
+def seen_by_others(store: Store) -> Disk:
+    """Return a store that other processes see; raise for one that they don't."""
     if not isinstance(store, Disk):
         raise CollectError(
             f"collect_parts needs a store that other processes see, which {type(store).__name__} "
-            'is not: write store="disk:PATH"'
+            'is not: write store="disk:PATH", or store="s3://BUCKET/RUN"'
         )
     if store.is_shared:
         raise CollectError(
@@ -130,6 +131,30 @@ def _seen_by_others(store: Store) -> Disk:
             "Disk(...)"
         )
     return store
+
+
+@contextmanager
+def _naming_part(part: int) -> Iterator[None]:
+    """Let an error inside the block name the part of the dataset in which it happened."""
+    try:
+        yield
+    except RecorderError as error:
+        error.args = (f"part {part}: {error}",)
+        raise
+    except Exception as error:
+        error.add_note(f"This happened in part {part}.")
+        raise
+
+
+def _check_mergeable(layers: LayerOptions) -> None:
+    """Refuse reductions whose states for different parts of the data can't be merged."""
+    for label, given in layers.reductions.items():
+        for one in several(given):
+            if one.why_not_merged is not None:
+                raise CollectError(
+                    f"layer {layers.architecture[label]} can't be reduced in parts: "
+                    f"{one.why_not_merged}"
+                )
 
 
 @dataclass
@@ -161,7 +186,7 @@ class Parts:
         if self.num_parts > MAX_RANKS:
             raise CollectError(f"num_parts={self.num_parts}: give {MAX_RANKS} at most")
         check_make_batches(self.make_batches)
-        self._store = _seen_by_others(as_store(self.asked.store))
+        self._store = seen_by_others(as_store(self.asked.store))
         if not InStep(self.capture.net).is_alone:
             raise CollectError(
                 "several processes run each pass of this net together, but each would take other "
@@ -173,7 +198,7 @@ class Parts:
     def collect(self, *, wait: bool, progress: bool) -> Recording:
         """Take parts until none is left that can be taken, and return the recording."""
         pattern = self._collection((), 0)
-        pattern.layers.check_mergeable()
+        _check_mergeable(pattern.layers)
         header = pattern.job(is_shared=True).header(is_shared=True)
         self._weights = header["weights"]
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
@@ -224,7 +249,7 @@ class Parts:
                 claims.clear_away()
         else:
             try:
-                with naming_part(lease.part):
+                with _naming_part(lease.part):
                     self._run(lease.part, self._batches(lease.part), lease)
             except EmptyPartError:
                 claims.put_off(lease.part)
@@ -240,7 +265,7 @@ class Parts:
             except Exception:
                 # The data may be gone by now, but the recording is there.
                 continue
-            with naming_part(part):
+            with _naming_part(part):
                 self._run(part, batches, None)
 
     def _batches(self, part: int) -> Iterable[Any]:

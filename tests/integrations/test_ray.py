@@ -108,7 +108,7 @@ def test_what_goes_wrong(tmp_path):
         return []
 
     options = {"store": f"disk:{tmp_path}/run", "num_workers": 1, "max_restarts": 0}
-    with pytest.raises(CollectError, match="need a store that all of them see, which Host"):
+    with pytest.raises(CollectError, match="needs a store that other processes see, which Host"):
         collect_parts(make_recorder, make_batches, 3, **{**options, "store": "host"})
     with pytest.raises(CollectError, match="num_workers"):
         collect_parts(make_recorder, make_batches, 3, **{**options, "num_workers": 0})
