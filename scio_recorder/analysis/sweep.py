@@ -399,7 +399,8 @@ def _estimate(
     positions: list[int] | None,
 ) -> Tensor:
     """Return the change of the metric by patches of a layer, to first order."""
-    row = torch.zeros(() if positions is None else len(positions), dtype=torch.float64).cpu()
+    size = () if positions is None else (len(positions),)
+    row = torch.zeros(size, dtype=torch.float64, device="cpu")
     leaves = tensors(mark.output)
     for own, other, edge in zip(leaves, tensors(clean), mark.edges, strict=True):
         slope = None if edge is None else next(gradients)

@@ -413,10 +413,3 @@ def refuse_transforms(what: str = "recorded") -> None:
             f"torch.jit.trace would keep one {what} pass and repeat it: trace rnet.net, outside "
             "of blocks such as watch(), or record() nothing"
         )
-
-
-def detach_when_dead(owner: object, capture: Capture) -> weakref.finalize[Any, Any]:
-    """Remove a capture's hooks when its recorder is gone."""
-    finalizer = weakref.finalize(owner, capture.remove, waits=False)
-    finalizer.atexit = False
-    return finalizer

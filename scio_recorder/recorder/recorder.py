@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
 import torch
 from torch import nn
 
-from scio_recorder.capture.engine import Capture, detach_when_dead
+from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
@@ -120,7 +120,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         capture.gradient_hooks = weakref.ref(self._gradient_hooks)
         capture.watchers = self._watchers
         self._capture = capture
-        self._finalizer = detach_when_dead(self, capture)
+        self._finalizer = weakref.finalize(self, capture.remove, waits=False)
+        self._finalizer.atexit = False
 
     def record(
         self,

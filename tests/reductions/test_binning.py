@@ -54,6 +54,14 @@ def test_a_range_wider_than_the_largest_number() -> None:
     assert Bins(-1.7e308, 1.7e308, 4).tally(values).tolist() == [0, 1, 1, 2, 1, 0]
 
 
+def test_accelerators_count_alike_by_a_search() -> None:
+    values = awkward(torch.float32)
+    for low, high, count in ((-1.0, 3.0, 40), (0.0, 2.7, 300), (-1e-3, 1e-3, 1)):
+        bins = Bins(low, high, count)
+        bins._is_for_numpy = False
+        assert bins.tally(values).tolist() == by_hand(values, low, high, count)
+
+
 def test_no_value_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     bins = Bins(-2.0, 2.0, 50)
     monkeypatch.setattr(torch, "bucketize", None)
