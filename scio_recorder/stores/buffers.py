@@ -104,15 +104,13 @@ class HostBuffer(DeviceBuffer):
     @property
     def is_held(self) -> bool:
         """Whether anybody holds a tensor in this memory."""
-        if self._memory is None:
-            return False
-        try:
-            self._memory.resize(len(self._memory))
-        except BufferError:
-            return True
-        except (OSError, SystemError, ValueError):
-            # This system can't remap; exports were checked before.
-            return False
+        if self._memory is not None:
+            # A system that can't remap has checked exports before.
+            try:
+                with contextlib.suppress(OSError, SystemError, ValueError):
+                    self._memory.resize(len(self._memory))
+            except BufferError:
+                return True
         return False
 
     def reserve(self, num_bytes: int) -> Tensor:
