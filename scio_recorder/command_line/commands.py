@@ -249,7 +249,7 @@ def status(parsed: argparse.Namespace, console: Console) -> None:
     processes as there are now.
     """
     from scio_recorder.stores.disk_format.description import medium_at
-    from scio_recorder.workers.holders import progress_of
+    from scio_recorder.workers.parts import progress_of
 
     with closing(medium_at(recording_at(parsed.path))) as medium:
         found = progress_of(medium)
