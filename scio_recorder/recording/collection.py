@@ -157,8 +157,7 @@ class Collection:
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if current.is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
-        are_given = self.asked.sample_ids is not None
-        rows = rows or BatchRows.of_samples(number, are_given, self._labelled)
+        rows = rows or BatchRows.of_samples(number, self._labelled)
         if number > len(ids):
             rows = rows.of_some(0, rows.num_samples - (number - len(ids)))
         if rows.num_samples:

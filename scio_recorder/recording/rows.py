@@ -54,8 +54,6 @@ class BatchRows:
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     has_others : bool
         Whether the net also receives something with positions of its own, such as an image.
-    are_given : bool
-        Whether ``sample_ids`` has given the number of samples.
     """
 
     dims: tuple[str, ...]
@@ -68,16 +66,13 @@ class BatchRows:
     are_scalars_doubtful: bool = False
     other_half: str | None = None
     has_others: bool = False
-    are_given: bool = False
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
     @lru_cache(maxsize=16)  # most batches have the length of the one before
-    def of_samples(
-        cls, number: int, are_given: bool = False, labelled: tuple[int] | None = None
-    ) -> BatchRows:
+    def of_samples(cls, number: int, labelled: tuple[int] | None = None) -> BatchRows:
         """Return the rows of a batch of this many samples, in which each sample is a row."""
-        return cls(("batch",), (number,), number, are_given=are_given, labelled=labelled)
+        return cls(("batch",), (number,), number, labelled=labelled)
 
     @property
     def are_samples(self) -> bool:
@@ -142,7 +137,12 @@ class BatchRows:
             )
         if self.are_samples:
             was = f" (at labelling {layer.output_shape}, for {self.labelled})" if fits else ""
-            raise CollectError(self._explain_samples(gave + was, shape))
+            raise CollectError(
+                f"{gave}{was} for a batch of {counted(self.num_samples, 'sample')}, as its first "
+                "input or sample_ids= says, and dimension 0 must count them, as in "
+                f"{(self.num_samples, *shape[1:])}: rearrange it with transform=, or let "
+                "sample_ids= give one id for each sample of the batch"
+            )
         if fits and not is_map and (is_doubtful or shape == layer.output_shape):
             raise CollectError(
                 f"{gave}, as at labelling ({layer.output_shape}), and other dimensions have these "
@@ -161,21 +161,6 @@ class BatchRows:
             f"{gave}{looks}, but rows= needs [{', '.join(self.dims)}, ...], here "
             f'({wanted}): convert it with transform={{"{layer.label}": lambda activation, '
             "batch: ...}, or leave the layer out"
-        )
-
-    def _explain_samples(self, gave: str, shape: tuple[int, ...]) -> str:
-        """Return why a layer's dimension 0 does not count the samples, and what to write."""
-        rows = self.num_samples
-        if self.are_given and shape:
-            return (
-                f"sample_ids gave {counted(rows, 'id')} for {counted(shape[0], 'sample')}: {gave}. "
-                "Return one id for each sample; if dimension 0 of the layer does not count "
-                "samples, rearrange it with transform="
-            )
-        return (
-            f"{gave} for a batch of {counted(rows, 'sample')}, and dimension 0 must count them, as "
-            f"in {(rows, *shape[1:])}: rearrange it with transform=, or give sample_ids= to say "
-            "how many samples a batch has"
         )
 
     def is_chance(self, layer: Layer) -> bool:
@@ -491,13 +476,10 @@ class Rows(abc.ABC):
                 raise CollectError(
                     f"fields has {name!r}: {value!r}, which is neither a name nor a function"
                 )
-            if name in ("", ".", "..") or "\0" in name:
+            if name in ("", ".", "..", *_OWN) or "\0" in name:
                 raise CollectError(
-                    f"fields has {name!r}, which can't be a name: choose another one"
-                )
-            if name in _OWN:
-                raise CollectError(
-                    f"fields has {name!r}, a column that rows always have: rename it"
+                    f"fields has {name!r}, which can't be a name, or is a column that rows always "
+                    "have: rename it"
                 )
 
     def _pairs(self) -> list[tuple[str, Name]]:

@@ -229,7 +229,7 @@ def test_dimension_0_counts_samples_by_chance_at_first():
         ({"sample_ids": lambda batch: "ab"}, "sample_ids"),
         ({"sample_ids": [1, 2]}, "sample_ids is a list, and not a function: write sample_ids="),
         ({"to_inputs": "x"}, "to_inputs is a str, and not a function: write to_inputs="),
-        ({"sample_ids": lambda batch: [1]}, r"sample_ids gave 1 id for \d samples"),
+        ({"sample_ids": lambda batch: [1]}, r"a batch of 1 sample, .*let sample_ids= give one id"),
         ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
         ({"sample_ids": lambda batch: [1, "a"]}, "integers"),
     ],
