@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -83,24 +84,6 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
         for item in items:
             work(item)
         return
-    # Each thread takes the next item, so that none waits for a slow one.
-    left = iter(items)
-
-    def work_on() -> None:
-        try:
-            for item in left:
-                work(item)
-        except BaseException:
-            for _ in left:
-                # The remaining items would be useless.
-                pass
-            raise
-
-    others = []
-    with ThreadPoolExecutor(min(threads, len(items)) - 1) as pool:
-        # If no thread can be started, all of the work is left for this one.
-        with suppress(RuntimeError):
-            others += [pool.submit(work_on) for _ in range(min(threads, len(items)) - 1)]
-        work_on()
-    for other in others:
-        other.result()
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        # After an error, work that has not begun is cancelled.
+        deque(pool.map(work, items), maxlen=0)
