@@ -25,8 +25,8 @@ WRONG_USE = 2
 # The statuses that shells report for a process that Ctrl-C or SIGTERM ended.
 INTERRUPTED, TERMINATED = 130, 143
 
-# The least columns of characters that tables are given.
-WIDTH = 100
+# The least columns of characters that tables are given, and those of figures.
+WIDTH, WIDTH_OF_FIGURES = 100, 120
 _FAULTS = ("nan", "inf")
 _FIGURES = ("bytes", "mean", "std", "min", "max", "zeros", *_FAULTS)
 

@@ -42,6 +42,7 @@ from scio_recorder.command_line.command_output import (
     INTERRUPTED,
     TERMINATED,
     WIDTH,
+    WIDTH_OF_FIGURES,
     WRONG_USE,
     command_message,
     command_warnings,
@@ -277,7 +278,7 @@ def inspect(parsed: argparse.Namespace, console: Console) -> None:
     from scio_recorder.recording import open_recording
 
     recording = open_recording(recording_at(parsed.path))
-    console.width = max(console.width, WIDTH)
+    console.width = max(console.width, WIDTH_OF_FIGURES)
     console.print(layer_table(recording, _title(recording)))
 
 
