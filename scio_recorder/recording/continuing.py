@@ -123,7 +123,8 @@ class Continuing:
             _refuse_several()
         _check_mask(kind, source)
         found = kind.of(replace(source, is_part=past.cache is not None))
-        _check_mask(kind, source, past.length + found.shape[-1])
+        if past.cache is not None:
+            _check_mask(kind, source, past.length + found.shape[-1])
         if going_on is not None:
             _check_goes_on(going_on, past, found)
         lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")

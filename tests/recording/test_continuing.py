@@ -301,6 +301,17 @@ def test_a_mask_of_who_attends_to_whom_is_refused(name: str) -> None:
         generate(rnet.net, cache_implementation="static")
 
 
+def test_a_mask_that_is_longer_than_the_cache_is_refused() -> None:
+    rnet = recorder("llama")
+    cache = transformers.DynamicCache(config=rnet.net.config)
+    longer = torch.nn.functional.pad(PROMPT["attention_mask"], (0, 3), value=1)
+    with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
+        with pytest.raises(CollectError, match=r"longer than the cache(.|\n)*watch"):
+            rnet.net(PROMPT["input_ids"], attention_mask=longer, **past(cache))
+        rnet.net(**PROMPT, **past(cache))
+    assert torch.bincount(collection.recording.rows["sample"]).tolist() == [3, 5]
+
+
 @pytest.mark.campaign
 def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
     rnet = recorder("llama")
