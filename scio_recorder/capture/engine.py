@@ -207,10 +207,7 @@ class Capture:
         else:
             self._forget_latest()
         stop = stop and self._shards.can_stop
-        posts = _NO_POSTS
-        if given is not None:
-            assigned = assign(self.architecture, program.order, given)
-            posts = Assigned(assigned, self.site.local.run_aside)
+        posts = _NO_POSTS if given is None else self._assigned(given)
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)
         current = Pass(
@@ -224,6 +221,10 @@ class Capture:
         if self._shards.are_recorded:
             self._shards.warn(sink)
         return output
+
+    def _assigned(self, given: Postprocessors) -> Assigned:
+        assigned = assign(self.architecture, self.program.order, given)
+        return Assigned(assigned, self.site.local.run_aside)
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
         local = self.site.local
