@@ -2,10 +2,11 @@
 
 NOTE [Gradients of calls in a region]
 
-The first run of a reentrant checkpointed region makes no graph, so there is nothing to listen to.
-The backward pass runs the region's modules again, and gradients flow through the outputs of that
-run. So they are logged if the backward pass comes while the modules have their hooks, inside the
-block.
+The first run of a checkpointed region makes no graph, so there is nothing to listen to. The
+backward pass runs the region's modules again, and gradients flow through the outputs of that run,
+perhaps after the block of a log. So a log marks the regions that run inside its block, on the
+object that torch keeps in the graph for each of them. In a re-run that object is found on the
+stack. The marks go with the graph, and the hooks that are left for re-runs go with the last mark.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.checkpoint_regions import is_rerun, regions
+from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
@@ -40,6 +41,26 @@ Pattern: TypeAlias = str | re.Pattern[str] | None
 
 StashValue: TypeAlias = Callable[[Tensor], Any]
 StashEvent: TypeAlias = Callable[[Event], Any]
+
+
+class _SeenRegion:
+    """One region of one log."""
+
+
+class _Regions(Marks):
+    """The regions that one log saw and that can still run again."""
+
+    def are_run_again(self) -> bool:
+        """Whether the caller is part of a re-run of a region that the log saw, or of one inside."""
+        return any(region.is_rerun and self.on(region.kept) for region in regions())
+
+    def mark(self) -> bool:
+        """Mark the regions that run around the caller; return whether there are any."""
+        found = [at.kept for at in regions() if at.is_reentrant and not at.is_rerun]
+        for region in found:
+            if self.on(region) is None:
+                self.hold(self.put(region, _SeenRegion()))
+        return bool(found)
 
 
 class Tracker:
@@ -70,9 +91,13 @@ class Tracker:
         self._log = EventLog(stash)
         self._listeners = GradientListeners(self._log)
         self._hooks = CallHooks()
-        # Modules that ran inside reentrant regions, and whether they have run again since.
-        self._in_regions: dict[str, bool] = {}
-        weakref.finalize(self, self._hooks.remove, waits=False).atexit = False
+        self._regions = _Regions()
+        # The names of modules that ran inside regions, and the hooks that stay on them afterwards.
+        self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._for_reruns = CallHooks()
+        self._regions.when_over(partial(self._for_reruns.remove, waits=False))
+        for hooks in (self._hooks, self._for_reruns):
+            weakref.finalize(self, hooks.remove, waits=False).atexit = False
 
     @property
     def stashes(self) -> list[Any]:
@@ -133,9 +158,12 @@ class Tracker:
     def unregister(self) -> None:
         """Log no more calls; gradients of calls that were logged are still logged."""
         self._hooks.remove()
+        self._for_reruns.remove()
+        if self._regions:
+            inside = [(module, name) for module, names in self._inside.items() for name in names]
+            self._for_reruns.add(*(CallHook(*one, after=self._take_rerun) for one in inside))
         self._log.warn_of_lost()
         self._warn_of_compiled()
-        self._warn_of_regions()
 
     def clear(self) -> None:
         """Clear the log."""
@@ -197,6 +225,7 @@ class Tracker:
         return f"Tracker(stashes={len(self)}, tracking={len(self._hooks)})"
 
     def _register(self, modules: Mapping[str, nn.Module], grad: bool) -> None:
+        self._for_reruns.remove()
         take = self._take_call_and_gradients if grad else self._take_call
         self._hooks.add(*(CallHook(one, name, after=take) for name, one in modules.items()))
 
@@ -214,28 +243,19 @@ class Tracker:
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         self._take_call(name, module, args, kwargs, output)
-        if torch.is_grad_enabled():
-            # Regions inside regions run twice in a backward pass, the first time without a graph.
-            if not is_rerun():
-                self._listeners.listen(name, type(module), output)
-            elif name in self._in_regions:
-                self._in_regions[name] = True
-                self._listeners.listen(name, type(module), output)
-        elif not torch.is_inference_mode_enabled() and any(
-            region.is_reentrant and not region.is_rerun for region in regions()
-        ):
-            self._in_regions[name] = False
+        if is_rerun():
+            self._take_rerun(name, module, args, kwargs, output)
+        elif torch.is_grad_enabled():
+            self._listeners.listen(name, type(module), output)
+        elif not torch.is_inference_mode_enabled() and self._regions.mark():
+            self._inside.setdefault(module, set()).add(name)
 
-    def _warn_of_regions(self) -> None:
-        names = [name for name, has_run_again in self._in_regions.items() if not has_run_again]
-        self._in_regions.clear()
-        if names:
-            warn(
-                f"gradients of {counted(len(names), 'module')}, such as {names[0]!r}, will be "
-                "missing from the log: they ran under reentrant checkpointing, and no backward "
-                "pass has run them again. Run it inside the block of track(), or write "
-                "use_reentrant=False"
-            )
+    def _take_rerun(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        # Regions inside regions run twice in a backward pass, the first time without a graph.
+        if torch.is_grad_enabled() and is_rerun() and self._regions.are_run_again():
+            self._listeners.listen(name, type(module), output)
 
     def _warn_of_compiled(self) -> None:
         names = list(self._hooks.compiled)
@@ -290,9 +310,8 @@ def track(
     Warns
     -----
     UserWarning
-        A gradient can't be observed: the module returns a view that is changed in place later, or
-        ran under reentrant checkpointing whose backward pass did not come inside the block. Or a
-        module was compiled inside the block.
+        A gradient can't be observed: the module returns a view that is changed in place later. Or
+        a module was compiled inside the block.
 
     Examples
     --------
