@@ -450,6 +450,17 @@ def test_how_to_pages_begin_with_a_short_program(page: Path) -> None:
     assert max(map(len, work)) <= 100
 
 
+def test_how_it_is_built_names_what_is_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = [f"/{file.relative_to(ROOT)}" for file in ROOT.glob("*/**/*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert named
+    assert not [name for name in named if not any(file.endswith(f"/{name}") for file in files)]
+    notes = set(re.findall(r"NOTE \[[^]]+\]", text))
+    assert notes
+    assert not [note for note in notes if not any(note in file.read_text() for file in FILES)]
+
+
 def lost_links(page: Path) -> list[str]:
     prose = BLOCK.sub("", page.read_text(encoding="utf-8"))
     links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose)
