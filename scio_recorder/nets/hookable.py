@@ -73,18 +73,23 @@ def hooked(
 # gather hidden states: a network adds them once, and remembers that it has them.
 LIBRARIES = ("transformers.utils.output_capturing",)
 
+_Hooks = tuple[nn.Module, str, "OrderedDict[int, Any]"]
 
-def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
-    """Let a network run with only those hooks that are a part of it.
 
-    Its modules get new dictionaries of hooks; the former ones stay as they are.
+def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterator[_Hooks]:
+    """Yield new dictionaries of hooks, which have only those that are a part of the network.
 
     Parameters
     ----------
     net : torch.nn.Module
-        The network.
+        The network, which is not changed.
     libraries : tuple of str
         Beginnings of the names of Python modules: what these define is a part of a network.
+
+    Yields
+    ------
+    tuple
+        The module, the name of one of its dictionaries, and what should take its place.
 
     Examples
     --------
@@ -94,8 +99,7 @@ def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> N
     >>> net = Net(2, 2)
     >>> _ = net.register_forward_hook(net.halve)
     >>> _ = net.register_forward_hook(lambda *_: None)
-    >>> leave_own_hooks(net)
-    >>> [hook == net.halve for hook in net._forward_hooks.values()]
+    >>> [hook == net.halve for *_, hooks in own_hooks(net) for hook in hooks.values()]
     [True]
     """
     modules = {id(module) for module in net.modules()}
@@ -110,7 +114,21 @@ def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> N
         }
         for name in names:
             hooks = vars(module)[name].items()
-            vars(module)[name] = OrderedDict((key, hook) for key, hook in hooks if key in own)
+            yield module, name, OrderedDict((key, hook) for key, hook in hooks if key in own)
+
+
+def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
+    """Let a network run without hooks of others, whose dictionaries stay as they are.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which gets the dictionaries of `own_hooks`.
+    libraries : tuple of str
+        As in `own_hooks`.
+    """
+    for module, name, hooks in list(own_hooks(net, libraries)):
+        vars(module)[name] = hooks
 
 
 def _is_own(hook: Any, modules: set[int], libraries: tuple[str, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import numpy as np
@@ -590,15 +591,24 @@ def test_no_value_is_looked_at_and_no_state_left():
     assert torch.equal(data, DATA)
 
 
-def test_a_net_with_state_out_of_sight_is_not_run_again() -> None:
-    def count(net: Any, x: Tensor) -> Tensor:
-        next(net.numbers)
-        return net.a(x) if x.sum() > 0 else net.b(x)
+def test_shared_state_that_can_not_be_copied_is_left_alone():
+    kept = types.SimpleNamespace(x=None)
 
-    net = build(count)
-    net.numbers = iter(range(9))
+    class Uncopyable:
+        def __deepcopy__(self, memo):
+            raise TypeError("shared on purpose")
+
+        def keep(self, x: Tensor) -> None:
+            kept.x = x
+
+    def remember(net, x):
+        net.uncopyable.keep(x)
+        return net.a(x)
+
+    net = build(remember)
+    net.uncopyable = Uncopyable()
     check_static_flow(net, (DATA,), {})
-    assert next(net.numbers) == 0
+    assert kept.x is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
 import threading
@@ -24,10 +25,9 @@ from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.labelling.data_flow import copy_inputs
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
-from scio_recorder.nets.state import untouched as state_of_nets
+from scio_recorder.nets.state import copying
 from tests.garbage import garbage_left
 from tests.harness import every_tenth
 from tests.zoo import BY_NAME, CASES
@@ -181,8 +181,12 @@ def test_a_net_that_changes_its_own_state_in_forward_is_left_as_it_was():
 
 
 def test_parameters_of_a_large_net_are_not_cloned(monkeypatch):
-    monkeypatch.setattr(state_of_nets, "CLONED_BYTES", 16)
+    monkeypatch.setattr(copying, "CLONED_BYTES", 16)
     net = nn.Sequential(linear(), nn.BatchNorm1d(4))
+    twin = copying.copy_net(net)
+    assert twin[0].weight is not net[0].weight
+    assert twin[0].weight.data_ptr() == net[0].weight.data_ptr()
+    assert twin[1].running_mean.data_ptr() != net[1].running_mean.data_ptr()
     before = snapshot(net)
     label_net(net, input_size=(2, 4), mode="train")
     assert str(snapshot(net)) == str(before)
@@ -230,11 +234,14 @@ class _Gathers(nn.Module):
         return x
 
 
-def test_hooks_that_are_methods_of_the_net_are_a_part_of_it() -> None:
+@pytest.mark.parametrize("can_be_copied", [True, False])
+def test_hooks_that_are_methods_of_the_net_are_a_part_of_it(can_be_copied: bool) -> None:
     net, calls = _Gathers(), []
     for name, layer in net.layers.named_children():
         layer.register_forward_hook(partial(net.gather, name))
         layer.register_forward_hook(lambda *_: calls.append("user"))
+    if not can_be_copied:
+        net.lock = threading.Lock()
     layers = label_net(net, input_size=(1, 4))[1].values()
     assert [layer.name for layer in layers if layer.executed][-2:] == ["norms.0", "norms.1"]
     assert (calls, net.features) == ([], {})
@@ -303,10 +310,20 @@ def test_a_net_whose_copy_leads_back_to_it_is_labelled_and_left_as_it_was():
     assert calls == []
 
 
-def test_summary_and_architecture_hold_the_modules_of_the_net():
+def test_summary_and_architecture_hold_the_modules_of_the_net_and_no_copy():
+    alive = []
+
+    class Watched(nn.Module):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            alive.append(weakref.ref(self))
+
+        def forward(self, x):
+            return x
+
     net = Net(
         lambda net, x: net.last(net.listed[0](net.first(x))),
-        first=nn.Sequential(nn.Identity()),
+        first=nn.Sequential(Watched()),
         listed=nn.ModuleList([linear()]),
         last=linear(),
     )
@@ -317,6 +334,9 @@ def test_summary_and_architecture_hold_the_modules_of_the_net():
     assert {id(row.module) for row in rows} <= own
     assert all(row.layer_id == id(row.module) for row in rows)
     assert {id(layer.module) for layer in architecture.values()} <= own
+    gc.collect()
+    assert alive
+    assert [ref() for ref in alive] == [None] * len(alive)
 
 
 def test_torchinfo_is_as_it_was_also_after_a_failure():
@@ -640,9 +660,19 @@ def test_threads_label_side_by_side():
     assert {n: len(architecture) for n, architecture in found.items()} == {0: 2, 1: 3, 2: 4, 3: 5}
 
 
+def test_buffers_that_share_memory_share_it_in_the_copy():
+    net = linear()
+    net.register_buffer("whole", torch.zeros(4))
+    net.register_buffer("front", net.whole[:2])
+    twin = copying.copy_net(net)
+    twin.front.fill_(1)
+    assert twin.whole.tolist() == [1, 1, 0, 0]
+    assert net.whole.tolist() == [0, 0, 0, 0]
+
+
 def test_of_a_slice_of_a_dataset_only_the_slice_is_copied():
     dataset = torch.zeros(1000, 4)
-    copied = copy_inputs([dataset[:2]])[0]
+    copied = copying.copy_inputs([dataset[:2]])[0]
     assert copied.untyped_storage().nbytes() == 2 * 4 * 4
 
 

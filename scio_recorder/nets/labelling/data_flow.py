@@ -3,18 +3,18 @@
 NOTE [Other answers]
 
 A network that asks for no value that depends on its data goes the same way on all data of the same
-shapes. Most networks are of that kind, and need no closer look. If a network asks, it runs again,
-and each run gets a false answer to one of these questions: another number, or another number of
-hits of a mask. If such a run calls other functions of torch, or the same ones on other tensors,
+shapes. Most networks are of that kind, and need no closer look. If a network asks, copies of it run
+again, and each gets a false answer to one of these questions: another number, or another number of
+hits of a mask. If such a copy calls other functions of torch, or the same ones on other tensors,
 the answer has decided what runs: that is a branch on data. If it makes the same calls, it only
 computed with the answer. If it raises, the question was a check of the data, unless other modules
 ran before. Neither source nor byte code is read: they differ between versions of Python, or are
 unavailable.
 
 Unless they are traced, libraries look at masks, and drop those that hide nothing. That is no branch
-of the net, so these runs pretend to be traced: their flags and integers are tensors that claim so.
+of the net, so copies pretend to be traced: their flags and integers are tensors that claim so.
 
-They are on the CPU: a made-up index that is too large would break a GPU for the whole process.
+Copies run on the CPU: a made-up index that is too large would break a GPU for the whole process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ import contextlib
 import linecache
 import math
 import os
-import sys
-import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TextIO, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,9 +35,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
-from scio_recorder.nets.hookable import hooked
+from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.state.copying import (
+    OriginalCalledError,
+    copy_inputs,
+    copy_net,
+    quiet,
+    refusing_calls,
+)
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.untouched import untouched
+from scio_recorder.nets.state.untouched import reached, shared_untouched
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors, tensors
 
@@ -63,9 +67,6 @@ _SECONDS = 10.0
 _HITS = (0, 4096, 1, 2, 3)
 _INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
 _REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
-
-# Streams and warning filters are process-wide: two threads would restore each other's.
-_QUIET = threading.RLock()
 
 # A line of code: the name of its file, and its number.
 _Place: TypeAlias = tuple[str, int]
@@ -129,8 +130,6 @@ class Flow(TorchFunctionMode):
         self.steps: list[_Step] = []
         self.failed = False
         self._net, self._at, self._choice, self._max_steps = net, at, choice, max_steps
-        self._numbers = {id(module): number for number, module in enumerate(net.modules())}
-        self._own = {id(one) for one in net.buffers()}
         # For each tensor, the step that made it, and whether it depends on the data.
         self._origins = WeakTensorKeyDictionary()
         self._data = WeakTensorKeyDictionary()
@@ -144,7 +143,11 @@ class Flow(TorchFunctionMode):
         """Follow the operations of this thread inside the block."""
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(hooked(self._net, before=self._start))
+                for number, module in enumerate(self._net.modules()):
+                    if takes_hooks(module):
+                        hook = self._hook(number)
+                        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                        stack.callback(handle.remove)
                 self._is_followed = True
                 stack.enter_context(private.operations_made_by(self._call_operation))
                 stack.enter_context(self)
@@ -205,17 +208,19 @@ class Flow(TorchFunctionMode):
             self._mark(given[:1] if result is None else made)
         return result
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._note(self._numbers.get(id(module), -1), args, kwargs)
-        if module is self._net:
-            self._mark(given)
+    def _hook(self, number: int) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = self._note(number, args, kwargs)
+            if module is self._net:
+                self._mark(given)
+
+        return note
 
     def _mark(self, tensors: list[Tensor]) -> None:
         """Note that these tensors depend on the data."""
         for tensor in tensors:
             self._data[tensor] = True
-            is_plain = type(tensor) is Tensor and id(tensor) not in self._own
-            if self._is_replay and is_plain and not tensor.dtype.is_floating_point:
+            if self._is_replay and type(tensor) is Tensor and not tensor.dtype.is_floating_point:
                 private.pass_for_traced(tensor)
 
     def _note(self, called: Any, *given: Any) -> list[Tensor]:
@@ -310,25 +315,22 @@ def check_static_flow(
     --------
     >>> check_static_flow(nn.ReLU(), (torch.ones(2),), {})
     """
-    place = None
 
     def run(at: int = -1, choice: int = 0, max_steps: int = _MAX_STEPS) -> Flow:
-        try:
-            with preserved_rng(), torch.set_grad_enabled(grad):
-                flow = Flow(net.cpu().train(mode == "train"), at, choice, max_steps)
+        with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
+            twin = copy_net(net).cpu().train(mode == "train")
+            flow = Flow(twin, at, choice, max_steps)
+            with shared_untouched(own, twin):
                 flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
-        finally:
-            state.put_back(thorough=True)
         return flow
 
+    own = reached([net])
     try:
-        with quiet(), untouched(net, keep_hooks=False, keep_random=True) as state:
-            # What a false answer does to something out of sight can't be put back.
-            if state.is_in_sight:
-                place = _deciding_place(run)
+        with quiet():
+            place = _deciding_place(run)
     except UnsupportedTorchError:
         raise
-    except Exception:
+    except (OriginalCalledError, Exception):
         return
     if place is not None:
         line = linecache.getline(*place).strip()
@@ -492,73 +494,3 @@ def _place(operation: Any) -> int:
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
-
-
-# -- runs on the side ------------------------------------------------------------------------------
-
-
-def clone(tensor: Tensor) -> Tensor:
-    """Return a detached copy that requires a gradient if the tensor is a leaf that does."""
-    clone = tensor.detach().clone()
-    return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
-
-
-def copy_inputs(inputs: Any) -> Any:
-    """Return a copy of a net's inputs.
-
-    Parameters
-    ----------
-    inputs : Any
-        Any structure. Only the visible part of a tensor is copied: it may be a slice of a dataset.
-
-    Returns
-    -------
-    Any
-        The same structure with other, detached tensors.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> copy_inputs({"x": x})["x"] is x
-    False
-    """
-    return map_tensors(clone, inputs)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence this thread's output and warnings, and run compiled modules as if they were not.
-
-    Compiling takes long, and its result would be thrown away.
-
-    Examples
-    --------
-    >>> with quiet():
-    ...     print("not seen")
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_QUIET)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
-        # If nothing was compiled, this would import the compiler.
-        if private.DYNAMO in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-
-
-class _Muted:
-    """A stream that drops what its own thread writes: other threads go on printing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self._thread:
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

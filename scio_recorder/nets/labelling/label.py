@@ -1,4 +1,4 @@
-"""Labelling: one dry run of the net, which leaves no trace, interpreted as torchinfo does."""
+"""Labelling: one dry run of a copy of the net, interpreted as torchinfo does."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedT
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
-from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow, copy_inputs, quiet
+from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.torchinfo import (
     ModelStatistics,
     Statistics,
-    count_before_fsdp1,
     forgiving,
+    point_to,
     random_inputs,
     summary,
 )
 from scio_recorder.nets.refusals import check_supported, failed_run
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
+from scio_recorder.nets.state.copying import (
+    OriginalCalledError,
+    copy_inputs,
+    copy_net,
+    quiet,
+    refusing_calls,
+)
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.untouched import untouched
+from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
 from scio_recorder.tensors import private
 
 _DEFAULTS: dict[str, Any] = {
@@ -50,7 +57,7 @@ _OF_TORCHINFO = frozenset(inspect.signature(summary).parameters) - {"model", "kw
 def label_net(
     net: nn.Module, *, force_static_flow: bool = True, **summary_kwargs: Any
 ) -> tuple[ModelStatistics, Architecture]:
-    """Run a net once, without a trace, and label every call of its modules as torchinfo does.
+    """Run a copy of a net once and label every call of its modules as torchinfo does.
 
     Parameters
     ----------
@@ -223,8 +230,7 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
         try:
             if in_step:
                 return _label_in_step(net, keywords, grad)
-            with untouched(net, keep_hooks=keep_hooks, keep_random=True):
-                return _dry_run(net, keywords, grad, followed)
+            return _label_once(net, keywords, keep_hooks, grad, followed)
         except _DryRunError as error:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
@@ -234,6 +240,19 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     finally:
         # Frames that hold an error which holds them live until garbage is collected.
         del failure
+
+
+def _label_once(
+    net: nn.Module, keywords: dict[str, Any], keep_hooks: bool, grad: bool, followed: bool
+) -> _Labelled:
+    twin = _faithful_copy(net, keep_hooks)
+    if twin is not None:
+        alone = shared_untouched(reached([net]), twin)
+        with contextlib.suppress(OriginalCalledError), refusing_calls(net), alone:
+            return _dry_run(twin, keywords, net, grad, followed)
+    # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
+    with untouched(net, keep_hooks=keep_hooks, keep_random=True):
+        return _dry_run(net, keywords, net, grad, followed)
 
 
 def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Labelled:
@@ -247,9 +266,21 @@ def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Lab
         keywords = {**keywords, **inputs}
     following = Following(net)
     with untouched(net, keep_hooks=False, keep_random=True), following.followed():
-        labelled = _dry_run(net, keywords, grad, followed=False)
+        labelled = _dry_run(net, keywords, net, grad)
     mark(labelled[1], following)
     return labelled
+
+
+def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
+    try:
+        twin = copy_net(net, keep_hooks=keep_hooks)
+    except Exception:
+        return None
+    names = [(name, type(m)) for name, m in net.named_modules(remove_duplicate=False)]
+    copied = [(name, type(m)) for name, m in twin.named_modules(remove_duplicate=False)]
+    own = {id(module) for module in net.modules()}
+    is_separate = not any(id(module) in own for module in twin.modules())
+    return twin if is_separate and names == copied else None
 
 
 @dataclass
@@ -263,20 +294,24 @@ def _cause_of(error: Exception) -> BaseException:
     return wrapped or error
 
 
-def _dry_run(net: nn.Module, keywords: dict[str, Any], grad: bool, followed: bool) -> _Labelled:
-    own = {id(module) for module in net.modules()}
-    trace, flow = _CallTrace(net, grad=grad), Flow(net)
+def _dry_run(
+    twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool, followed: bool = True
+) -> _Labelled:
+    names = dict(net.named_modules(remove_duplicate=False))
+    copies = twin.named_modules(remove_duplicate=False)
+    originals = {id(module): names[name] for name, module in copies}
+    trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
     try:
         following = flow.followed() if followed else contextlib.nullcontext()
         with quiet(), forgiving(), trace.watching(), following:
-            statistics = Statistics.of(summary(net, **_dry_run_keywords(keywords)), own)
+            statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)), originals)
     except UnsupportedTorchError:
         raise
     except Exception as error:
         raise _DryRunError(_cause_of(error)) from error
-    calls = [call for call in trace.calls if id(call.module) in own]
+    calls = [call for call in trace.calls if id(call.module) in originals]
     rows = list(_rows(statistics.summary_list, calls))
-    count_before_fsdp1(statistics.summary_list, net)
+    point_to(statistics.summary_list, originals)
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]

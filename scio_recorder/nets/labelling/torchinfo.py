@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -129,11 +129,32 @@ def random_inputs(
     return engine.get_input_tensor(sizes, batch_dim, dtypes, device)
 
 
-def count_before_fsdp1(rows: list[LayerInfo], net: nn.Module) -> None:
-    """Let rows count whole parameters, also those of which FSDP1 leaves shards in each process."""
-    sizes = sizes_before_fsdp1(net)
-    for info in rows if sizes else ():
-        info.num_params = _num_before_fsdp1(info.module, sizes)
+def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
+    """Make rows of a copy's summary refer to the modules of the original.
+
+    Rows count whole parameters, also those of which FSDP1 leaves another shard in each process.
+
+    Parameters
+    ----------
+    rows : list of LayerInfo
+        The rows, whose parents are changed too.
+    originals : mapping of int to torch.nn.Module
+        The original of each module of the copy, by the ``id`` of the latter.
+    """
+    # The first one is the net.
+    sizes = sizes_before_fsdp1(next(iter(originals.values())))
+    pending, seen = list(rows), set()
+    while pending:
+        info = pending.pop()
+        if id(info) in seen or id(info.module) not in originals:
+            continue
+        seen.add(id(info))
+        info.module = originals[id(info.module)]
+        info.layer_id = id(info.module)
+        if sizes:
+            info.num_params = _num_before_fsdp1(info.module, sizes)
+        if info.parent_info is not None:
+            pending.append(info.parent_info)
 
 
 def _num_before_fsdp1(module: nn.Module, sizes: dict[int, dict[str, tuple[object, int]]]) -> int:

@@ -41,6 +41,7 @@ from scio_recorder.errors import warn
 from scio_recorder.layer import few
 from scio_recorder.nets.hookable import LIBRARIES, leave_own_hooks
 from scio_recorder.nets.sharded import is_sharded
+from scio_recorder.nets.state.copying import OriginalCalledError, are_large
 from scio_recorder.nets.state.moment import (
     joined,
     random_state,
@@ -63,8 +64,6 @@ _MACHINERY = (
 _OURS = "scio_recorder."
 # A recorder is a module, but no part of a network.
 _RECORDER = "scio_recorder.recorder"
-# Up to this many bytes of a kind of tensors are cloned.
-CLONED_BYTES = 1 << 30
 # Types of values that never change, or are code.
 _VALUES = (
     *(bool, int, float, complex, str, bytes, range, slice, type, types.NoneType, types.ModuleType),
@@ -529,11 +528,6 @@ class NetState:
         self._weight_notes = [notes.pop(id(one)) for one in self._weights]
         self._tensor_notes = [*notes.values()]
 
-    @property
-    def is_in_sight(self) -> bool:
-        """Whether nothing was reached that can't be seen into."""
-        return not self._opaque
-
     def put_back(self, *, thorough: bool = False) -> None:
         """Put back everything that has changed.
 
@@ -585,11 +579,6 @@ def _small(tensors: list[Tensor], buffers: set[int]) -> set[int]:
     known = buffers | {id(one) for one in parameters}
     others = [one for one in tensors if id(one) not in known]
     return {id(one) for kind in (parameters, others) if not are_large(kind) for one in kind}
-
-
-def are_large(tensors: Iterable[Tensor]) -> bool:
-    """Whether cloning some tensors would take too much memory."""
-    return sum(one.nbytes for one in tensors if is_dense(one)) > CLONED_BYTES
 
 
 @contextlib.contextmanager
@@ -648,6 +637,44 @@ def untouched(
             for module in fsdp:
                 private_distributed.take_whole_parameters(module)
             state.put_back(thorough=True)
+    state.warn_of_traces()
+
+
+@contextlib.contextmanager
+def shared_untouched(own: dict[int, Found], copy: nn.Module) -> Iterator[None]:
+    """Run a copy of a network inside the block, which ends with what they share put back.
+
+    Parameters
+    ----------
+    own : dict
+        What the network reaches. A copy shares functions, and so the variables of closures.
+    copy : torch.nn.Module
+        The copy.
+
+    Raises
+    ------
+    OriginalCalledError
+        The copy would run modules of the network itself.
+
+    Examples
+    --------
+    >>> import copy
+    >>> net = nn.ReLU()
+    >>> net.itself = weakref.ref(net)
+    >>> with shared_untouched(reached([net]), copy.deepcopy(net)):
+    ...     pass
+    Traceback (most recent call last):
+    scio_recorder.nets.state.copying.OriginalCalledError
+    """
+    shared = {key: one for key, one in reached([copy]).items() if key in own}
+    if any(issubclass(type(one.value), nn.Module) for one in shared.values()):
+        raise OriginalCalledError
+    state = NetState(shared, keep_random=True)
+    try:
+        with without_hooks_on_all_modules():
+            yield
+    finally:
+        state.put_back(thorough=True)
     state.warn_of_traces()
 
 

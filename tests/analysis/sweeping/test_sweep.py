@@ -461,9 +461,7 @@ def test_the_recorder_stays_as_it_is() -> None:
     rnet(X)
     kept = {label: value.clone() for label, value in rnet.activations.items()}
     rnet.sweep(Y, X, weighed)
-    assert torch.is_grad_enabled()
     rnet.sweep(Y, X, torch.sum, estimate=True)
-    assert torch.is_grad_enabled()
     assert rnet.recording == tuple(kept)
     assert all(torch.equal(rnet.activations[label], kept[label]) for label in kept)
 

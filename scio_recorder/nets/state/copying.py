@@ -1,0 +1,191 @@
+"""Copies of networks, which run without a trace in the network, and quietly."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from scio_recorder.nets.hookable import hooked, own_hooks
+from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import is_dense
+from scio_recorder.tensors.structures import map_tensors
+
+# Up to this many bytes of parameters are cloned, so that a net that changes them in its forward
+# leaves no trace; beyond it, a copy shares their memory.
+CLONED_BYTES = 1 << 30
+# Streams and warning filters are process-wide: two threads would restore each other's.
+_QUIET = threading.RLock()
+
+
+class _CopyTensors(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` detach and copy tensors inside a graph, which it would refuse."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            # If `deepcopy` itself can copy them, views of one memory stay views of one memory.
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            if func is not Tensor.__deepcopy__:
+                raise
+            tensor, memo = args
+            return memo.setdefault(id(tensor), clone(tensor))
+
+
+def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
+    """Return a copy of a net that can be run without changing the net.
+
+    Tensors are cloned, except for parameters that together are larger than 1 GiB, which share their
+    memory.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net, which may hold tensors inside a graph. All else that ``deepcopy`` refuses raises.
+    keep_hooks : bool
+        Whether the copy has copies of the user's hooks, or only of the network's own.
+
+    Returns
+    -------
+    torch.nn.Module
+        The copy.
+
+    Examples
+    --------
+    >>> net = nn.Linear(2, 1)
+    >>> twin = copy_net(net)
+    >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
+    (False, True)
+    """
+    kept = [] if keep_hooks else list(own_hooks(net))
+    memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
+    with torch.no_grad(), _CopyTensors():
+        twin = copy.deepcopy(net, memo)
+        for *_, hooks in kept:
+            # Methods of the net's modules become methods of the copy's.
+            hooks.update((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
+    return twin
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """Return a detached copy that requires a gradient if the tensor is a leaf that does."""
+    clone = tensor.detach().clone()
+    return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
+
+
+def copy_inputs(inputs: Any) -> Any:
+    """Return a copy of a net's inputs.
+
+    Parameters
+    ----------
+    inputs : Any
+        Any structure. Only the visible part of a tensor is copied: it may be a slice of a dataset.
+
+    Returns
+    -------
+    Any
+        The same structure with other, detached tensors.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> copy_inputs({"x": x})["x"] is x
+    False
+    """
+    return map_tensors(clone, inputs)
+
+
+class OriginalCalledError(BaseException):
+    """The copy of a net called a module of the net. No ``except Exception`` may catch it."""
+
+
+@contextlib.contextmanager
+def refusing_calls(net: nn.Module) -> Iterator[None]:
+    """Raise :class:`OriginalCalledError` when this thread calls a module of the net.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The original of a copy that is run in the block. A closure that the copy shares with it may
+        lead back to it.
+
+    Examples
+    --------
+    >>> net = nn.ReLU()
+    >>> with refusing_calls(net):
+    ...     net(torch.ones(1))
+    Traceback (most recent call last):
+    scio_recorder.nets.state.copying.OriginalCalledError
+    """
+    thread = threading.get_ident()
+
+    def refuse(*call: Any) -> None:
+        if threading.get_ident() == thread:
+            raise OriginalCalledError
+
+    with hooked(net, before=refuse):
+        yield
+
+
+def _shared(net: nn.Module) -> dict[int, Any]:
+    """Return what stands for parameters too large to be cloned, by the ``id`` of each."""
+    if not are_large(net.parameters()):
+        return {}
+    return {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in net.parameters()
+    }
+
+
+def are_large(tensors: Iterable[Tensor]) -> bool:
+    """Whether cloning some tensors would take too much memory."""
+    return sum(one.nbytes for one in tensors if is_dense(one)) > CLONED_BYTES
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence this thread's output and warnings, and run compiled modules as if they were not.
+
+    Compiling a copy takes long, and its result would be thrown away.
+
+    Examples
+    --------
+    >>> with quiet():
+    ...     print("not seen")
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_QUIET)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
+        # If nothing was compiled, this would import the compiler.
+        if private.DYNAMO in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class _Muted:
+    """A stream that drops what its own thread writes: other threads go on printing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
