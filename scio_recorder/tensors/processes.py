@@ -73,6 +73,8 @@ def one_thread() -> Iterator[None]:
 def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
     """Call ``work`` with each item in this many threads at once; raise the first error.
 
+    Where no thread can be started, this one does all of it.
+
     Examples
     --------
     >>> found = []
@@ -85,5 +87,10 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
             work(item)
         return
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        # After an error, work that has not begun is cancelled.
-        deque(pool.map(work, items), maxlen=0)
+        try:
+            # After an error, work that has not begun is cancelled.
+            calls = pool.map(work, items)
+        except RuntimeError:
+            # No thread can be started here. What has begun in others is done once more.
+            calls = map(work, items)
+        deque(calls, maxlen=0)

@@ -64,7 +64,7 @@ SEAM = (
     "recording.options recording.readable recording.recording recording.resuming",
     "recording.row_kinds recording.rows recording.statistics",
     "stores stores.disk stores.disk_tensor stores.kept_inputs stores.store",
-    "stores.disk_format.description stores.disk_format.ids stores.disk_format.jsons",
+    "stores.disk_format.description stores.disk_format.ids",
     "stores.disk_format.medium stores.disk_format.reader stores.disk_format.run",
     "stores.disk_format.tensor_file stores.disk_format.writer",
 )

@@ -80,7 +80,7 @@ def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_pa
         assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
-def test_where_no_thread_can_be_had_nothing_is_read(tmp_path, monkeypatch):
+def test_where_no_thread_can_be_had_all_is_read(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("can't start new thread")
 
@@ -89,8 +89,8 @@ def test_where_no_thread_can_be_had_nothing_is_read(tmp_path, monkeypatch):
     with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
         writer.append({"x": numbers}, range(len(numbers)))
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with RunReader(tmp_path) as recording, pytest.raises(RuntimeError, match="new thread"):
-        recording.read("x", 0, len(numbers))
+    with RunReader(tmp_path) as recording:
+        assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 10), (10, 10)])
