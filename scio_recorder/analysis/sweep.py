@@ -87,7 +87,7 @@ def _patched(
             for label in labels
             for at in ([None] if chosen is None else chosen)
         ]
-        _check_repeated(before, run(corrupted, number)[0])
+        _check_repeated(before, run(corrupted, number, {})[0])
     size = (len(labels), *([] if chosen is None else [len(chosen)]))
     table = torch.tensor(values, dtype=torch.float64, device="cpu").view(size)
     return Effects(capture.architecture, labels, chosen, table, first, before)
@@ -128,8 +128,8 @@ def _running(
 ) -> Iterator[_Run]:
     """Yield a function that runs the network from its present state, to which it is put back.
 
-    It runs on copies of inputs, and returns what a function makes of the output, with the records
-    of a run in which nothing acts.
+    It runs on copies of inputs, and returns what a function makes of the output, and the records,
+    none if post-processors are given.
     """
     net = capture.net
     # A separate capture, so that the recorder keeps its records.
@@ -141,7 +141,7 @@ def _running(
         args, kwargs = map_tensors(_twin_on_graph if with_gradients else twin, inputs)
         try:
             output = own.run(net, args, kwargs, given=given, records_outputs=given is None)
-            return measure(output), dict(own.activations)
+            return measure(output), dict(own.activations) if given is None else {}
         finally:
             state.put_back()
 
