@@ -327,7 +327,7 @@ def _title(recording: Any) -> str:
     state = "complete" if recording.complete else "interrupted"
     rows = f", {counted(recording.num_rows, 'row')}" if recording.has_rows else ""
     rows += f" ({', '.join(recording.rows)})" if recording.rows else ""
-    return plain(f"{recording.path}: {counted(recording.num_samples, 'sample')}{rows}, {state}")
+    return f"{recording.path}: {counted(recording.num_samples, 'sample')}{rows}, {state}"
 
 
 def demo(parsed: argparse.Namespace, console: Console) -> None:
