@@ -191,6 +191,8 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     [
         pytest.param(case, marks=() if index % 8 == 0 else pytest.mark.campaign)
         for index, case in enumerate(CASES)
+        # With an infinite weight this one divides an infinite norm by two for ever.
+        if case.name != "data_dependent_loop"
     ],
     ids=repr,
 )
