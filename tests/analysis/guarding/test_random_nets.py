@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,8 +97,8 @@ def plant(choose: random.Random, net: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         for weight in choose.choices(weights, k=choose.randrange(1, 3)) if weights else ():
             if kind < 2:
-                place = choose.randrange(weight.numel())
-                weight.view(-1)[place] = choose.choice([NAN, INF, -INF, 3e38])
+                place = np.unravel_index(choose.randrange(weight.numel()), weight.shape)
+                weight[place] = choose.choice([NAN, INF, -INF, 3e38])
             elif kind == 2:
                 weight.mul_(1e20)
     if kind == 3:
