@@ -79,6 +79,10 @@ class HeldTensor:
         return self.tensor
 
 
+# Its name in pickles of version 0.2.0.
+Held = HeldTensor
+
+
 Hold: TypeAlias = Callable[[Tensor, int], HeldTensor]
 
 
