@@ -32,7 +32,7 @@ from tests.recording.tables import (
 from tests.stores.disk_format.runs import calls_of
 from tests.stores.disk_format.test_faults import failing, problem_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LENGTHS = ((3, 1, 5), (2, 2), (4,))
 # One call of every so many is tried.
 STEP = 5
