@@ -55,14 +55,6 @@ class Mode:
 MODES = tuple(Mode(training, context) for training in (False, True) for context in CONTEXTS)
 
 
-def every_tenth(cases: Iterable[Case], first: int = 0) -> list[Any]:
-    """Return parameters for a test: every tenth case, and for the campaign all others."""
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.campaign] * ((at - first) % 10 != 0))
-        for at, case in enumerate(cases)
-    ]
-
-
 def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:
     """Return parameters for a test: named cases, and for the campaign all others."""
     chosen = set(names)

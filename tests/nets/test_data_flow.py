@@ -17,7 +17,7 @@ from scio_recorder.errors import FlowError
 from scio_recorder.nets.labelling import data_flow, label
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.label import label_net
-from tests.harness import every_tenth
+from tests.rotation import one_in
 from tests.zoo import CASES
 from tests.zoo.base import Net, linear
 from tests.zoo.transformers import GROUPED, text
@@ -510,7 +510,7 @@ def test_other_flow_is_not_refused(function, mode):
     check_static_flow(build(function), (DATA,), {}, mode=mode)
 
 
-@pytest.mark.parametrize("case", every_tenth(CASES, 9))
+@pytest.mark.parametrize("case", one_in(10, CASES, 9), ids=repr)
 def test_nets_of_the_zoo(case):
     args, kwargs = case.inputs(0)
     net = case.fresh()

@@ -29,7 +29,7 @@ from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
 from scio_recorder.nets.state import copying
 from tests.garbage import garbage_left
-from tests.harness import every_tenth
+from tests.rotation import one_in
 from tests.zoo import BY_NAME, CASES
 from tests.zoo.base import Net, linear
 
@@ -82,7 +82,7 @@ def snapshot(net: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("case", every_tenth(COMPARED))
+@pytest.mark.parametrize("case", one_in(10, COMPARED), ids=repr)
 def test_rows_and_labels_are_those_of_torchinfo(case):
     args, kwargs = case.inputs(0)
     architecture = architecture_of(case.fresh(), *args, **kwargs)
@@ -109,7 +109,7 @@ def test_nets_that_torchinfo_gives_up_on_are_labelled(name):
     assert architecture[0, 1].executed
 
 
-@pytest.mark.parametrize("case", every_tenth(CASES, 3))
+@pytest.mark.parametrize("case", one_in(10, CASES, 3), ids=repr)
 def test_calls_and_their_order_are_those_of_a_real_pass(case):
     net = case.fresh().eval()
     args, kwargs = case.inputs(0)
@@ -131,7 +131,7 @@ def shapes(output: Any) -> Any:
     return tuple(output.shape) if isinstance(output, Tensor) else None
 
 
-@pytest.mark.parametrize("case", every_tenth(CASES, 6))
+@pytest.mark.parametrize("case", one_in(10, CASES, 6), ids=repr)
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_labelling_leaves_no_trace(case, mode):
     if mode == "train" and not case.train:
