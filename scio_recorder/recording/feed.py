@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from torch import Tensor
@@ -32,6 +31,21 @@ _WRITE = (
 IDS_OF_A_PART = 10**12
 
 
+class ChosenSamples(NamedTuple):
+    """The samples of a batch that a sampler has chosen; repeats of others' samples come last.
+
+    Parameters
+    ----------
+    indices : list
+        Their indices in the dataset.
+    num_own : int
+        The number of those that are no repeats.
+    """
+
+    indices: list[Any]
+    num_own: int
+
+
 @dataclass
 class Share:
     """The share of this process in a dataset that a sampler splits; its repeats come last.
@@ -41,9 +55,7 @@ class Share:
     place : Place
         The rank of this process, and the number of processes.
     batches : callable, optional
-        Makes an iterator over the indices of each batch; None if samples have none.
-    num_own : int, optional
-        The number of samples of this process that are no repeats of others'.
+        Makes an iterator over the samples of each batch; None if samples have no indices.
     num_repeats : int, default 0
         The number of repeats of all processes together.
     settings : dict, optional
@@ -55,8 +67,7 @@ class Share:
     """
 
     place: Place
-    batches: Callable[[], Iterator[list[Any]]] | None = None
-    num_own: int = sys.maxsize
+    batches: Callable[[], Iterator[ChosenSamples]] | None = None
     num_repeats: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
@@ -87,9 +98,8 @@ class Feed:
     def __post_init__(self) -> None:
         # The number of the current batch, and that of samples before it.
         self.number, self.num_samples = 0, 0
-        # If a sampler chooses: the current batch's indices in the dataset, and their number before.
-        self._indices: list[Any] | None = None
-        self._num_chosen = 0
+        # The samples of the current batch, if a sampler chooses them.
+        self._chosen: ChosenSamples | None = None
         self._seen: set[int | str] = set()
         self._check_batches()
 
@@ -139,8 +149,7 @@ class Feed:
                 raise
             except Exception as error:
                 raise raised_by(f"batch {self.number}: the loader", error) from error
-            self._num_chosen += len(self._indices or ())
-            self._indices = None if chosen is None else next(chosen, [])
+            self._chosen = None if chosen is None else next(chosen, ChosenSamples([], 0))
             yield batch, self.is_taken
 
     @property
@@ -296,7 +305,7 @@ class Feed:
 
     def _chosen_ids(self, number: int) -> list[Any]:
         """Return the indices of the current batch, which has this many samples."""
-        indices = self._indices or []
+        indices = [] if self._chosen is None else self._chosen.indices
         if len(indices) != number:
             raise CollectError(
                 f"the sampler chose {len(indices)} samples for batch {self.number}, but the "
@@ -306,10 +315,9 @@ class Feed:
 
     def _num_own(self, number: int) -> int:
         """Return the number of samples of the batch, from the first on, that are not repeats."""
-        if self.share is None or self._indices is None:
+        if self._chosen is None:
             return number
-        chosen = len(self._indices)
-        own = max(0, min(self.share.num_own - self._num_chosen, chosen))
+        chosen, own = len(self._chosen.indices), self._chosen.num_own
         if own in (0, chosen):
             return number if own else 0
         if number != chosen:

@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.feed import Share
+from scio_recorder.recording.feed import ChosenSamples, Share
 from scio_recorder.tensors.processes import Place, this_process
 
 # Attributes that, besides the dataset, decide the indices that a sampler gives.
@@ -78,10 +78,10 @@ def _share_of_sampler(loader: Any, dataset: Any, chain: list[Any], *, has_ids: b
     given = {name: getattr(sampler, name, None) for name in _SETTINGS}
     settings = {name: value for name, value in given.items() if isinstance(value, bool | int)}
     is_known = all(map(_is_repeatable, chain))
+    num_own = len(range(place.rank, size, place.world_size))
     return Share(
         place,
-        partial(_batches, source) if is_known else None,
-        len(range(place.rank, size, place.world_size)),
+        partial(_chosen, source, num_own) if is_known else None,
         repeats,
         {"kind": type(sampler).__name__, "samples": size, **settings},
         _problem_of(loader, place, None if is_known else chain, repeats, has_ids=has_ids),
@@ -134,5 +134,9 @@ def _is_repeatable(sampler: Any) -> bool:
     return type(sampler).__iter__ in (DistributedSampler.__iter__, BatchSampler.__iter__)
 
 
-def _batches(source: Iterable[Any]) -> Iterator[list[Any]]:
-    return (list(one) if isinstance(one, Iterable) else [one] for one in source)
+def _chosen(source: Iterable[Any], num_own: int) -> Iterator[ChosenSamples]:
+    """Yield the samples of each batch; those behind the first ``num_own`` of all are repeats."""
+    for one in source:
+        indices = list(one) if isinstance(one, Iterable) else [one]
+        yield ChosenSamples(indices, max(0, min(num_own, len(indices))))
+        num_own -= len(indices)
