@@ -149,7 +149,7 @@ def _shared(net: nn.Module) -> dict[int, Any]:
 
 def are_large(tensors: Iterable[Tensor]) -> bool:
     """Whether cloning some tensors would take too much memory."""
-    return sum(one.nbytes for one in tensors if is_dense(one)) > CLONED_BYTES
+    return sum([one.nbytes for one in tensors if is_dense(one)]) > CLONED_BYTES
 
 
 @contextlib.contextmanager

@@ -30,11 +30,12 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from operator import is_
-from typing import Any, NamedTuple, TypeAlias
+from operator import attrgetter, is_, itemgetter
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.random import RandomState
 from torch import Tensor, nn
 
 from scio_recorder.errors import warn
@@ -73,22 +74,15 @@ _VALUES = (
 )
 # Types of keys of dictionaries that never change, and are names.
 _NAMES = frozenset((str, int))
-_GENERATORS: tuple[Any, ...] = (
-    *(torch.Generator, random.Random),
-    *(np.random.RandomState, np.random.Generator, np.random.BitGenerator),
-)
 _MAPPINGS = (OrderedDict, dict)
-_SEEN_INTO = (*_GENERATORS, Tensor, bytearray, array)
 # A generator in between may have gone round in a loop.
 _AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
 _EMPTY = object()
 # A class is hashable, which checkers of types don't know.
 _type: Any = type
 # Names that say nothing to a user.
-_UNNAMED = {"_modules", "_parameters", "_buffers", ""}
+_UNNAMED = {"_modules", "_parameters", "_buffers", "cell_contents", ""}
 _SHOWN = 5
-
-_PutBack: TypeAlias = Callable[[], object]
 
 
 class Found(NamedTuple):
@@ -131,17 +125,19 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
     """
     found: dict[int, Found] = {}
     waiting = [Found(root, "net", None) for root in roots]
+    hooks = private.HOOK_DICTIONARIES
     while waiting:
         one = waiting.pop()
         if id(one.value) in found:
             continue
         found[id(one.value)] = one
-        kind: Any = type(one.value)
-        for parts_of in _kind(kind).parts:
-            parts = parts_of(one.value)
-            waiting += [
-                Found(part, name, one) for name, part in parts if not _is_value(_type(part))
-            ]
+        for parts_of in _kind(_type(one.value)).parts:
+            for name, part in parts_of(one.value):
+                if type(name) not in _NAMES and not _is_value(_type(name)):
+                    waiting.append(Found(name, "", one))
+                # Modules have very many empty dictionaries of hooks, which are noted apart.
+                if not _is_value(_type(part)) and (name not in hooks or part):
+                    waiting.append(Found(part, name, one))
     return found
 
 
@@ -150,17 +146,7 @@ def _is_value(kind: type) -> bool:
     return issubclass(kind, _VALUES)
 
 
-# -- the parts of an object, with names ------------------------------------------------------------
-
-
-def _of_dict(value: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    if "_forward_hooks" in value:
-        # Modules have very many empty dictionaries of hooks, which are noted apart.
-        hooks = private.HOOK_DICTIONARIES
-        return [(name, part) for name, part in value.items() if name not in hooks or part]
-    if _NAMES.issuperset(map(type, value)):
-        return dict.items(value)
-    return [*dict.items(value), *zip(itertools.repeat(""), dict.keys(value), strict=False)]
+# -- what is known of all objects of a class -------------------------------------------------------
 
 
 def _of_array(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -173,14 +159,6 @@ def _of_function(value: Any) -> Iterable[tuple[Any, Any]]:
         return ()
     cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
     return [*cells, ("", value.__defaults__), ("", value.__kwdefaults__)]
-
-
-def _of_cell(value: types.CellType) -> Iterable[tuple[Any, Any]]:
-    return [("", _content(value))]
-
-
-def _of_partial(value: Any) -> Iterable[tuple[Any, Any]]:
-    return [("", value.func), ("", value.args), ("", value.keywords)]
 
 
 def _of_method(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -199,87 +177,27 @@ def _of_script(value: Any) -> Iterable[tuple[Any, Any]]:
     return [*value.named_parameters(), *value.named_buffers()]
 
 
-def _attributes(value: Any) -> Iterable[tuple[Any, Any]]:
+def _of_attributes(value: Any) -> Iterable[tuple[Any, Any]]:
     found = getattr(value, "__dict__", None)
     return [("", found)] if type(found) is dict else ()
 
 
-def _slots_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    kind: Any = type(value)
-    return [(name, getattr(value, name, None)) for name in _kind(kind).slots]
+def _of_members(value: Any) -> Iterable[tuple[Any, Any]]:
+    return [(name, _member(value, name)) for name in _kind(_type(value)).members]
 
 
-def _content(cell: types.CellType) -> Any:
+def _member(value: Any, name: str) -> Any:
     try:
-        return cell.cell_contents
-    except ValueError:
+        return getattr(value, name)
+    except (AttributeError, ValueError):
         return _EMPTY
 
 
-_PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
-_PARTS: tuple[tuple[Any, _PartsOf], ...] = (
-    (dict, _of_dict),
-    (types.MappingProxyType, types.MappingProxyType.items),
-    ((list, tuple, set, frozenset, deque), enumerate),
-    (np.ndarray, _of_array),
-    (types.FunctionType, _of_function),
-    (types.CellType, _of_cell),
-    (partial, _of_partial),
-    ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
-    (weakref.ref, _of_reference),
-)
-
-
-class _Kind(NamedTuple):
-    """What is known of all objects of a class."""
-
-    parts: tuple[_PartsOf, ...]
-    # The names of slots of a class that is written in Python.
-    slots: tuple[str, ...]
-    is_machinery: bool
-    is_opaque: bool
-
-
-@lru_cache(4096)
-def _kind(kind: type) -> _Kind:
-    is_module = issubclass(kind, nn.Module)
-    is_machinery = str(kind.__module__).startswith(_RECORDER if is_module else _MACHINERY)
-    parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
-    slots = () if is_machinery else _slots(kind)
-    has_attributes = hasattr(kind, "__dict__") and bool(kind.__dictoffset__)
-    is_seen = bool(parts) or has_attributes or bool(slots) or issubclass(kind, _SEEN_INTO)
-    is_opaque = _is_opaque(kind, is_machinery, is_seen)
-    if is_machinery:
-        parts = []
-    elif issubclass(kind, torch.jit.ScriptModule):
-        parts = [_of_script]
+def _set_member(value: Any, name: str, member: Any) -> None:
+    if member is _EMPTY:
+        object.__delattr__(value, name)
     else:
-        parts += [_attributes] * has_attributes + [_slots_of] * bool(slots)
-    return _Kind(tuple(parts), slots, is_machinery, is_opaque)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(
-        name
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
-
-
-def _is_opaque(kind: type, is_machinery: bool, is_seen: bool) -> bool:
-    """Whether passes may change objects of a class of which nothing can be seen."""
-    if issubclass(kind, io.IOBase):
-        return True
-    if is_machinery:
-        return hasattr(kind, "__next__") or hasattr(kind, "qsize")
-    package = kind.__module__.partition(".")[0]
-    is_known = package in sys.stdlib_module_names or package in ("torch", "numpy")
-    return not is_seen and (hasattr(kind, "__next__") or not is_known)
-
-
-# -- former states, and functions that put them back -----------------------------------------------
+        object.__setattr__(value, name, member)
 
 
 def _refill(value: Any, base: Any, items: Iterable[Any]) -> None:
@@ -292,148 +210,103 @@ def _refill(value: Any, base: Any, items: Iterable[Any]) -> None:
             (base.add if base is set else base.append)(value, item)
 
 
-def _note_bytes(value: bytearray | array[Any]) -> _PutBack:
-    return partial(operator.setitem, value, slice(None), value[:])
+def _set_all(value: bytearray | array[Any], before: Any) -> None:
+    value[:] = before
 
 
-def _note_cell(cell: types.CellType) -> _PutBack:
-    before = _content(cell)
-
-    def put_back() -> None:
-        now = _content(cell)
-        if before is _EMPTY and now is not _EMPTY:
-            del cell.cell_contents
-        elif before is not now:
-            cell.cell_contents = before
-
-    return put_back
+def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
+    if value.flags.writeable and value.shape == before.shape:
+        np.copyto(value, before)
 
 
-def _note_array(value: np.ndarray[Any, Any]) -> _PutBack:
-    before = value.copy()
-
-    def put_back() -> None:
-        if value.flags.writeable and value.shape == before.shape:
-            np.copyto(value, before)
-
-    return put_back
+def _set_state(value: Any, before: Any) -> None:
+    value.state = before
 
 
-def _note_slots(value: Any) -> _PutBack:
-    kind: Any = type(value)
-    before = [(name, getattr(value, name, _EMPTY)) for name in _kind(kind).slots]
-
-    def put_back() -> None:
-        for name, then in before:
-            now = getattr(value, name, _EMPTY)
-            if then is _EMPTY and now is not _EMPTY:
-                object.__delattr__(value, name)
-            elif then is not now:
-                object.__setattr__(value, name, then)
-
-    return put_back
-
-
-def _note_generator(value: Any) -> _PutBack:
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state(legacy=False))
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    source: Any = value.bit_generator if isinstance(value, np.random.Generator) else value
-    return partial(setattr, source, "state", source.state)
-
-
-_NOTES: tuple[tuple[Any, Callable[[Any], _PutBack]], ...] = (
-    ((bytearray, array), _note_bytes),
-    (types.CellType, _note_cell),
-    (np.ndarray, _note_array),
-    (_GENERATORS, _note_generator),
+_PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
+_PARTS: tuple[tuple[Any, _PartsOf], ...] = (
+    (dict, dict.items),
+    (types.MappingProxyType, types.MappingProxyType.items),
+    ((list, tuple, set, frozenset, deque), enumerate),
+    (np.ndarray, _of_array),
+    (types.FunctionType, _of_function),
+    ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
+    (weakref.ref, _of_reference),
+)
+_MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (types.CellType, ("cell_contents",)),
+    (partial, ("func", "args", "keywords")),
+    (np.random.Generator, ("bit_generator",)),
+)
+# What has a state of its own: how it is read, and put back.
+_STATES: tuple[tuple[Any, Any, Any], ...] = (
+    ((bytearray, array), itemgetter(slice(None)), _set_all),
+    (np.ndarray, np.ndarray.copy, _set_array),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
+    (np.random.BitGenerator, attrgetter("state"), _set_state),
 )
 
 
+class _Kind(NamedTuple):
+    """What is known of all objects of a class."""
+
+    parts: list[_PartsOf]
+    # The names of slots of a class that is written in Python, and of their like.
+    members: list[str]
+    # The built-in container that the class is, or is derived from.
+    base: Any
+    states: list[tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
+    is_opaque: bool
+
+
 @lru_cache(4096)
-def _notes(kind: type) -> list[Callable[[Any], _PutBack]]:
+def _kind(kind: type) -> _Kind:
     # The system's own generator has no state.
-    bases = () if issubclass(kind, random.SystemRandom) else _NOTES
-    found = [note for base, note in bases if issubclass(kind, base)]
-    return [*found, *([_note_slots] * bool(_kind(kind).slots))]
+    known = () if issubclass(kind, random.SystemRandom) else _STATES
+    states = [(read, put_back) for base, read, put_back in known if issubclass(kind, base)]
+    is_module = issubclass(kind, nn.Module)
+    if str(kind.__module__).startswith(_RECORDER if is_module else _MACHINERY):
+        is_moving = hasattr(kind, "__next__") or hasattr(kind, "qsize")
+        return _Kind([], [], None, states, is_moving or issubclass(kind, io.IOBase))
+    parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
+    members = [name for base, names in _MEMBERS if issubclass(kind, base) for name in names]
+    members += _slots(kind)
+    bases = (*_MAPPINGS, list, deque, set)
+    base = next((base for base in bases if issubclass(kind, base)), None)
+    if hasattr(kind, "__dict__") and kind.__dictoffset__:
+        parts.append(_of_attributes)
+    if members:
+        parts.append(_of_members)
+    is_opaque = not (parts or states or issubclass(kind, Tensor)) and _may_change(kind)
+    if issubclass(kind, torch.jit.ScriptModule):
+        parts = [_of_script]
+    return _Kind(parts, members, base, states, is_opaque or issubclass(kind, io.IOBase))
 
 
-@lru_cache(4096)
-def _container(kind: type) -> Any:
-    """Return the built-in container that a class is, or is derived from; None for others."""
-    bases = () if _kind(kind).is_machinery else (*_MAPPINGS, list, deque, set)
-    return next((base for base in bases if issubclass(kind, base)), None)
+def _slots(kind: type) -> list[str]:
+    return [
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
 
 
-def _put_back_hooks(hooks: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put back a module's hooks but for ours, which come and go meanwhile."""
-    former, ours = _numbers_of_ours(before), _numbers_of_ours(hooks)
-    for name, own in hooks.items():
-        kept = {key: hook for key, hook in before[name].items() if key not in former}
-        kept |= {key: hook for key, hook in own.items() if key in ours}
-        own.clear()
-        own.update(kept)
-
-
-def _numbers_of_ours(hooks: dict[str, Any]) -> set[int]:
-    named = set(private.FORWARD_HOOKS) & hooks.keys()
-    return {key for name in named for key, hook in hooks[name].items() if _is_ours(hook)}
+def _may_change(kind: type) -> bool:
+    """Whether passes may change objects of a class of which nothing can be seen."""
+    package = kind.__module__.partition(".")[0]
+    is_known = package in sys.stdlib_module_names or package in ("torch", "numpy")
+    return hasattr(kind, "__next__") or not is_known
 
 
 def _is_ours(hook: Any) -> bool:
+    """Whether a hook is the recorder's: these come and go meanwhile."""
     owner = getattr(hook.func if isinstance(hook, partial) else hook, "__self__", hook)
     is_function = isinstance(owner, types.FunctionType)
     return str(owner.__module__ if is_function else type(owner).__module__).startswith(_OURS)
-
-
-class _TensorNote:
-    """The memory and the values of one tensor."""
-
-    def __init__(self, tensor: Tensor, *, with_values: bool) -> None:
-        self.tensor = tensor
-        self._data = tensor.data
-        self._requires_grad = tensor.requires_grad
-        self._values = tensor.detach().clone() if with_values else None
-        # Nobody can write to a tensor that has one number at several places.
-        self._is_writable = with_values and not _is_expanded(tensor)
-        self._is_inference = tensor.is_inference()
-        self._version = version_of(tensor)
-        self._put_back_version = private.restoring_version(tensor)
-
-    def put_back(self) -> bool:
-        """Put back memory and values; say whether that could be done."""
-        tensor = self.tensor
-        is_counted = not self._is_inference and tensor._version != self._version
-        if not self._is_inference:
-            # `net.to(device)` swaps the memory under a parameter.
-            tensor.data = self._data
-        if tensor.requires_grad != self._requires_grad and tensor.is_leaf:
-            tensor.requires_grad_(self._requires_grad)
-        if self._is_writable:
-            with torch.inference_mode(self._is_inference):
-                self._data.copy_(self._values)  # type: ignore[arg-type]  # it has values
-        if is_counted and self._values is not None:
-            # A graph that holds the tensor is as good as before.
-            self._put_back_version()
-        return self._values is not None or not is_counted
-
-
-def _counts_writes(tensor: Tensor) -> bool:
-    """Whether a tensor has memory, and counts most writes to it."""
-    return is_plain(tensor) and not tensor.is_inference()
-
-
-def _marks_of(tensors: Sequence[Tensor]) -> list[tuple[int, int, bool]]:
-    """Return what differs once tensors are written to, moved, frozen or thawed."""
-    return [(one._version, one.data_ptr(), one.requires_grad) for one in tensors]
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    shape = zip(tensor.shape, tensor.stride(), strict=True) if is_dense(tensor) else ()
-    return any(size > 1 and step == 0 for size, step in shape)
 
 
 def _position(value: Any) -> Any:
@@ -453,6 +326,37 @@ def _with_type(found: Found) -> str:
     kind = type(found.value)
     package = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{found.path} ({package}{kind.__qualname__})"
+
+
+class _TensorNote(NamedTuple):
+    """A tensor, its memory, and the values there, None if they take too much memory."""
+
+    tensor: Tensor
+    data: Tensor
+    # Without repetitions: nobody can write to a tensor that has one number at several places.
+    written: Tensor
+    values: Tensor | None
+    requires_grad: bool
+    # -1 if it was made in inference mode.
+    version: int
+    put_back_version: Callable[[], None]
+
+
+def _noted(tensor: Tensor, *, with_values: bool) -> _TensorNote:
+    written = data = tensor.data
+    if is_dense(data) and 0 in data.stride():
+        written = data[tuple(slice(None if step else 1) for step in data.stride())]
+    values = written.detach().clone() if with_values else None
+    version, put_back_version = version_of(tensor), private.restoring_version(tensor)
+    return _TensorNote(
+        tensor, data, written, values, tensor.requires_grad, version, put_back_version
+    )
+
+
+def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
+    """Return what differs once tensors are written to, moved, frozen or thawed."""
+    tensors = [note.tensor for note in notes]
+    return [(one._version, one.data_ptr(), one.requires_grad) for one in tensors]
 
 
 # -- the state of a network ------------------------------------------------------------------------
@@ -494,39 +398,51 @@ class NetState:
         self._lost: list[str] = []
         values = [one.value for one in found.values()]
         modules = [one for one in values if issubclass(type(one), nn.Module)]
-        hooks = [
-            {name: vars(one)[name] for name in private.HOOK_DICTIONARIES if name in vars(one)}
-            for one in modules
-        ]
-        self._hooks = [(one, {name: dict(own) for name, own in one.items()}) for one in hooks]
-        noted_apart = {id(own) for one in hooks for own in one.values()}
-        containers = [(one, _container(_type(one))) for one in values if id(one) not in noted_apart]
-        # The items, or the keys, of each, and the values.
-        self._containers = [
-            (one, base, [*base.__iter__(one)], [*(base.values(one) if base in _MAPPINGS else ())])
-            for one, base in containers
-            if base is not None
-        ]
-        self._put_backs = [note(one) for one in values for note in _notes(_type(one))]
-        opaque = [one for one in found.values() if _kind(_type(one.value)).is_opaque]
-        self._opaque = [(one, _position(one.value)) for one in opaque]
+        attributes = [vars(module) for module in modules]
+        names = private.HOOK_DICTIONARIES
+        self._hooks = [own[name] for own in attributes for name in names if name in own]
+        self._hooks_before = [*map(dict, self._hooks)]
+        noted_apart = {*map(id, self._hooks)}
+        self._containers: list[tuple[Any, Any, list[Any], list[Any]]] = []
+        self._members: list[tuple[Any, str, Any]] = []
+        self._states: list[tuple[Any, Callable[[Any, Any], None], Any]] = []
+        self._opaque: list[tuple[Found, Any]] = []
+        for one in found.values():
+            value, kind = one.value, _kind(_type(one.value))
+            if kind.base is not None and id(value) not in noted_apart:
+                # The items, or the keys and the values.
+                mapped = kind.base.values(value) if kind.base in _MAPPINGS else ()
+                items = [*kind.base.__iter__(value)]
+                self._containers.append((value, kind.base, items, [*mapped]))
+            for name in kind.members:
+                self._members.append((value, name, _member(value, name)))
+            for read, put_back in kind.states:
+                self._states.append((value, put_back, read(value)))
+            if kind.is_opaque:
+                self._opaque.append((one, _position(value)))
         self._note_tensors(values, modules, only_buffers)
 
     def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
         tensors = [one for one in values if issubclass(type(one), Tensor)]
-        parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
-        buffers = {id(one) for module in modules for one in module.buffers()}
+        buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
+        parameters = [one for one in values if isinstance(one, nn.Parameter)]
         self.leaves = [*parameters, *(one for one in tensors if one.is_leaf and one.requires_grad)]
-        known = buffers | _small(tensors, buffers)
-        notes = {id(one): _TensorNote(one, with_values=id(one) in known) for one in tensors}
-        # Passes write to few of these, and most passes to none.
-        self._weights = [one for one in parameters if id(one) in notes and _counts_writes(one)]
-        self._marks, self._sampled = _marks_of(self._weights), sampled(self._weights)
+        weights = [one for one in tensors if isinstance(one, nn.Parameter)]
+        known = buffers | {*map(id, weights)}
+        others = [one for one in tensors if id(one) not in known]
+        too_large = {id(one) for some in (weights, others) if are_large(some) for one in some}
+        self._weights: list[_TensorNote] = []
+        self._tensors: list[_TensorNote] = []
+        for one in tensors:
+            note = _noted(one, with_values=id(one) not in too_large)
+            is_weight = type(one) is nn.Parameter and is_plain(one) and note.version >= 0
+            (self._weights if is_weight else self._tensors).append(note)
+        # Passes write to few weights, and most passes to none.
+        self._marks = _marks_of(self._weights)
+        self._sampled = sampled([note.tensor for note in self._weights])
         self._samples = joined(self._sampled)
-        self._weight_notes = [notes.pop(id(one)) for one in self._weights]
-        self._tensor_notes = [*notes.values()]
 
     def put_back(self, *, thorough: bool = False) -> None:
         """Put back everything that has changed.
@@ -537,9 +453,8 @@ class NetState:
             Write the values of all parameters, also if none counts as written, and a few of the
             values of each are as before.
         """
-        for hooks, before in self._hooks:
-            if hooks != before:
-                _put_back_hooks(hooks, before)
+        if self._hooks != self._hooks_before:
+            self._put_back_hooks()
         for value, base, items, mapped in self._containers:
             if (
                 base.__len__(value) != len(items)
@@ -547,16 +462,54 @@ class NetState:
                 or (mapped and not all(map(is_, base.values(value), mapped)))
             ):
                 _refill(value, base, zip(items, mapped, strict=True) if mapped else items)
-        for put_back in self._put_backs:
-            put_back()
+        for value, name, member in self._members:
+            if _member(value, name) is not member:
+                _set_member(value, name, member)
+        for value, put_back, state in self._states:
+            put_back(value, state)
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples, joined(self._sampled))
-        notes = [*self._tensor_notes, *(() if is_same else self._weight_notes)]
-        with torch.no_grad():
-            lost = [one for one in notes if not one.put_back()]
-        self._lost = [self._found[id(one.tensor)].path for one in lost]
+        self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
         if self._random is not None:
             restore_random(self._random)
+
+    def _put_back_hooks(self) -> None:
+        pairs = zip(self._hooks, self._hooks_before, strict=True)
+        changed = [(own, before) for own, before in pairs if own != before]
+        # Other dictionaries say about hooks of the same numbers how to call them.
+        ours = {
+            number
+            for pair in changed
+            for hooks in pair
+            for number, hook in hooks.items()
+            if _is_ours(hook)
+        }
+        for own, before in changed:
+            kept = {number: hook for number, hook in before.items() if number not in ours}
+            kept |= {number: hook for number, hook in own.items() if number in ours}
+            own.clear()
+            own.update(kept)
+
+    @torch.no_grad()
+    def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
+        lost = []
+        for tensor, data, written, values, requires_grad, version, put_back_version in notes:
+            is_inference = version < 0
+            is_counted = not is_inference and tensor._version != version
+            if not is_inference:
+                # `net.to(device)` swaps the memory under a parameter.
+                tensor.data = data
+            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+            if values is None and is_counted:
+                lost.append(tensor)
+            if values is not None:
+                with torch.inference_mode(is_inference):
+                    written.copy_(values)
+            if values is not None and is_counted:
+                # A graph that holds the tensor is as good as before.
+                put_back_version()
+        self._lost = [self._found[id(tensor)].path for tensor in lost]
 
     def warn_of_traces(self) -> None:
         """Warn of what may have changed and can't be put back."""
@@ -571,14 +524,6 @@ class NetState:
                 "the network ran on the side and wrote to tensors that take too much memory to be "
                 f"copied, and stay changed: {few(self._lost, _SHOWN)}"
             )
-
-
-def _small(tensors: list[Tensor], buffers: set[int]) -> set[int]:
-    """Return the ids of parameters and of other tensors, if each kind takes little memory."""
-    parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
-    known = buffers | {id(one) for one in parameters}
-    others = [one for one in tensors if id(one) not in known]
-    return {id(one) for kind in (parameters, others) if not are_large(kind) for one in kind}
 
 
 @contextlib.contextmanager
@@ -691,24 +636,17 @@ def _gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
             leaf.grad = gradient
 
 
-class _Depth(threading.local):
-    """The number of blocks around the code of this thread in which no such hooks run."""
-
-    value = 0
-
-
 class _OutsideBlocks:
-    """Stands for a hook on all modules, and runs it only outside of such blocks."""
+    """Stands for a hook on all modules, and runs it only in threads without such a block."""
 
     lock = threading.RLock()
-    depth = _Depth()
-    num_blocks = 0
+    threads: ClassVar[list[int]] = []
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self.depth.value else self.hook(*args, **kwargs)
+        return None if threading.get_ident() in self.threads else self.hook(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -716,17 +654,15 @@ def without_hooks_on_all_modules() -> Iterator[None]:
     """Let hooks on all modules of the process do nothing for this thread inside the block."""
     kind = _OutsideBlocks
     with kind.lock:
-        kind.num_blocks += 1
+        kind.threads.append(threading.get_ident())
         for hooks in private.hooks_on_all_modules():
-            plain = {key: hook for key, hook in hooks.items() if not isinstance(hook, kind)}
-            hooks.update((key, kind(hook)) for key, hook in plain.items())
-    kind.depth.value += 1
+            for key, hook in [*hooks.items()]:
+                hooks[key] = hook if isinstance(hook, kind) else kind(hook)
     try:
         yield
     finally:
-        kind.depth.value -= 1
         with kind.lock:
-            kind.num_blocks -= 1
-            for hooks in private.hooks_on_all_modules() if not kind.num_blocks else ():
-                own = {key: hook for key, hook in hooks.items() if isinstance(hook, kind)}
-                hooks.update((key, outside.hook) for key, outside in own.items())
+            kind.threads.remove(threading.get_ident())
+            for hooks in private.hooks_on_all_modules() if not kind.threads else ():
+                for key, hook in [*hooks.items()]:
+                    hooks[key] = hook.hook if isinstance(hook, kind) else hook
