@@ -11,15 +11,12 @@ With any hook, autograd does not check versions. If no others are active, ours d
 from __future__ import annotations
 
 import inspect
-import threading
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +33,11 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter, version_of
 
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: write that operation out of place, or run the forward and the backward pass inside "
+    "torch.autograd.graph.allow_mutation_on_saved_tensors()"
+)
 # Frames between a hook on saved tensors and the code of torch that saves the inputs of a region.
 _NUM_FRAMES = 5
 
@@ -70,47 +72,35 @@ class SavedTensors:
         self._device = _usable_device(device)
         self._dtype = _usable_dtype(dtype)
         self._pin_memory = pin_memory
-        self._root = architecture[0, 1].module
-        self._calls = _calls_by_module(architecture, set(select(architecture, selectors)))
-        self._around: dict[nn.Module, _AroundLayer] = {}
-        self._local = _Local()
+        self._modules = _modules_of(architecture, set(select(architecture, selectors)))
+        self._around: list[_AroundLayer] = []
         self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
         if self._around:
             raise RuntimeError("this saved_tensors block was entered already: make another one")
-        modules = [module for module in self._calls if not private.calls_compiled(module)]
-        self._around = {module: _AroundLayer(module, self) for module in modules}
-        for module, around in self._around.items():
-            around.put_around(module)
+        modules = [module for module in self._modules if not private.calls_compiled(module)]
+        self._around = [_AroundLayer(module, self) for module in modules]
+        for around in self._around:
+            around.put_around(around.module)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for module, around in self._around.items():
-            around.take_from(module)
-        self._around = {}
+        for around in self._around:
+            around.take_from(around.module)
+        self._around = []
 
     def hooks(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return the hooks on saved tensors for a call of a module that begins now."""
         active = private.active_saved_tensors_hooks()
         if (
-            not self._is_chosen(module)
-            or not torch.is_grad_enabled()
+            not torch.is_grad_enabled()
             # Checkpointing runs a region again, and must find what its first run saved.
             or private.backward_pass() != -1
             or (active is not None and self._is_own_or_checkpointing(active[0]))
         ):
             return nullcontext()
-        return saved_tensors_hooks(_Packer(self, module, active).pack, _Packed.unpack)
-
-    def _is_chosen(self, module: nn.Module) -> bool:
-        counts = self._local.counts
-        if module is self._root:
-            counts.clear()
-        call = counts[module]
-        counts[module] += 1
-        calls = self._calls[module]
-        return calls is None or call in calls
+        return saved_tensors_hooks(_Packer(self, module, active).pack, lambda unpack: unpack())
 
     def _is_own_or_checkpointing(self, pack: Any) -> bool:
         packer = getattr(pack, "__self__", None)
@@ -134,22 +124,15 @@ class SavedTensors:
         return copy
 
 
-class _Local(threading.local):
-    """How often each module was called so far in the pass that a thread runs."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[nn.Module] = Counter()
-
-
 class _AroundLayer(AroundPlain):
-    """Stands around the calls of a module, some of which have hooks on saved tensors."""
+    """Stands around the calls of a module, with hooks on saved tensors."""
 
     def __init__(self, module: nn.Module, block: SavedTensors) -> None:
         super().__init__(module)
-        self._hooks = partial(block.hooks, module)
+        self.module, self._block = module, block
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        with self._hooks():
+        with self._block.hooks(self.module):
             return self.call(args, kwargs)
 
     def run_traced(self, args: Any, kwargs: Any) -> Any:
@@ -169,16 +152,25 @@ class _Packer:
         own = [*module.parameters(), *module.buffers()]
         self._own = {private.memory_of(tensor) for tensor in own if is_plain(tensor)}
 
-    def pack(self, tensor: Tensor) -> _Packed:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Keep a saved tensor, and return the function that gives it back."""
         copy = None if self._stays(tensor) else self.owner.shrink(tensor)
+        # Shares the tensor's version counter; None if others check versions.
+        counter = version_counter(tensor) if self._checks else None
+        outer_unpack, version = self._outer_unpack, version_of(tensor)
         if self._outer_pack is not None:
             value = self._outer_pack(tensor if copy is None else copy.kept)
         else:
             # A saved output itself must not be held: it holds the node that saves it.
             value = tensor.detach() if copy is None else copy.kept
-        counter = version_counter(tensor) if self._checks else None
-        shown = f"{tensor.type()} {list(tensor.shape)}"
-        return _Packed(value, copy, self._outer_unpack, counter, version_of(tensor), shown)
+
+        def unpack() -> Tensor:
+            if counter is not None and version_of(counter) != version:
+                raise MutationError(_CHANGED)
+            back: Tensor = value if outer_unpack is None else outer_unpack(value)
+            return back if copy is None else copy.restored(back)
+
+        return unpack
 
     def _stays(self, tensor: Tensor) -> bool:
         owners = tensor, private.base_of(tensor)
@@ -191,49 +183,17 @@ class _Packer:
         )
 
 
-class _Packed(NamedTuple):
-    """The kept form of one saved tensor."""
-
-    value: Any
-    # The copy whose numbers the value has; None if the tensor stayed as it was.
-    copy: StridedCopy | None
-    outer_unpack: Callable[[Any], Tensor] | None
-    # Shares the tensor's version counter; None if others check versions.
-    counter: Tensor | None
-    version: int
-    shown: str
-
-    def unpack(self) -> Tensor:
-        if self.counter is not None and version_of(self.counter) != self.version:
-            raise MutationError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.shown}] is at version {version_of(self.counter)}; "
-                f"expected version {self.version} instead. Write that operation out of place, or "
-                "run the forward and the backward pass inside "
-                "torch.autograd.graph.allow_mutation_on_saved_tensors()"
-            )
-        value: Tensor = self.value if self.outer_unpack is None else self.outer_unpack(self.value)
-        return value if self.copy is None else self.copy.restored(value)
-
-
-def _calls_by_module(
-    architecture: Architecture, labels: set[DepthIdx]
-) -> dict[nn.Module, set[int] | None]:
-    """Return the numbers of the chosen calls of each module; None if all are chosen.
-
-    All calls need no counting, and are also seen outside of passes. Where calls are counted, the
-    root is among the modules: there a pass begins.
-    """
-    found: dict[nn.Module, set[int] | None] = {}
-    for layer in (architecture[label] for label in sorted(labels)):
+def _modules_of(architecture: Architecture, labels: set[DepthIdx]) -> set[nn.Module]:
+    """Return the modules of layers, all calls of which must be among them."""
+    found = set()
+    for layer in (architecture[label] for label in labels):
         assert layer.module is not None
-        if labels.issuperset(architecture.calls(layer.module)):
-            found[layer.module] = None
-        else:
-            found[layer.module] = {layer.call, *(found.get(layer.module) or ())}
-    root = architecture[0, 1].module
-    if root is not None and any(calls is not None for calls in found.values()):
-        found.setdefault(root, set())
+        if not labels.issuperset(architecture.calls(layer.module)):
+            raise SelectorTypeError(
+                f"layer {layer} is one of several calls of its module, and saved_tensors acts on "
+                f'all calls of a module: write saved_tensors("{layer.name}", ...)'
+            )
+        found.add(layer.module)
     return found
 
 
