@@ -256,12 +256,6 @@ class ActivationCheckpointer:
                 x = forward_fn(x, layer)
         return x
 
-    def __copy__(self) -> ActivationCheckpointer:
-        copied = ActivationCheckpointer(self.config)
-        copied._kept = dict(self._kept)
-        copied.memory_saved_bytes = self.memory_saved_bytes
-        return copied
-
     def _shown(self) -> str:
         return str(sorted(self._kept)) if self._kept else "none"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,51 +67,45 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
     """
     if not selectors:
         raise SelectorTypeError('no layers are named: write recompute("layer3.*")')
-    architecture, activations = capture.architecture, capture.activations
-    found: dict[DepthIdx, Any] = {}
-    wanted: dict[DepthIdx, set[DepthIdx]] = {}
-    for target in select(architecture, selectors):
-        if target in activations:
-            found[target] = map_tensors(_copied, activations.peek(target))
-        else:
-            wanted.setdefault(_enclosing(capture, target), set()).add(target)
-    moments, posts = capture.state
-    with _untouched(architecture, wanted):
-        for label, targets in wanted.items():
-            inputs, output = capture.inputs.peek(label), digest_of(activations.peek(label))
-            # Its moment knows the weights.
-            call = KeptCall(inputs, moments[label], "", output)
-            found.update(_Rerun(architecture, label, call, targets, posts).run())
-    return LayerMapping(architecture, found, "activation")
-
-
-def _enclosing(capture: Capture, target: DepthIdx) -> DepthIdx:
-    """Return the nearest layer around one that was recorded with its inputs."""
-    architecture = capture.architecture
-    around = architecture.enclosing(target)
-    nearest = next((label for label in around if label in capture.recording), None)
-    if capture.options.calls == "any":
+    architecture, activations, inputs = capture.architecture, capture.activations, capture.inputs
+    targets = select(architecture, selectors)
+    recorded = [target for target in targets if target in activations]
+    found = {target: map_tensors(_copied, activations.peek(target)) for target in recorded}
+    others = [target for target in targets if target not in activations]
+    if others and capture.options.calls == "any":
         raise RecomputeError(
             'after record(..., calls="any") it is unknown in which call a layer ran: record '
             "the module around it without calls="
         )
-    if nearest is None:
-        best = f'"{architecture[around[0]].name}"' if around else "around it"
-        raise RecomputeError(
-            f"no module around layer {architecture[target]} is recorded: write "
-            f"record({best}, inputs=True) before the pass, or any module that contains that one"
-        )
-    if not capture.options.inputs:
-        raise RecomputeError(
-            f"layer {architecture[nearest]} is recorded without its inputs: write "
-            "record(..., inputs=True) before the pass"
-        )
-    if nearest not in capture.activations or nearest not in capture.inputs:
-        raise RecomputeError(
-            f"the latest pass left no record of layer {architecture[nearest]}: run the "
-            "recorder first, without dont_record"
-        )
-    return nearest
+    kept = {label for label in inputs if label in activations}
+    wanted = _by_enclosing(architecture, others, kept, "the latest pass left")
+    moments, posts = capture.state
+    with _untouched(architecture, wanted):
+        for label, inside in wanted.items():
+            # Its moment knows the weights.
+            output = digest_of(activations.peek(label))
+            call = KeptCall(inputs.peek(label), moments[label], "", output)
+            found.update(_Rerun(architecture, label, call, inside, posts).run())
+    return LayerMapping(architecture, found, "activation")
+
+
+def _by_enclosing(
+    architecture: Architecture, targets: Iterable[DepthIdx], kept: Container[DepthIdx], where: str
+) -> dict[DepthIdx, set[DepthIdx]]:
+    """Return the layers that run again, each the nearest kept one around some of the targets."""
+    found: dict[DepthIdx, set[DepthIdx]] = {}
+    for target in targets:
+        around = [target, *architecture.enclosing(target)]
+        nearest = next((label for label in around if label in kept), None)
+        if nearest is None:
+            best = architecture[around[:2][-1]].name
+            raise RecomputeError(
+                f"{where} no inputs of layer {architecture[target]} nor of a module around it: "
+                f'write record("{best}", inputs=True), or any module that contains that one, and '
+                "run the net again"
+            )
+        found.setdefault(nearest, set()).add(target)
+    return found
 
 
 class Recomputation:
@@ -140,12 +134,10 @@ class Recomputation:
         self._architecture = _same_architecture(recording.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        # The layers that run again, and the requested layers inside them.
-        self._wanted: dict[DepthIdx, set[DepthIdx]] = {}
-        for target in select(self._architecture, selectors):
-            self._wanted.setdefault(self._nearest(target), set()).add(target)
+        targets, kept = select(self._architecture, selectors), recording.calls.labels
+        self._wanted = _by_enclosing(self._architecture, targets, kept, "the recording has")
         self._posts = self._assigned(given)
-        self._weights = Weights()
+        self._digest = Weights().digest
 
     def whole(self) -> LayerMapping[Any]:
         """Return the activations of all batches together."""
@@ -175,7 +167,7 @@ class Recomputation:
         found: dict[DepthIdx, Any] = {}
         for label, targets in self._wanted.items():
             call = self._recording.calls.call(number, label)
-            given = self._architecture, label, call, targets, self._posts, self._weights
+            given = self._architecture, label, call, targets, self._posts, self._digest
             found.update(_Rerun(*given).run())
         return found
 
@@ -191,19 +183,6 @@ class Recomputation:
                 "that collect was given"
             )
         return posts
-
-    def _nearest(self, target: DepthIdx) -> DepthIdx:
-        architecture, kept = self._architecture, self._recording.calls.labels
-        around = architecture.enclosing(target)
-        nearest = next((label for label in (target, *around) if label in kept), None)
-        if nearest is None:
-            best = architecture[around[0] if around else target].name
-            raise RecomputeError(
-                f"the recording has no inputs of layer {architecture[target]} nor of a module "
-                f'around it: write record("{best}", inputs=True) before collect(...), or any '
-                "module that contains that one"
-            )
-        return nearest
 
 
 def _empty_array(rows: int, like: Tensor) -> Tensor:
@@ -244,10 +223,11 @@ def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
     return theirs
 
 
-@contextlib.contextmanager
-def _untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterator[None]:
-    """Put back, at the end of the block, all that re-runs of these layers change."""
-    modules: dict[nn.Module, None] = {}
+def _untouched(
+    architecture: Architecture, labels: Iterable[DepthIdx]
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a block at whose end all that re-runs of these layers change is put back."""
+    modules = nn.ModuleList()
     for layer in (architecture[label] for label in labels):
         assert layer.module is not None, "the architecture of a recorder has modules"
         if needs_fsdp(layer.module):
@@ -255,11 +235,8 @@ def _untouched(architecture: Architecture, labels: Iterable[DepthIdx]) -> Iterat
                 f"layer {layer} can't be run again: FSDP provides parameters only to passes of the "
                 "whole net. Record the layer itself, or recompute with a net that is not sharded"
             )
-        modules[layer.module] = None
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(untouched(module))
-        yield
+        modules.append(layer.module)
+    return untouched(modules)
 
 
 @dataclass(eq=False)
@@ -278,8 +255,8 @@ class _Rerun:
         Layers inside it; the layer itself may be among them.
     posts : mapping
         The post-processors of that pass, by label.
-    weights : Weights, optional
-        Takes the digest of weights to compare with that of the kept call.
+    digest : callable
+        Returns the digest of a module's weights, to compare with that of the kept call.
     """
 
     architecture: Architecture
@@ -287,7 +264,7 @@ class _Rerun:
     call: KeptCall
     targets: set[DepthIdx]
     posts: Mapping[DepthIdx, Postprocessor]
-    weights: Weights | None = None
+    digest: Callable[[nn.Module], str] = lambda module: ""
 
     def __post_init__(self) -> None:
         self._layer = layer = self.architecture[self.label]
@@ -344,10 +321,9 @@ class _Rerun:
         return self._found
 
     def _change(self, module: nn.Module) -> str | None:
-        now = self.call.weights if self.weights is None else self.weights.digest(module)
         change = self.call.moment.explain_change(module)
         # A module with the same output may have worked differently inside.
-        if change is None and now != self.call.weights:
+        if change is None and self.digest(module) != self.call.weights:
             return "its weights have changed since the collection: load the original ones"
         return change
 

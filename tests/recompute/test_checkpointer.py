@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import weakref
@@ -207,13 +206,3 @@ def test_senseless_configurations_are_refused(options: dict[str, Any]) -> None:
 def test_what_is_no_index_is_refused(layer: Any) -> None:
     with pytest.raises(ArgumentError, match=r"layer=.*give a whole number from 0 on"):
         ActivationCheckpointer().save(layer, torch.ones(2))
-
-
-def test_a_copy_keeps_its_own() -> None:
-    checkpointer = ActivationCheckpointer()
-    checkpointer.save(0, torch.ones(2))
-    copied = copy.copy(checkpointer)
-    copied.save(1, torch.zeros(2))
-    assert checkpointer.num_checkpoints == 1
-    assert copied.num_checkpoints == 2
-    assert same_bits(copied.get(0), torch.ones(2))
