@@ -40,7 +40,7 @@ from scio_recorder.reductions import (
     Moments,
     MomentsResult,
 )
-from scio_recorder.reductions.alive import unit_dimension, with_units
+from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, several
 from scio_recorder.reductions.histogram import widened
 from scio_recorder.tensors.copies import dtype_name, with_float64
@@ -119,7 +119,8 @@ class RunningStatistics:
         self.dimension = unit_dimension(type_name, samples.ndim)
         if self._alive is None:
             self._alive = Alive(self.dimension or 1, SATURATION_BOUNDS.get(type_name))
-        self._alive.update(with_units(samples, self.dimension))
+        # Without units, each value is a sample of one.
+        self._alive.update(samples if self.dimension else samples.reshape(-1, 1))
 
     @property
     def finite(self) -> ValueStatistics:

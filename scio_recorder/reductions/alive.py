@@ -40,7 +40,7 @@ class AliveResult(NamedTuple):
     @property
     def saturated(self) -> Tensor | None:
         """Whether at least 95 % of the values were at a bound, [units]; None without ``bounds``."""
-        return None if self.at_bound is None else is_saturated(self.at_bound)
+        return None if self.at_bound is None else self.at_bound >= SATURATION_SHARE
 
 
 class Alive(RowReduction):
@@ -93,20 +93,18 @@ class Alive(RowReduction):
         # Units stay in their dimension: moving it to the end would copy everything.
         dim = self._feature_dim
         values = samples.flatten(1) if dim is None else samples.movedim(dim, 1)
-        rows = len(values) * values.shape[2:].numel()
+        values = values.unsqueeze(-1).flatten(2)  # [batch, units, positions]
+        rows = len(values) * values.shape[2]
         if not rows:
             return
-        # After reducing the first dimension little is left; reducing all dimensions at once is slow
-        # if the last ones are short.
-        others = [0, *range(2, values.ndim)]
-        low = values.amin(0, keepdim=True).amin(others)
-        high = values.amax(0, keepdim=True).amax(others)
-        # Booleans have a smallest value, but no absolute values.
-        low, high = low.to(self._dtype), high.to(self._dtype)
-        active = (values > 0).sum(0, keepdim=True).sum(others)
-        at_bound = torch.zeros_like(low, dtype=torch.int64)
+        # After reducing the first dimension little is left; reducing both at once is slow if there
+        # are few positions. Booleans have a smallest value, but no absolute values.
+        low = values.amin(0).amin(-1).to(self._dtype)
+        high = values.amax(0).amax(-1).to(self._dtype)
+        active = (values > 0).sum(0).sum(-1)
+        at_bound = torch.zeros_like(active)
         if self._bounds is not None:
-            at_bound = is_at_bound(values, self._bounds).sum(0, keepdim=True).sum(others)
+            at_bound = _is_at_bound(values, self._bounds).sum(0).sum(-1)
         self._take(rows, active, at_bound, low, high)
 
     def _take(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:
@@ -131,29 +129,11 @@ class Alive(RowReduction):
         return AliveResult(
             self._rows,
             self._active.double() / self._rows,
-            is_dead(self._rows, self._low, self._high),
+            # A comparison with NaN is false.
+            (self._low == self._high) & self._low.isfinite() & (self._rows > 1),
             None if self._bounds is None else self._at_bound.double() / self._rows,
             torch.maximum(self._low.abs(), self._high.abs()),
         )
-
-
-def is_dead(count: int, low: Tensor, high: Tensor) -> Tensor:
-    """Return the units that had only one value, from their extremes; none after a single value.
-
-    Parameters
-    ----------
-    count : int
-        The number of values of each unit.
-    low, high : Tensor
-        The smallest and the largest, [units].
-    """
-    # A comparison with NaN is false.
-    return (low == high) & low.isfinite() & (count > 1)
-
-
-def is_saturated(at_bound: Tensor) -> Tensor:
-    """Return the units with at least 95 % of their values at a bound, from these shares."""
-    return at_bound >= SATURATION_SHARE
 
 
 def unit_dimension(type_name: str, ndim: int) -> int:
@@ -177,23 +157,8 @@ def unit_dimension(type_name: str, ndim: int) -> int:
     return 2 if ndim == 3 else min(1, ndim - 1)
 
 
-def with_units(samples: Tensor, dimension: int | None) -> Tensor:
-    """Return samples with a dimension of units; if there is none, one unit along dimension 1."""
-    return samples if dimension else samples.reshape(-1, 1)
-
-
-def is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return the values that lie at a bound, up to 1 % of the range, [...], bool.
-
-    A missing bound counts as zero for the range.
-
-    Parameters
-    ----------
-    values : torch.Tensor
-        Real values.
-    bounds : (float or None, float or None)
-        The bounds of the function; None for an unbounded side.
-    """
+def _is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
+    """Return whether values lie at a bound; a missing bound counts as zero for the range."""
     low, high = bounds
     width = SATURATION_WIDTH * ((high or 0.0) - (low or 0.0))
     if values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize:

@@ -14,24 +14,12 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import counted
-from scio_recorder.tensors.copies import dtype_name, gathered, is_dense, with_float64
+from scio_recorder.tensors.copies import DTYPES, dtype_name, gathered, is_dense, with_float64
 from scio_recorder.tensors.structures import map_tensors
 
 _T = TypeVar("_T")
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
-
-# float32 represents every value of these types; float64 represents, at least nearly, those of wider
-# ones.
-_FITS_FLOAT32 = {
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-}
 
 
 class Reduction(abc.ABC):
@@ -166,7 +154,9 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of results and of differences."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
-    return torch.float32 if dtype in _FITS_FLOAT32 else torch.float64
+    # float32 represents every value of these; float64 those of others, at least nearly.
+    is_narrow = dtype.itemsize < 4 or dtype == torch.float32
+    return torch.float32 if is_narrow else torch.float64
 
 
 def as_floats(values: Tensor) -> Tensor:
@@ -227,14 +217,9 @@ def undisturbed(device_type: str) -> Iterator[None]:
     State made under ``inference_mode`` could never be updated outside it, and autocast would
     multiply matrices in half precision.
     """
-    with contextlib.ExitStack() as stack:
-        # Every layer of every batch passes here, usually with no mode set.
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_grad_enabled():
-            stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    is_mixed = torch.is_autocast_enabled(device_type)
+    autocast = torch.autocast(device_type, enabled=False) if is_mixed else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), autocast:
         yield
 
 
@@ -307,7 +292,7 @@ class SampleReduction(Reduction):
     _takes_any_shape: ClassVar[bool] = False
     _count: int
     _shape: tuple[int, ...] | None
-    _dtype: torch.dtype | None
+    _dtype: torch.dtype
     _members: dict[Label, Self]
 
     def __init__(self, *, by: By | None = None) -> None:
@@ -356,8 +341,7 @@ class SampleReduction(Reduction):
         """
         self._check(activation)
         with undisturbed(activation.device.type):
-            samples = with_float64(gathered(activation))
-            samples = samples.detach() if samples.requires_grad else samples
+            samples = with_float64(gathered(activation)).detach()
             labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
             if len(samples) == 0:
                 return
@@ -376,23 +360,21 @@ class SampleReduction(Reduction):
             )
         if other._count == 0:
             return
-        self._check_mergeable(other)
-        self._add_waiting()
-        other._add_waiting()
-        device = self._device() or other._device()
-        with undisturbed("cpu" if device is None else device.type):
+        with self._undisturbed():
+            self._add_waiting()
             if self._count == 0:
                 self._adopt(other)
                 return
             theirs = self.fresh()
             theirs._adopt(other)
-            if device is not None:
+            self._check_mergeable(theirs)
+            if (device := self._device()) is not None:
                 theirs._place(device)
             for label, member in theirs._members.items():
                 self._member(label).merge(member)
             if not theirs._members:
                 self._join(theirs)
-            self._dtype = _promote(self._dtype, other._dtype)
+            self._dtype = torch.promote_types(self._dtype, theirs._dtype)
             self._count += theirs._count
 
     def compute(self) -> Any:
@@ -402,8 +384,7 @@ class SampleReduction(Reduction):
                 f"{self!r} has seen no samples yet; call update() before compute(), or give "
                 "collect(...) batches that hold samples"
             )
-        device = self._device()
-        with undisturbed("cpu" if device is None else device.type):
+        with self._undisturbed():
             self._add_waiting()
             return self._result() if self._by is None else self._labelled_result()
 
@@ -411,7 +392,7 @@ class SampleReduction(Reduction):
         """Forget all that was seen."""
         self._count = 0
         self._shape = None
-        self._dtype = None
+        self._dtype = None  # type: ignore[assignment]  # as the state of subclasses
         self._members = {}
         for name in self._state_names:
             setattr(self, name, None)
@@ -447,7 +428,8 @@ class SampleReduction(Reduction):
             self.reset()
             self._count = state["count"]
             self._shape = tuple(state["shape"]) if "shape" in state else None
-            self._dtype = getattr(torch, state["dtype"]) if "dtype" in state else None
+            if "dtype" in state:
+                self._dtype = DTYPES[state["dtype"]]
             names = [name for name in self._state_names if name.removeprefix("_") in state]
             self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
             for member in state.get("classes", []):
@@ -493,29 +475,23 @@ class SampleReduction(Reduction):
 
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
-            raise CollectError(
-                f"{self!r} reduces tensors, but was given {type(activation).__name__}; choose a "
-                "tensor with transform=."
-            )
-        if not is_dense(activation):
-            raise CollectError(
-                f"{self!r} reduces dense tensors, but was given a nested, sparse or quantised "
-                "one; make it dense with transform=."
-            )
-        if activation.ndim == 0:
-            raise CollectError(
-                f"{self!r} reduces over dimension 0, but was given a tensor without dimensions; "
-                "give it one value for each sample with transform=."
-            )
-        if activation.is_complex() and not self._takes_complex:
-            raise CollectError(
-                f"{self!r} is not defined for complex values; reduce torch.view_as_real(activation)"
-                " or activation.abs() with transform=."
-            )
+            fault = f"{type(activation).__name__}; choose a tensor"
+        elif not is_dense(activation):
+            fault = "a nested, sparse or quantised tensor; make it dense"
+        elif activation.ndim == 0:
+            fault = "a tensor without dimensions; give it one value for each sample"
+        elif activation.is_complex() and not self._takes_complex:
+            fault = "complex values; use torch.view_as_real(activation) or activation.abs()"
+        else:
+            return
+        raise CollectError(
+            f"{self!r} reduces samples along dimension 0, but was given {fault} with transform=."
+        )
 
     def _accept(self, samples: Tensor) -> None:
         self._agree(self._sample_shape(samples))
-        self._dtype = _promote(self._dtype, working_dtype(samples.dtype))
+        dtype = working_dtype(samples.dtype)
+        self._dtype = dtype if self._dtype is None else torch.promote_types(self._dtype, dtype)
         if self._device() not in (None, samples.device):
             self._place(samples.device)
 
@@ -537,8 +513,7 @@ class SampleReduction(Reduction):
         self._shape = shape
 
     def _check_mergeable(self, other: Self) -> None:
-        if self._count:
-            self._agree(other._shape)
+        self._agree(other._shape)
 
     def _member(self, label: Label) -> Self:
         if label not in self._members:
@@ -570,6 +545,10 @@ class SampleReduction(Reduction):
         found = (value.device for value in self._state().values() if isinstance(value, Tensor))
         return next(found, None)
 
+    def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        device = self._device()
+        return undisturbed("cpu" if device is None else device.type)
+
     def _place(self, device: torch.device) -> None:
         self._add_waiting()
         self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
@@ -583,12 +562,6 @@ def cannot_go_on(*arguments: Any) -> Any:
 def _snapshot(tensor: Tensor) -> Tensor:
     # Contiguous, for file formats that keep no strides.
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _promote(known: torch.dtype | None, new: torch.dtype | None) -> torch.dtype | None:
-    if known is None or new is None:
-        return new or known
-    return torch.promote_types(known, new)
 
 
 class RowReduction(SampleReduction):
@@ -635,22 +608,32 @@ class RowReduction(SampleReduction):
         moved = samples.movedim(self._feature_dim, -1)
         return moved.reshape(-1, moved.shape[-1])
 
-    def _ready_buffer(self, rows: Tensor, capacity: int) -> Tensor:
-        """Return the buffer; rows that wait in one of another dtype or device are added first."""
+    def _add_block(self, rows: Tensor) -> None:
+        """Add a full block of rows [n, features], which may be changed."""
+        raise NotImplementedError
+
+    def _add_rest(self, rows: Tensor) -> None:
+        """Add the rows of a block that is not full; as a full one by default."""
+        self._add_block(rows)
+
+    def _add_rows(self, rows: Tensor, block: int) -> None:
+        """Gather rows [n, features] into blocks of so many."""
         wanted = self._dtype, rows.device
         if self._buffer is None or (self._buffer.dtype, self._buffer.device) != wanted:
             self._add_waiting()
-            shape = capacity, rows.shape[1]
+            shape = block, rows.shape[1]
             self._buffer = torch.empty(shape, dtype=self._dtype, device=rows.device)
-        return self._buffer
-
-    def _fill(self, buffer: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Yield pieces of `rows`, each with its place in the buffer and whether it fills that.
-
-        The buffer is filled exactly. Set `_used` back to 0 when it is full.
-        """
         while len(rows):
-            place = buffer[self._used : self._used + len(rows)]
-            self._used += len(place)
-            yield rows[: len(place)], place, self._used == len(buffer)
+            place = self._buffer[self._used : self._used + len(rows)]
+            place.copy_(rows[: len(place)])
             rows = rows[len(place) :]
+            self._used += len(place)
+            if self._used == block:
+                self._used = 0
+                self._add_block(self._buffer)
+
+    def _add_waiting(self) -> None:
+        """Add the rows that wait in the buffer to the state."""
+        used, self._used = self._used, 0
+        if self._buffer is not None and used:
+            self._add_rest(self._buffer[:used])

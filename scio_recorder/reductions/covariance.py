@@ -20,6 +20,8 @@ from scio_recorder.reductions.base import (
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
 # that the block stays in the cache.
 _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
+# A block's mean is guessed from so many.
+_FEW_ROWS = 32
 # Below this number of features a product costs little.
 _NARROW = 64
 
@@ -149,8 +151,7 @@ class Covariance(RowReduction):
     torch.Size([1])
     """
 
-    _state_names = ("_shift", "_labels", "_counts", "_means", "_scatter")
-    _shift: Tensor | None  # [D], near the mean, in the dtype of the rows
+    _state_names = ("_labels", "_counts", "_means", "_scatter")
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -162,35 +163,24 @@ class Covariance(RowReduction):
     def reset(self) -> None:
         """Forget all data."""
         super().reset()
-        self._waiting: list[Tensor] = []
+        # The class of each row that waits in the buffer, or is about to.
+        self._codes: list[Tensor] = []
 
     def _add(self, samples: Tensor) -> None:
         # Without by=, all rows are of one class, whose label is never shown.
-        self._add_rows(self._rows_of(samples), [""])
+        self._add_labelled(samples, [""])
 
     def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
-        self._add_rows(self._rows_of(samples), labels)
-
-    def _add_rows(self, rows: Tensor, labels: list[Label]) -> None:
-        rows = rows.byte() if rows.dtype == torch.bool else rows
+        rows = self._rows_of(samples)
         width = rows.shape[1]
         if self._scatter is None:
             self._scatter = torch.zeros(width, width, dtype=torch.float64, device=rows.device)
             self._means = self._scatter[:0]
             self._counts = self._scatter[:0, 0].long()
-        codes = self._encode(labels).to(rows.device).repeat_interleave(len(rows) // len(labels))
-        buffer = self._ready_buffer(rows, max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width)))
-        if self._shift is None or self._shift.dtype != self._dtype:
-            self._shift = rows.to(self._dtype).mean(0).nan_to_num(0.0, 0.0, 0.0)
-        for values, place, is_full in self._fill(buffer, rows):
-            # Near the first batch's mean, float32 is too coarse for the mean of the raw values;
-            # differences from that mean are exact.
-            torch.sub(values, self._shift, out=place)
-            if self._by is not None:
-                self._waiting.append(codes[: len(values)])
-                codes = codes[len(values) :]
-            if is_full:
-                self._add_waiting()
+        codes = self._encode(labels)
+        if self._by is not None:
+            self._codes.append(codes.to(rows.device).repeat_interleave(len(rows) // len(labels)))
+        self._add_rows(rows, max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width)))
 
     def _encode(self, labels: list[Label]) -> Tensor:
         """Return each label's row in the means, adding rows for new labels."""
@@ -202,16 +192,19 @@ class Covariance(RowReduction):
         self._means = nn.functional.pad(self._means, (0, 0, 0, new))
         return torch.tensor(codes, device="cpu")
 
-    def _add_waiting(self) -> None:
-        """Add the rows that wait in the buffer to the state."""
-        if self._buffer is None or not self._used or self._shift is None:
-            return
-        rows = self._buffer[: self._used]
-        codes = torch.cat(self._waiting) if self._waiting else None
-        self._used, self._waiting = 0, []
+    def _add_block(self, rows: Tensor) -> None:
+        codes = None
+        if self._codes:
+            known = torch.cat(self._codes)
+            codes, later = known[: len(rows)], known[len(rows) :]
+            self._codes = [later] if len(later) else []
+        # float32 is too coarse for the mean of values far from zero, but differences from one that
+        # is near it are exact.
+        shift = rows[:_FEW_ROWS].mean(0).nan_to_num(0.0, 0.0, 0.0)
+        rows -= shift
         present, counts, means = _centre_by_class(rows, codes)
         _add_product(self._scatter, rows)
-        self._advance(present, counts, self._shift.double() + means)
+        self._advance(present, counts, shift.double() + means)
 
     def _advance(self, codes: Tensor, counts: Tensor, means: Tensor) -> None:
         """Join other means with those of classes, and complete the scatter."""
@@ -227,20 +220,15 @@ class Covariance(RowReduction):
         self._advance(codes, other._counts, other._means)
 
     def _result(self) -> CovarianceResult:
-        count = int(self._counts[0])
-        mean = self._means[0].to(self._dtype, copy=True)
-        return CovarianceResult(count, mean, self._matrix(count - 1))
+        counts, means, matrix = self._labelled_result()
+        return CovarianceResult(counts[""], means[""], matrix)  # type: ignore[index]  # by label
 
     def _labelled_result(self) -> CovarianceResult:
-        means = self._means.to(self._dtype)
-        counted = dict(zip(self._labels, self._counts.tolist(), strict=True))
-        averaged = {label: mean.clone() for label, mean in zip(self._labels, means, strict=True)}
-        labels = in_order(self._labels)
-        return CovarianceResult(
-            {label: counted[label] for label in labels},
-            {label: averaged[label] for label in labels},
-            self._matrix(sum(counted.values()) - len(labels)),
-        )
+        each = zip(self._labels, self._counts.tolist(), self._means.to(self._dtype), strict=True)
+        found = {label: (count, mean.clone()) for label, count, mean in each}
+        counts = {label: found[label][0] for label in in_order(found)}
+        means = {label: found[label][1] for label in counts}
+        return CovarianceResult(counts, means, self._matrix(sum(counts.values()) - len(counts)))
 
     def _matrix(self, degrees: int) -> Tensor:
         upper = self._scatter.triu()

@@ -158,7 +158,7 @@ class Histogram(SampleReduction):
     def _check_mergeable(self, other: Histogram) -> None:
         super()._check_mergeable(other)
         ours, theirs = (self._low, self._high), (other._low, other._high)
-        if ours != theirs and self._count:
+        if ours != theirs:
             raise CollectError(
                 f"Can't merge a histogram over {theirs} into one over {ours}; construct both with "
                 "the same range=(low, high)."

@@ -89,19 +89,23 @@ class Quantiles(RowReduction):
 
     def _add(self, samples: Tensor) -> None:
         alone = self._feature_dim is None
-        self._add_rows(samples.reshape(-1, 1) if alone else self._rows_of(samples))
+        self._add_again(samples.reshape(-1, 1) if alone else self._rows_of(samples))
 
-    def _add_rows(self, rows: Tensor) -> None:
-        buffer = self._ready_buffer(rows, self._block)
+    def _add_again(self, rows: Tensor) -> None:
+        """Add rows, after those that wait."""
         waiting, self._waiting = self._waiting, None
-        for more in (rows,) if waiting is None else (waiting, rows):
-            for values, place, is_full in self._fill(buffer, more):
-                place.copy_(values)
-                if is_full:
-                    self._used = 0
-                    ordered = _sort_rows(buffer.T.contiguous())
-                    self._widen(ordered[:, [0, -1]])
-                    self._carry(0, self._thin(ordered, self._block // self._size))
+        if waiting is not None:
+            self._add_rows(waiting, self._block)
+        self._add_rows(rows, self._block)
+
+    def _add_block(self, rows: Tensor) -> None:
+        ordered = _sort_rows(rows.T.contiguous())
+        self._widen(ordered[:, [0, -1]])
+        self._carry(0, self._thin(ordered, self._block // self._size))
+
+    def _add_rest(self, rows: Tensor) -> None:
+        # Not thinned: others may follow.
+        self._waiting = rows.clone()
 
     def _widen(self, ends: Tensor) -> None:
         both = ends if self._ends is None else torch.cat([self._ends, ends], dim=1)
@@ -134,13 +138,7 @@ class Quantiles(RowReduction):
         if other._ends is not None:
             self._widen(other._ends)
         if other._waiting is not None:
-            self._add_rows(other._waiting)
-
-    def _add_waiting(self) -> None:
-        """Add the raw rows that wait in the buffer to the state."""
-        if self._buffer is not None and self._used:
-            self._waiting = self._buffer[: self._used].clone()
-            self._used = 0
+            self._add_again(other._waiting)
 
     def _result(self) -> Tensor:
         parts, weights = list(self._summaries or []), []
