@@ -26,6 +26,7 @@ MOVED = {
     "nets.shards": "nets.sharded",
     "postprocessors.base": "postprocessors.floating_map",
     "postprocessors.directions": "postprocessors.values",
+    "postprocessors.places": "postprocessors.wrapping",
     "recorder.comparing": "analysis.comparing.compare",
     "recorder.reading": "recorder.collecting",
     "recorder.watching": "recorder.collecting",

@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -110,8 +110,9 @@ def _in_own_collection(change: Callable[[], _T], waits: bool) -> _T:
     finally:
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(run)
-        # The time is up, or the user interrupts the wait: hooks must not stay behind.
-        run()
+        if not outcome[0].done():
+            # The time is up, or the user interrupts the wait: hooks must not stay behind.
+            run()
     return outcome.pop().result()
 
 
@@ -120,8 +121,7 @@ def entries(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
 
     Reading the keys alone creates no objects, and so can't be interrupted.
     """
-    found = ((number, hooks.get(number)) for number in list(hooks))
-    return [(number, hook) for number, hook in found if hook is not None]
+    return [(at, hook) for at in list(hooks) if (hook := hooks.get(at)) is not None]
 
 
 # Threads may begin and end blocks around one network at once. A recorder that is collected as
@@ -151,16 +151,16 @@ class _Nothing:
 def keep_out_of_copies(module: nn.Module) -> None:
     """Leave the hooks that are `Uncopied` out of a module's copies."""
     owner = weakref.ref(module)
-    for name, hooks in _dictionaries(module):
+    for name in private.AROUND_FORWARD:
         reduce: Any = partial(_without_uncopied, owner, name)
-        hooks.__reduce_ex__ = reduce  # type: ignore[method-assign]  # asked before the class's own
+        vars(module)[name].__reduce_ex__ = reduce  # asked before the class's own
 
 
 def let_copy(module: nn.Module) -> None:
     """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
     if not _uncopied(module):
-        for _, hooks in _dictionaries(module):
-            vars(hooks).pop("__reduce_ex__", None)
+        for name in private.AROUND_FORWARD:
+            vars(vars(module)[name]).pop("__reduce_ex__", None)
 
 
 def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) -> tuple[Any, ...]:
@@ -174,20 +174,10 @@ def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) 
 def _uncopied(module: nn.Module) -> set[int]:
     return {
         key
-        for _, hooks in _dictionaries(module)
+        for hooks in private.forward_hooks(module)
         for key, hook in (entries(hooks) if hooks else ())
         if isinstance(getattr(hook, "__self__", hook), Uncopied)
     }
-
-
-def _dictionaries(module: nn.Module) -> list[tuple[str, OrderedDict[int, Any]]]:
-    """Return the dictionaries of hooks around forward, and those of their options, by name."""
-    found: list[tuple[str, OrderedDict[int, Any]]] = []
-    for name in private.AROUND_FORWARD:
-        hooks = vars(module).get(name)
-        if isinstance(hooks, OrderedDict):
-            found.append((name, hooks))
-    return found
 
 
 class Around:
@@ -262,6 +252,14 @@ class AroundPlain(Around):
     def run_traced(self, args: Any, kwargs: Any) -> Any:
         """Stand for a call of the module that dynamo follows."""
         return self.run(args, kwargs)
+
+
+def wrappers(module: nn.Module) -> Iterator[Around]:
+    """Yield the wrappers around a module's call, the outermost first."""
+    call = private.compiled_call(module)
+    while isinstance(call, Around):
+        yield call
+        call = call.inner
 
 
 def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:

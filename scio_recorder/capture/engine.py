@@ -32,7 +32,7 @@ from scio_recorder.postprocessors.assigning import (
     Postprocessors,
     assign,
 )
-from scio_recorder.postprocessors.places import OnInput
+from scio_recorder.postprocessors.wrapping import OnInput
 from scio_recorder.tensors import private
 
 _NO_POSTS = Assigned({})

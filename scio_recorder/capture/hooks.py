@@ -7,7 +7,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from scio_recorder.capture.around import (
     keep_out_of_copies,
     let_copy,
     take_out,
+    wrappers,
 )
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.tensors import private
@@ -156,9 +158,10 @@ class AroundCompiled(Around):
     record.
     """
 
-    def __init__(self, hook: ModuleHook, sees_inputs: bool, module: nn.Module) -> None:
+    def __init__(self, hook: ModuleHook, with_inputs: set[int], module: nn.Module) -> None:
         self.hook = hook
-        self._sees_inputs = sees_inputs
+        # The indices of the modules whose inputs are looked at: more may come.
+        self._with_inputs = with_inputs
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,29 +171,13 @@ class AroundCompiled(Around):
             # hook.
             return self.inner(*args, **kwargs)
         module: Any = self._module()
-        if self._sees_inputs:
+        if self.hook.index in self._with_inputs:
             received = self.hook.before(module, args, kwargs)
             if received is not None:
                 args, kwargs = received
         output = self.inner(*args, **kwargs)
         changed = self.hook.after(module, args, output)
         return output if changed is None else changed
-
-
-def _remove(module: nn.Module, site: Site) -> None:
-    take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
-    # They are looked for, since interruptions can lose handles.
-    for hooks in private.forward_hooks(module):
-        for number, owner in _recording(hooks):
-            if owner.site is site:
-                private.remove_hook(module, number)
-    let_copy(module)
-
-
-def _recording(hooks: Mapping[int, Any]) -> list[tuple[int, ModuleHook]]:
-    """Return the numbers and owners of all recorders' hooks in a dictionary."""
-    owners = ((number, getattr(hook, "__self__", None)) for number, hook in entries(hooks))
-    return [(number, owner) for number, owner in owners if isinstance(owner, ModuleHook)]
 
 
 class Hooks:
@@ -210,20 +197,29 @@ class Hooks:
         change_hooks(self._attach)
 
     def _attach(self) -> None:
-        self._detach()
+        """Add what is missing: what is there stays, since other threads may call the modules."""
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
-            sees_inputs = index in self._with_inputs
-            if private.calls_compiled(module):
-                AroundCompiled(hook, sees_inputs, module).put_around(module)
+            after, before = private.forward_hooks(module)
+            if self._is_newly_compiled(module):
+                self._remove_from(module)
+                AroundCompiled(hook, self._with_inputs, module).put_around(module)
                 module.register_forward_hook(hook.after_traced)
-            else:
-                module.register_forward_hook(hook.after)
-                if sees_inputs:
+            elif not private.calls_compiled(module):
+                if not self._own(after):
+                    module.register_forward_hook(hook.after)
+                if index in self._with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             keep_out_of_copies(module)
         self._move_behind_others()
         self._is_attached = True
+
+    def _is_newly_compiled(self, module: nn.Module) -> bool:
+        """Whether a module is compiled, and our hook is not outside of the compiled call."""
+        return private.calls_compiled(module) and not any(
+            isinstance(call, AroundCompiled) and call.hook.site is self._site
+            for call in wrappers(module)
+        )
 
     def detach(self, *, waits: bool = True) -> None:
         """Remove the hooks; a finalizer must not wait."""
@@ -232,7 +228,24 @@ class Hooks:
     def _detach(self) -> None:
         self._is_attached = False
         for module in self._modules:
-            _remove(module, self._site)
+            self._remove_from(module)
+
+    def _remove_from(self, module: nn.Module) -> None:
+        site = self._site
+        take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
+        for hooks in private.forward_hooks(module):
+            for number in self._own(hooks):
+                private.remove_hook(module, number)
+        let_copy(module)
+
+    def _own(self, hooks: Mapping[int, Any]) -> list[int]:
+        """Return the numbers of our hooks: they are looked for, as interruptions lose handles."""
+        owners = [(number, getattr(hook, "__self__", None)) for number, hook in entries(hooks)]
+        return [
+            number
+            for number, owner in owners
+            if isinstance(owner, ModuleHook) and owner.site is self._site
+        ]
 
     def make_ready(self, indices: set[int]) -> None:
         """Attach the hooks behind any that were added later, with those on some modules' inputs.
@@ -240,41 +253,20 @@ class Hooks:
         Every new handle takes a number, so one comparison shows whether there are new ones. A
         module that has been compiled since then needs its hook outside of the compiled call.
         """
-        added = indices - self._with_inputs if indices else indices
-        is_newly_compiled = private.DYNAMO in sys.modules and (
-            any(private.calls_compiled(self._modules[index]) for index in added)
-            or any(
-                private.calls_compiled(module)
-                and not isinstance(private.compiled_call(module), AroundCompiled)
-                for module in self._modules
-            )
-        )
-        if not self._is_attached or is_newly_compiled:
-            self._with_inputs = self._with_inputs | added
+        has_compiler = private.DYNAMO in sys.modules
+        is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
+        if is_newly_compiled or not self._is_attached or not indices <= self._with_inputs:
+            self._with_inputs |= indices
             self.attach()
-        elif added:
-            change_hooks(lambda: self._see_inputs(added))
         elif self._checked_at != RemovableHandle.next_id:
             change_hooks(self._move_behind_others)
-
-    def _see_inputs(self, indices: set[int]) -> None:
-        """Add hooks on the inputs of modules, which other threads may be calling meanwhile."""
-        for index in indices:
-            module = self._modules[index]
-            _, hooks = private.forward_hooks(module)
-            if not any(owner.site is self._site for _, owner in _recording(hooks)):
-                before = ModuleHook(index, self._site).before
-                module.register_forward_pre_hook(before, with_kwargs=True)
-                keep_out_of_copies(module)
-        self._with_inputs = self._with_inputs | indices
-        self._move_behind_others()
 
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id
         for module in self._modules:
             for hooks in private.forward_hooks(module):
-                last = [at for at, owner in _recording(hooks) if owner.site is self._site]
-                for number in last if list(hooks)[-len(last) :] != last else ():
+                own = self._own(hooks)
+                for number in own if list(hooks)[-len(own) :] != own else ():
                     # Other threads, which call the module meanwhile, must not miss it.
                     hooks.move_to_end(number)
         self._checked_at = next_id
@@ -317,59 +309,53 @@ class CallHooks:
         # The names of modules that ran as compiled code, as keys: dynamo follows a write to a
         # dictionary without a graph break.
         self.compiled: dict[str, bool] = {}
-        self._handles: list[RemovableHandle] = []
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._added: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._added)
 
     def add(self, *hooks: CallHook) -> None:
         """Add hooks, all at once."""
+        change_hooks(partial(self._add, hooks))
 
-        def add() -> None:
-            for hook in hooks:
-                self._add(hook)
-
-        change_hooks(add)
-
-    def _add(self, hook: CallHook) -> None:
-        if hook.before is not None:
-            before = _ObservingHook(hook.before, hook.name, 3, self.compiled)
-            handle = hook.module.register_forward_pre_hook(before, with_kwargs=True)
-            self._handles.append(handle)
-        if hook.after is not None:
-            after = _ObservingHook(hook.after, hook.name, 4, self.compiled)
-            options = {"with_kwargs": True, "always_call": hook.always}
-            self._handles.append(hook.module.register_forward_hook(after, **options))
-        keep_out_of_copies(hook.module)
-        self._modules.append(weakref.ref(hook.module))
+    def _add(self, hooks: Sequence[CallHook]) -> None:
+        for hook in hooks:
+            module = hook.module
+            if hook.before is not None:
+                before = _ObservingHook(hook.before, hook.name, 3, self.compiled)
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                self._added.append((weakref.ref(module), handle))
+            if hook.after is not None:
+                after = _ObservingHook(hook.after, hook.name, 4, self.compiled)
+                options = {"with_kwargs": True, "always_call": hook.always}
+                handle = module.register_forward_hook(after, **options)
+                self._added.append((weakref.ref(module), handle))
+            keep_out_of_copies(module)
 
     def remove(self, *, waits: bool = True) -> None:
         """Remove all of them; a finalizer must not wait."""
-        handles, self._handles = self._handles, []
-        modules, self._modules = self._modules, []
+        added, self._added = self._added, []
+        change_hooks(partial(_remove, added), waits=waits)
 
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-            for reference in modules:
-                module = reference()
-                if module is not None:
-                    let_copy(module)
 
-        change_hooks(remove, waits=waits)
+def _remove(added: Sequence[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> None:
+    for _, handle in added:
+        handle.remove()
+    for module in {reference() for reference, _ in added}:
+        if module is not None:
+            let_copy(module)
 
 
 class _ObservingHook(Uncopied):
     """Calls a function at one end of a module's calls."""
 
-    __slots__ = ("_compiled", "_name", "_num_values", "_reference")
+    __slots__ = ("_compiled", "_function", "_is_weak", "_name", "_num_values")
 
     def __init__(
         self, function: Any, name: str, num_values: int, compiled: dict[str, bool]
     ) -> None:
-        is_method = inspect.ismethod(function)
-        self._reference = weakref.WeakMethod(function) if is_method else lambda: function
+        self._is_weak = inspect.ismethod(function)
+        self._function = weakref.WeakMethod(function) if self._is_weak else function
         self._name = name
         self._num_values = num_values
         self._compiled = compiled
@@ -379,7 +365,7 @@ class _ObservingHook(Uncopied):
         if torch.compiler.is_dynamo_compiling():
             self._compiled[self._name] = True
             return None
-        function = self._reference()
+        function = self._function() if self._is_weak else self._function
         # The keyword arguments are missing if another thread is just adding or removing the hook.
         if function is None or len(call) != self._num_values:
             return None

@@ -13,7 +13,7 @@ from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
-from scio_recorder.postprocessors.places import OnInput
+from scio_recorder.postprocessors.wrapping import OnInput
 from scio_recorder.tensors.structures import flatten
 
 Postprocessor: TypeAlias = Callable[[Any], Any]

@@ -288,32 +288,19 @@ class Ablate(FloatingMap):
             everywhere = torch.ones((), dtype=torch.bool, device=activation.device)
             return activation.masked_fill(everywhere, self.value)
         refuse_nested(self, activation)
-        shape = tuple(activation.shape)
-        self._check_dimension(shape)
-        self._check_channels(shape, shape[self.dim])
-        positions = torch.tensor(self._listed, device=activation.device)
-        return activation.index_fill(self.dim, positions, self.value)
-
-    @property
-    def _listed(self) -> tuple[int, ...]:
         assert isinstance(self.channels, tuple)  # the constructor makes it so
-        return self.channels
-
-    def _check_dimension(self, shape: tuple[int, ...]) -> None:
-        if not -len(shape) <= self.dim < len(shape):
-            raise PostprocessorError(
-                f"{self!r} was given an activation of shape {shape}, which has no dimension "
-                f"{self.dim}. Give the dimension of channels: Ablate(channels, dim=...)."
-            )
-
-    def _check_channels(self, shape: tuple[int, ...], size: int) -> None:
-        missing = [channel for channel in self._listed if not -size <= channel < size]
+        dim, shape = self.dim, tuple(activation.shape)
+        size = shape[dim] if -len(shape) <= dim < len(shape) else 0
+        missing = [channel for channel in self.channels if not -size <= channel < size]
         if missing:
+            has = f"{size} channels along dimension {dim}, not {missing}" if size else None
             raise PostprocessorError(
-                f"{self!r} was given an activation of shape {shape}, whose dimension {self.dim} "
-                f"has {size} channels; {missing} are not among them. To choose another dimension, "
-                "write Ablate(channels, dim=...)."
+                f"{self!r} was given an activation of shape {shape}, which has "
+                f"{has or f'no dimension {dim}'}. To choose another dimension, write "
+                "Ablate(channels, dim=...)."
             )
+        positions = torch.tensor(self.channels, device=activation.device)
+        return activation.index_fill(dim, positions, self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,22 +350,13 @@ class Add(FloatingMap):
         return f"Add({describe(self.direction)}, coefficient={self.coefficient})"
 
     def _apply(self, activation: Tensor) -> Tensor:
-        shape, own = tuple(activation.shape), tuple(self.direction.shape)
-        if not _fits(own, shape):
-            raise PostprocessorError(
-                f"Add has a direction of shape {own}, which does not broadcast to the "
-                f"activation's {shape}. Shape it so that its last dimensions match; for channels "
-                "of images, write direction[:, None, None]."
-            )
         direction = self.direction.to(activation.device, activation.dtype)
+        try:
+            direction = direction.expand_as(activation)
+        except RuntimeError:
+            raise PostprocessorError(
+                f"Add has a direction of shape {tuple(direction.shape)}, which does not broadcast "
+                f"to the activation's {tuple(activation.shape)}. Shape it so that its last "
+                "dimensions match; for channels of images, write direction[:, None, None]."
+            ) from None
         return torch.add(activation, direction, alpha=self.coefficient)
-
-
-def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of shape ``own`` broadcasts to ``shape`` without enlarging it."""
-    if len(own) > len(shape):
-        return False
-    # Lengths are equal here: torch 2.8 can't compile a zip of different lengths.
-    pairs = zip(own, shape[len(shape) - len(own) :], strict=True)
-    # Written out, since under torch.compile `in` does not compare lengths that vary.
-    return all(mine == 1 or mine == theirs for mine, theirs in pairs)

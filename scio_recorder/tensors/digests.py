@@ -31,12 +31,6 @@ from scio_recorder.tensors.structures import tensors
 # A piece of host memory stays in the cache; one of another device is worth its transfer.
 _PIECE_BYTES = {"cpu": 1 << 20}
 _OTHER_PIECE_BYTES = 1 << 25
-_NAN_BITS = {
-    torch.float16: (torch.int16, 0x7E00),
-    torch.bfloat16: (torch.int16, 0x7FC0),
-    torch.float32: (torch.int32, 0x7FC0_0000),
-    torch.float64: (torch.int64, 0x7FF8_0000_0000_0000),
-}
 
 
 def digest_of(value: Any) -> str:
@@ -121,37 +115,16 @@ def _sample_digests(samples: Tensor, seed: int) -> Tensor:
     step = max(1, piece_bytes // max(1, sample_bytes))
     for start in range(0, len(samples), step):
         own = samples[start : start + step].cpu().contiguous()
-        # A sum is NaN if a number is, and costs less than a mask.
-        if own.is_floating_point() and math.isnan(own.sum(dtype=_wide(own.dtype)).item()):
-            own = _with_equal_nans(own)
-        found.extend(xxhash.xxh3_64_intdigest(part, seed) for part in _parts(own, sample_bytes))
+        # A sum is NaN if a number is, and costs less than a mask. The smallest dtypes have no sum.
+        if own.is_floating_point() and own.sum(dtype=torch.float32).isnan():
+            # The bits of this one are the same on every machine.
+            own = own.masked_fill(own.isnan(), math.nan)
+        # By address: an array of torch's would prevent resizing the storage from then on.
+        memory = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
+        rows = np.ndarray((len(own), sample_bytes), np.uint8, memory)
+        found.extend(xxhash.xxh3_64_intdigest(row.data, seed) for row in rows)
     # The same bits, as torch has hardly any operation for unsigned ones.
     return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
-
-
-def _parts(tensor: Tensor, num_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of each entry of dimension 0, read in place.
-
-    They are read by address: an array would prevent resizing the storage from then on.
-    """
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    whole = memoryview(memory)
-    for start in range(0, len(tensor) * num_bytes, num_bytes) if num_bytes else ():
-        yield whole[start : start + num_bytes]
-    yield from [whole] * (0 if num_bytes else len(tensor))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    # The smallest floating-point dtypes can't be added up.
-    return torch.float32 if dtype.itemsize == 1 else dtype
-
-
-def _with_equal_nans(values: Tensor) -> Tensor:
-    """Return a copy in which all NaNs have the same bits on every machine."""
-    kind, number = _NAN_BITS.get(values.dtype, (values.dtype, math.nan))
-    same = values.clone()
-    same.view(kind).masked_fill_(values.isnan(), number)
-    return same
 
 
 def weights_digest(net: nn.Module) -> str:
@@ -290,9 +263,4 @@ def _has_memory(tensor: Tensor) -> bool:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the bytes of a strided tensor, in order."""
     num_bytes = _PIECE_BYTES.get(tensor.device.type, _OTHER_PIECE_BYTES)
-    if not tensor.is_contiguous() and tensor.ndim > 1:
-        rows = max(1, num_bytes * len(tensor) // max(1, tensor.nbytes))
-        for some in torch.split(tensor, rows):
-            yield from _pieces(some.contiguous())
-    else:
-        yield from torch.split(tensor.reshape(-1).view(torch.uint8), num_bytes)
+    yield from torch.split(tensor.reshape(-1).view(torch.uint8), num_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -60,11 +60,8 @@ class _OnPart(FloatingMap):
     def _checked(self, part: Tensor, result: Any) -> Tensor:
         if result is None:
             return part
-        if (
-            not isinstance(result, Tensor)
-            or result.dtype != part.dtype
-            or result.shape != part.shape
-        ):
+        kind = getattr(result, "dtype", None), getattr(result, "shape", None)
+        if kind != (part.dtype, part.shape):
             raise PostprocessorError(
                 f"{self!r} gave its post-processor {describe(part)} and got {describe(result)}. "
                 "Return a tensor of the same shape and dtype, or None after working in place."
@@ -104,8 +101,6 @@ class At(_OnPart):
 
     index: Any
     postprocessor: Callable[[Tensor], Tensor | None]
-    # The shapes for which the index is known to name each position once.
-    _distinct: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_postprocessor("At", self.postprocessor)
@@ -122,7 +117,7 @@ class At(_OnPart):
     def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
         has_numbers = any(isinstance(one, Tensor) and one.dtype != torch.bool for one in where)
         # If a position is named twice, autograd would count its gradient twice.
-        if not has_numbers or torch.compiler.is_compiling() or whole.shape in self._distinct:
+        if not has_numbers or torch.compiler.is_compiling():
             return
         named = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
         named[where] = True
@@ -130,7 +125,6 @@ class At(_OnPart):
             raise PostprocessorError(
                 f"{self!r} names a position twice in {describe(whole)}. Name each position once."
             )
-        self._distinct.add(tuple(whole.shape))
 
 
 @dataclass(frozen=True, eq=False)
