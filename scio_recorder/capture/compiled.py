@@ -85,17 +85,11 @@ class CompiledPass:
         program, values = self.program, self.values
         if not program.counts_calls:
             values = {label: values.get(label, ()) for label in program.order}
-        elif self.counts != program.counts:
-            wrong = ", ".join(
-                str(program.architecture[label])
-                for index, positions in enumerate(program.positions)
-                for label in (program.labels[at] for at in positions)
-                if label and self.counts.get(index, 0) != len(positions)
-            )
+        elif wrong := program.wrong_calls(self.counts):
             raise FlowError(
-                "in the compiled pass, the modules of these layers ran more or less often than "
-                f"at labelling: {wrong}. Compile the recorder after record(), and call it as for "
-                "labelling"
+                "in the compiled pass, modules with recorded layers ran more or less often than at "
+                f"labelling: {'; '.join(wrong)}. Compile the recorder after record(), and call it "
+                "as for labelling"
             )
         for label, value in values.items():
             self._check_is_copy(label, value)

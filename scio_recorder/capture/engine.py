@@ -54,7 +54,6 @@ class _Latest(threading.local):
     inputs: Records | None = None
     gradients: Gradients | None = None
     state = CallStates({}, {})
-    is_exported = False
 
 
 class Capture:
@@ -139,20 +138,20 @@ class Capture:
         if self._compiled is not None:
             self._warn_of_detached(self._compiled)
             return self._compiled.records()
-        return self._latest.activations or self._none("activation")
+        return self._latest.activations or Records(self.architecture)
 
     @property
     def inputs(self) -> Records:
         """The inputs of the latest pass that this thread has run."""
         self._refuse_compiled("inputs")
-        return self._latest.inputs or self._none("input")
+        return self._latest.inputs or Records(self.architecture, what="input")
 
     @property
     def gradients(self) -> Records:
         """The gradients that the latest backward pass through the latest pass has brought."""
         self._refuse_compiled("gradients")
         if self._latest.gradients is None:
-            return self._none("gradient")
+            return Records(self.architecture, what="gradient")
         return self._latest.gradients.records(self.architecture)
 
     @property
@@ -294,15 +293,6 @@ class Capture:
             )
         return setting
 
-    def _none(self, what: str) -> Records:
-        records = Records(self.architecture, what=what)
-        if self._latest.is_exported:
-            records.why_none = (
-                "the latest call was exported, and an exported program runs elsewhere: call the "
-                "recorder itself to record"
-            )
-        return records
-
     def _warn_of_detached(self, compiled: CompiledPass) -> None:
         if compiled.is_on_graph and not self._has_warned_of_detached:
             self._has_warned_of_detached = True
@@ -357,7 +347,6 @@ class Capture:
             self._compiled = current
         elif not torch.compiler.is_dynamo_compiling():
             self._forget_latest()
-            self._latest.is_exported = True
         return output
 
     def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:

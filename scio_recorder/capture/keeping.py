@@ -256,14 +256,10 @@ def _may_read_flag(module: nn.Module) -> bool:
     Most never do, and reading all flags is most of the cost of a pass with few recorded layers. If
     this is mistaken, verification still fails, so no record is wrong.
     """
-    if "training" not in module.__dict__:
-        # A scripted part, which keeps its flag elsewhere.
-        return False
-    hooks = private.forward_hooks(module)
-    is_patched = "forward" in module.__dict__ or any(hooks)
-    is_readable = hasattr(inspect.unwrap(module.forward), "__code__")
-    kind: Any = type(module)
-    return is_patched or not is_readable or _mentions_flag(kind)
+    own = module.__dict__
+    # A scripted part keeps its flag elsewhere.
+    is_patched = "forward" in own or any(private.forward_hooks(module))
+    return "training" in own and (is_patched or _mentions_flag(type(module)))
 
 
 @cache
@@ -272,7 +268,8 @@ def _mentions_flag(kind: Any) -> bool:
     members = [member for base in own for member in vars(base).values()]
     functions = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
-    return any(_mentions(code) for code in codes if code is not None)
+    is_readable = hasattr(inspect.unwrap(kind.forward), "__code__")
+    return not is_readable or any(_mentions(code) for code in codes if code is not None)
 
 
 def _mentions(code: CodeType) -> bool:

@@ -282,19 +282,9 @@ class Pass:
         return positions
 
     def _check_counts(self, modules: list[int]) -> None:
-        program, seen = self.program, Counter(modules)
         # A pass that was stopped lacks the events that would have come later.
-        events = program.expected[: program.last + 1] if self._left == 0 else program.expected
-        expected = Counter(events)
-        wrong = []
-        for index, positions in enumerate(program.positions):
-            if seen[index] != expected[index]:
-                labels = (program.labels[at] for at in positions)
-                names = ", ".join(str(program.architecture[label]) for label in labels if label)
-                wrong.append(
-                    f"\n  {names}: calls of the module: {expected[index]} at labelling, "
-                    f"{seen[index]} now"
-                )
+        last = self.program.last + 1 if self._left == 0 else None
+        wrong = [f"\n  {text}" for text in self.program.wrong_calls(Counter(modules), last)]
         if wrong:
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "

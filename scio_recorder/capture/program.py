@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
-from scio_recorder.layer import DepthIdx, Layer, text_of
+from scio_recorder.layer import DepthIdx, Layer, few, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 
@@ -113,10 +114,15 @@ class Program:
         chosen = (at for at in self.recording if self.architecture[at].module is module)
         return (next(chosen),)
 
-    @cached_property
-    def counts(self) -> dict[int, int]:
-        """How often each module is called at labelling."""
-        return {index: len(positions) for index, positions in enumerate(self.positions)}
+    def wrong_calls(self, seen: Mapping[int, int], before: int | None = None) -> list[str]:
+        """Describe the modules whose calls are not those at labelling, up to a position."""
+        expected = Counter(self.expected[:before])
+        return [
+            f"{few(self.layers_of([index]), len(positions))}: calls of the module: "
+            f"{expected[index]} at labelling, {seen.get(index, 0)} now"
+            for index, positions in enumerate(self.positions)
+            if seen.get(index, 0) != expected[index]
+        ]
 
     @cached_property
     def starts(self) -> list[list[DepthIdx | None]]:

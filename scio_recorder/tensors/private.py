@@ -145,17 +145,8 @@ def runs_twice(region_of: Callable[[FrameType], Any]) -> bool:
     """Whether both runs of a checkpointed region find the same object on the stack."""
 
     def nearest() -> Any:
-        frame = inspect.currentframe()
-        while frame is not None:
-            found = (
-                region_of(frame)
-                if frame.f_code.co_filename == torch.utils.checkpoint.__file__
-                else None
-            )
-            if found is not None:
-                return found
-            frame = frame.f_back
-        return None
+        frames = (caller.frame for caller in inspect.stack(0))
+        return next(found for frame in frames if (found := region_of(frame)) is not None)
 
     (first, is_first_again), (second, is_second_again) = _in_both_runs(nearest)
     return first is second and not is_first_again and is_second_again
