@@ -3,12 +3,11 @@
 NOTE [How a part is held]
 
 The holder of a part has put an object ``lease-PART-NUMBER`` under an unused name. It puts one with
-the next number every 15 s. No clocks of two machines are compared: others take a part over, by
-putting the next number, once its newest number has been the same for 60 s of *their* clock. A
-worker that has just come asks how old that number is by the clock of the store, which it reads from
-an object of its own. If several put a number, one succeeds. A holder that has not renewed for 45 s
-of *its* clock writes nothing more. If it finds that another worker has put the next number, it
-knows that it has lost the part.
+the next number every 15 s. Others take a part over, by putting the next number, once its newest one
+is 60 s old. No clocks of two machines are compared: the store says when it got that number, and
+when it got an object that the worker has put just now. If several put a number, one succeeds. A
+holder that has not renewed for 45 s of *its* clock writes nothing more. If it finds that another
+worker has put the next number, it knows that it has lost the part.
 
 A worker may be stopped for any time between looking and acting. So the commit decides, which is put
 under the next unused number of its part: if two workers believe that they hold a part, the second
@@ -22,13 +21,14 @@ within 10 s of the look that showed the one before, too short for a holder to re
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -50,15 +50,12 @@ TAKEN_WITHIN = 10.0
 PREFIX = "lease-"
 # The most bytes of a lease: it describes its holder in a few words.
 _MAX_BYTES = 4096
-_TRIES = 3
 _LOOKS_EVERY = 3.0
 # Names are searched all at once, one in each line: there may be 100,000, and workers look often.
 _LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
 # After this many parts that others were faster to take, and one more for each thousand names, which
 # cost a request to list, looking again is cheaper than trying.
 _FAILURES = 8
-# The most leases whose age is asked for at a time: each costs a request.
-_ASKED = 16
 
 
 def lease_name(part: int, number: int) -> str:
@@ -181,18 +178,12 @@ class Lease:
     def _put(self, number: int) -> bool:
         name = lease_name(self.part, number)
         content = dump({**self._holder(), "token": self._token, "since": self._since})
-        for left in reversed(range(_TRIES)):
-            try:
-                self._medium.claim(name, content)
-            except FileExistsError:
-                # It may be ours: a request can succeed without an answer.
-                return holder_of(self._medium, name).get("token") == self._token
-            except OSError:
-                if not left:
-                    raise
-            else:
-                return True
-        return False
+        try:
+            self._medium.claim(name, content)
+        except FileExistsError:
+            # It may be ours: a request can succeed without an answer.
+            return holder_of(self._medium, name).get("token") == self._token
+        return True
 
     def _unlink(self, number: int) -> None:
         # A remaining object makes others wait, and does no other harm.
@@ -219,20 +210,18 @@ def holding(lease: Lease) -> Iterator[None]:
         lease.give_back()
 
 
-def newest_leases(medium: Medium) -> dict[int, int]:
+def newest_leases(names: Iterable[str]) -> dict[int, int]:
     """Return the number of the newest lease of each part that was taken."""
-    # Names are sorted: the newest of a part comes last.
-    found = _LEASE_NAMES.findall("\n".join(medium.names(PREFIX)))
+    # The newest of a part comes last.
+    found = _LEASE_NAMES.findall("\n".join(sorted(names)))
     return {int(part): int(number) for part, number in found}
 
 
-class _Seen(NamedTuple):
-    """The newest lease of a part, and since when it is known to have been the newest."""
+class _Newest(NamedTuple):
+    """The newest lease of a part, and its age in seconds at the latest look."""
 
     number: int
-    since: float
-    # Whether the store was asked for its age, or another number was seen before.
-    is_told: bool
+    age: float
 
 
 class Claims:
@@ -272,7 +261,7 @@ class Claims:
         # Parts known to be complete, and parts not worth trying: bytes, which are searched fast.
         self._done = bytearray(num_parts + 1)
         self._busy = bytearray(num_parts + 1)
-        self._leases: dict[int, _Seen] = {}
+        self._leases: dict[int, _Newest] = {}
         # Parts that this worker has put off for now.
         self.later: set[int] = set()
         self._at = self._dice.randrange(num_parts)
@@ -295,7 +284,6 @@ class Claims:
         if lease is None and not self.is_finished:
             # Some may have been given back meanwhile, or their holders may be gone.
             self._look_at_leases()
-            self._ask_ages()
             lease = self._take_free() or self._take_over()
         return lease
 
@@ -337,50 +325,25 @@ class Claims:
 
     def _take_over(self) -> Lease | None:
         """Take a part from a worker that is gone."""
-        for part, seen in self._left_behind():
-            if self._clock() - self._looked_at > TAKEN_WITHIN:
-                # The look may be too old; see the NOTE on leases.
-                return None
-            lease = self._try(part, seen.number + 1)
-            if lease is not None and self._clock() - self._looked_at <= TAKEN_WITHIN:
-                return lease
-            if lease is not None:
-                lease.give_back()
+        taken = [item for item in self._leases.items() if not self._done[item[0]]]
+        # Workers that wait for the same parts try them in different orders.
+        self._dice.shuffle(taken)
+        for part, newest in taken:
+            if newest.age >= STALE_AFTER or self._is_abandoned(lease_name(part, newest.number)):
+                lease = self._try(part, newest.number + 1)
+                if self._clock() - self._looked_at > TAKEN_WITHIN:
+                    # The look may be too old; see the NOTE.
+                    if lease is not None:
+                        lease.give_back()
+                    return None
+                if lease is not None:
+                    return lease
         return None
 
-    def _ask_ages(self) -> None:
-        """Ask the store how old some leases are that were there when this worker came."""
-        asked = [part for part, seen in self._leases.items() if not seen.is_told][:_ASKED]
-        # A lease may be gone by now. Without an answer, watching it is enough.
-        with suppress(OSError):
-            now = self._time_now() if asked else 0.0
-            for part in asked:
-                number, since, _ = self._leases[part]
-                age = now - self._medium.written_at(lease_name(part, number))
-                since = min(since, self._looked_at - age)
-                self._leases[part] = _Seen(number, since, is_told=True)
-
-    def _time_now(self) -> float:
-        """Return the time by the clock of the store."""
-        name = f"{PREFIX}clock-{uuid.uuid4().hex}"
-        self._medium.claim(name, b"")
-        try:
-            return self._medium.written_at(name)
-        finally:
-            self._medium.unlink(name)
-
-    def _left_behind(self) -> Iterator[tuple[int, _Seen]]:
-        here = machine()
-        found = [item for item in self._leases.items() if not self._done[item[0]]]
-        # Workers that wait for the same parts try them in different orders.
-        self._dice.shuffle(found)
-        for part, seen in found:
-            name = lease_name(part, seen.number)
-            if self._looked_at - seen.since >= STALE_AFTER or (
-                self._medium.is_abandoned(name)
-                and holder_of(self._medium, name).get("machine") == here
-            ):
-                yield part, seen
+    def _is_abandoned(self, name: str) -> bool:
+        """Whether the process that put a lease was on this machine and is gone."""
+        is_free = self._medium.is_abandoned(name)
+        return is_free and holder_of(self._medium, name).get("machine") == machine()
 
     def _try(self, part: int, number: int) -> Lease | None:
         """Take a part, unless it is complete or another worker is faster."""
@@ -411,19 +374,27 @@ class Claims:
         self._look_at_leases()
 
     def _look_at_leases(self) -> None:
+        """List the newest lease of each part, with its age by the clock of the store."""
         self._looked_at = self._clock()
-        newest = newest_leases(self._medium)
-        # The names had been listed by then, so it may have been the newest since then.
-        now, before = self._clock(), self._leases
+        now, times = self._times()
         self._leases = {}
         self._busy = bytearray(self._done)
-        for part, number in newest.items():
-            if part > self.num_parts:
-                continue
-            seen = before.get(part)
-            if seen is None or seen.number != number:
-                seen = _Seen(number, now, is_told=seen is not None)
-            self._leases[part] = seen
-            self._busy[part] = 1
+        for part, number in newest_leases(times).items():
+            if part <= self.num_parts:
+                age = now - times[lease_name(part, number)]
+                self._leases[part] = _Newest(number, age)
+                self._busy[part] = 1
         for part in self.later:
             self._busy[part] = 1
+
+    def _times(self) -> tuple[float, dict[str, float]]:
+        """Return the time by the clock of the store, and when each lease was put."""
+        name = f"{PREFIX}clock-{uuid.uuid4().hex}"
+        self._medium.claim(name, b"")
+        try:
+            times = self._medium.times(PREFIX)
+        finally:
+            with suppress(OSError):
+                self._medium.unlink(name)
+        # Whoever puts the recording together clears it away.
+        return times.get(name, -math.inf), times

@@ -56,6 +56,7 @@ from scio_recorder.stores.disk_format.tensor_file import (
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (
+    PREFIX,
     Claims,
     Lease,
     holder_of,
@@ -372,7 +373,7 @@ def progress_of(medium: Medium) -> Progress:
             f"{recordings_inside(medium.path)}"
         )
     with accessing(medium.path):
-        newest, done = newest_leases(medium), set(complete_ranks(medium))
+        newest, done = newest_leases(medium.names(PREFIX)), set(complete_ranks(medium))
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
     return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
 

@@ -191,13 +191,16 @@ class Bucket(Medium):
             raise Killed
 
     def names(self, prefix: str = "") -> list[str]:
+        return sorted(self.times(prefix))
+
+    def times(self, prefix: str) -> dict[str, float]:
         found = self.world.kinds[prefix]
         pages = 1 + len(found) // PAGE
 
-        def listed() -> list[str]:
+        def listed() -> dict[str, float]:
             with self._request(f"list {prefix}", pages):
-                # The list that is seen is one of an instant.
-                return list(found)
+                # The list that is seen is one of an instant. The store's clock is set as it likes.
+                return {name: self.world.times[name] + 1e6 for name in found}
 
         return retried(listed)
 
@@ -232,15 +235,17 @@ class Bucket(Medium):
         retried(putting)
 
     def claim(self, name: str, content: bytes) -> None:
-        with self._request("claim"):
-            self.world.put(name, content)
+        """Put an object, and know it again where the answer was lost, as a store has to."""
 
-    def written_at(self, name: str) -> float:
-        with self._request("read"):
-            if name not in self.world.files:
-                raise FileNotFoundError(name)
-            # The clock of the store is set as it likes.
-            return self.world.times[name] + 1e6
+        def putting() -> None:
+            with self._request("claim"):
+                if name in mine and self.world.files.get(name) == content:
+                    return
+                self.world.put(name, content)
+                mine.add(name)
+
+        mine: set[str] = set()
+        retried(putting)
 
     def unlink(self, name: str) -> None:
         with self._request("remove"):

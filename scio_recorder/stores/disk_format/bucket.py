@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -154,7 +155,11 @@ class Bucket(Medium):
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin so, sorted."""
-        found: set[str] = set()
+        return sorted(self.times(prefix))
+
+    def times(self, prefix: str) -> dict[str, float]:
+        """Return when each object whose name begins so was put, by the clock of the store."""
+        found: dict[str, float] = {}
         last = self._folder + prefix
 
         def note(library: Any, store: ObjectStore, folder: str) -> None:
@@ -162,15 +167,16 @@ class Bucket(Medium):
             # Names come in order, on request from the middle of the list on.
             begin = {"offset": last} if last else {}
             for page in library.list(store, folder or None, chunk_size=_PAGE, **begin):
-                names = [one["path"][len(folder) :] for one in page]
-                found.update(name.partition("/")[0] for name in names if name.startswith(prefix))
-                if not names[-1].startswith(prefix):
-                    break
+                for one in page:
+                    name = one["path"][len(folder) :]
+                    if not name.startswith(prefix):
+                        return
+                    found[name.partition("/")[0]] = one["last_modified"].timestamp()
                 # If the next page fails, it is requested again.
                 last = page[-1]["path"]
 
         self.make("", note)
-        return sorted(found)
+        return found
 
     def fill(
         self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
@@ -212,11 +218,11 @@ class Bucket(Medium):
         """Put a small object in place."""
         self._put(name, [memoryview(content)])
 
-    def written_at(self, name: str) -> float:
-        """Return when an object was put, by the clock of the store."""
-        made = self.make(name, lambda library, store, path: library.head(store, path))
-        when: float = made["last_modified"].timestamp()
-        return when
+    def has(self, name: str) -> bool:
+        """Whether there is an object of this name."""
+        with accessing(self.path_of(name)), suppress(FileNotFoundError):
+            return bool(self.make(name, lambda library, store, path: library.head(store, path)))
+        return False
 
     def unlink(self, name: str) -> None:
         """Remove an object, if there is one."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt
+from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing
 
 _T = TypeVar("_T")
 
@@ -95,10 +95,22 @@ class Folder(Medium):
         found = system.list_names(self.descriptor)
         return sorted(name for name in found if name.startswith(prefix))
 
-    def written_at(self, name: str) -> float:
-        """Return when a file was put, by the clock of the file system."""
-        status = system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
-        return float(status.st_mtime)
+    def times(self, prefix: str) -> dict[str, float]:
+        """Return when each file with a prefix was put, by the clock of the file system."""
+        times = {}
+        for name in self.names(prefix):
+            with suppress(FileNotFoundError):
+                times[name] = float(self._status(name).st_mtime)
+        return times
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        with accessing(self.path_of(name)), suppress(FileNotFoundError):
+            return bool(self._status(name))
+        return False
+
+    def _status(self, name: str) -> os.stat_result:
+        return system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def fill(
         self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from scio_recorder.errors import RecordingError
@@ -116,6 +116,10 @@ class Medium(abc.ABC):
         """Return the names with a prefix, sorted."""
 
     @abc.abstractmethod
+    def times(self, prefix: str) -> dict[str, float]:
+        """Return when each file with a prefix was put, in seconds by the medium's own clock."""
+
+    @abc.abstractmethod
     def fill(
         self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
     ) -> Stamp:
@@ -138,12 +142,9 @@ class Medium(abc.ABC):
             It is another one than before, or no regular file, or ends before ``offset``.
         """
 
+    @abc.abstractmethod
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
-        with accessing(self.path_of(name)), suppress(FileNotFoundError):
-            self.written_at(name)
-            return True
-        return False
 
     @abc.abstractmethod
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
@@ -178,10 +179,6 @@ class Medium(abc.ABC):
         FileExistsError
             There is a file of this name.
         """
-
-    @abc.abstractmethod
-    def written_at(self, name: str) -> float:
-        """Return when a file was put, in seconds by the medium's own clock."""
 
     def is_abandoned(self, name: str) -> bool:
         """Whether the process that claimed a name was on this machine and is gone."""
