@@ -504,7 +504,7 @@ def _batches_of(
     buffers: list[Tensor | None] = []
     for column in columns:
         if isinstance(column, DiskTensor):
-            column.reader.distrust()
+            column.reader.forget_verified()
             buffers.append(memory(min(size, len(own)) * bytes_of_row(column)))
         else:
             buffers.append(None)

@@ -39,6 +39,7 @@ from scio_recorder.stores.disk_format.description import (
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
 from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import Run
 from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
@@ -197,7 +198,7 @@ class DiskWriter(StoreWriter):
         self._store = store
         self._path = store.path
         # The net's present digest: passes in training mode change its buffers.
-        self._header = job.header(is_shared=store.is_shared)
+        self._settings = job.shared_settings() if store.is_shared else job.settings()
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[DepthIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
@@ -208,7 +209,7 @@ class DiskWriter(StoreWriter):
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorSpec] | None = None
-        check_shards(self._architecture, self._header, store)
+        check_shards(self._architecture, self._settings, store)
         if holds_recording(store.path):
             self._go_on(job.resume)
         elif is_url(store.path) and not store.is_part:
@@ -238,7 +239,7 @@ class DiskWriter(StoreWriter):
         if self._pending is not None and self._pending.done():
             self._wait()
         if not self._committed_at:
-            check_shards(self._architecture, self._header, self._store)
+            check_shards(self._architecture, self._settings, self._store)
             self._committed_at = time.monotonic()
         self._staged.append(ids)
         num_bytes = self.start * self.row_bytes + self.calls.num_bytes
@@ -259,7 +260,7 @@ class DiskWriter(StoreWriter):
                     self._thread.submit(self._writer.finish).result()
         finally:
             self._close()
-        return held_by(self._reader(), self._architecture)
+        return held_by(self._reader(self._writer and self._writer.run), self._architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Save what counts if possible, and close the folder."""
@@ -318,14 +319,13 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
-        self._header["architecture"] = self._architecture.to_dict()
         specs, store = [(key, column.spec) for key, column in self.columns.items()], self._store
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
         try:
             return RunWriter.create(
                 self._path,
                 layers={text_of(key): spec for key, spec in specs if not isinstance(key, str)},
-                header=self._header,
+                header={"architecture": self._architecture.to_dict(), **self._settings},
                 rows=rows if self.counts_rows else None,
                 rank=store.rank,
                 world_size=store.world_size,
@@ -352,8 +352,9 @@ class DiskWriter(StoreWriter):
     def _resumed(self) -> RunWriter:
         return RunWriter.resume(self._path, rank=self._store.rank, right=self._store.right)
 
-    def _reader(self) -> RunReader:
-        return RunReader(self._path, rank=self._store.rank if self._store.is_shared else None)
+    def _reader(self, run: Run | None = None) -> RunReader:
+        rank = self._store.rank if self._store.is_shared else None
+        return RunReader(self._path, rank=rank, run=run)
 
     def _go_on(self, resume: bool) -> None:
         with self._reader() as reader:
@@ -364,7 +365,11 @@ class DiskWriter(StoreWriter):
                     "with open_recording, or choose another folder" + self._store.advice()
                 )
             stored = {**reader.header, "world_size": reader.world_size}
-            given = {**parse(dump(self._header)), "world_size": self._store.world_size}
+            given = {
+                "architecture": {"fingerprint": self._architecture.fingerprint},
+                **parse(dump(self._settings)),
+                "world_size": self._store.world_size,
+            }
             check_settings(self._path, stored, given)
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete

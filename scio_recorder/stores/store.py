@@ -44,19 +44,13 @@ class Job:
     settings: Callable[[], dict[str, Any]]
     resume: bool = False
 
-    def header(self, *, is_shared: bool) -> dict[str, Any]:
-        """Return the description of the job that a recording on disk keeps.
-
-        Parameters
-        ----------
-        is_shared : bool
-            Whether several processes write it.
-        """
-        header = {"architecture": self.architecture.to_dict(), **self.settings()}
-        if is_shared and str(header.get("weights")).startswith("local-"):
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the settings of a recording that several processes write."""
+        settings = self.settings()
+        if str(settings.get("weights")).startswith("local-"):
             # Each process holds other shards of the weights.
-            header["weights"] = "local"
-        return header
+            settings["weights"] = "local"
+        return settings
 
 
 @dataclass

@@ -50,8 +50,8 @@ from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     dump,
     expect,
+    file_writer,
     parse,
-    prepared,
 )
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
@@ -96,7 +96,7 @@ def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
     if stored is None:
         check_empty(medium, is_in_parts=True)
         with accessing(medium.path), suppress(FileExistsError):
-            medium.put(PARTS_NAME, "parts", prepared({}, given))
+            medium.put(PARTS_NAME, "parts", file_writer({}, given))
         stored = agreed(medium)
     if stored is None or stored["parts"] != num_parts:
         found = 0 if stored is None else stored["parts"]
@@ -200,8 +200,9 @@ class Parts:
         """Take parts until none is left that can be taken, and return the recording."""
         pattern = self._collection((), 0)
         _check_mergeable(pattern.layers)
-        header = pattern.job(is_shared=True).header(is_shared=True)
-        self._weights = header["weights"]
+        settings = pattern.job(is_shared=True).shared_settings()
+        self._weights = settings["weights"]
+        header = {"architecture": self.capture.architecture.to_dict(), **settings}
         self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
         with (
             terminable(),
@@ -277,7 +278,7 @@ class Parts:
 
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
         refuse_split(batches, part)
-        right = None if lease is None else WriteRight(lease.check, lease.check, lease.is_inherited)
+        right = None if lease is None else WriteRight(lease.check, lease.is_inherited)
         self._store = self._store.part(part, self.num_parts, right)
         self.run(self._collection(batches, part), nullcontext(self._count))
 

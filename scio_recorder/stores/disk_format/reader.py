@@ -28,7 +28,7 @@ from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import SAMPLE, VALUES, for_others, medium_at
 from scio_recorder.stores.disk_format.medium import parsing
-from scio_recorder.stores.disk_format.run import Chunk, scan
+from scio_recorder.stores.disk_format.run import Chunk, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import (
     BLOCK_BYTES,
     JSON,
@@ -103,7 +103,7 @@ class RowReader(abc.ABC):
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         """Fill memory with the bytes of rows of one file, counted from its first."""
 
-    def distrust(self) -> None:  # noqa: B027 - without checksums there is nothing to forget
+    def forget_verified(self) -> None:  # noqa: B027 - without checksums there is nothing to forget
         """Forget which data was verified: it is verified again at its next read."""
 
     def fingerprint(self) -> str:
@@ -218,6 +218,8 @@ class RunReader(RowReader):
         Whether to read all data now and check it.
     rank
         The rank whose part to read; None for the whole recording.
+    run
+        What is there to read, as its writer knows it: it is looked for otherwise.
 
     Attributes
     ----------
@@ -263,13 +265,18 @@ class RunReader(RowReader):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, verify: bool = False, rank: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        rank: int | None = None,
+        run: Run | None = None,
     ) -> None:
         self.rank = rank
         self._medium = medium_at(path)
         self.path = self._medium.path
         self.span_bytes, self.num_readers = self._medium.span_bytes, self._medium.num_readers
-        self._run = scan(self._medium, rank)
+        self._run = run or scan(self._medium, rank)
         self.header = self._run.description.header
         self.layers: Table = self._run.description.layers
         self.rows: Table | None = self._run.description.rows
@@ -280,6 +287,9 @@ class RunReader(RowReader):
             self.sample_ids = self._run.sample_ids()
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
+        if run is not None:
+            # The files of its writer are closed.
+            self.forget_verified()
         self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
         # The number of samples before those of each rank.
         counts = [sum([len(one.ids) for one in rank]) for rank in self._run.chunks.values()]
@@ -312,10 +322,10 @@ class RunReader(RowReader):
         if name == SAMPLE:
             self._count_on(out.view(numpy.int64), chunk)
 
-    def distrust(self) -> None:
+    def forget_verified(self) -> None:
         """Forget which blocks were verified: each is verified again at its next read."""
-        for chunk in self._chunks:
-            chunk.distrust()
+        for chunk in self._run.all_chunks():
+            chunk.reopen(self._medium)
 
     def fingerprint(self) -> str:
         """Return a digest that distinguishes this recording, at its present length, from others."""
@@ -422,10 +432,10 @@ class JoinedReader(RowReader):
         shards = [part.read(name, start, stop).view(torch.uint8) for part in self._parts]
         out[:] = torch.cat(shards, self._axes[name]).view(-1).numpy()
 
-    def distrust(self) -> None:
+    def forget_verified(self) -> None:
         """Forget which blocks were verified: each is verified again at its next read."""
         for part in self._parts:
-            part.distrust()
+            part.forget_verified()
 
     def fingerprint(self) -> str:
         """Return a digest that distinguishes this recording, at its present length, from others."""

@@ -29,8 +29,8 @@ from scio_recorder.stores.disk_format.tensor_file import (
     TensorFile,
     dump,
     expect,
+    file_writer,
     parse,
-    prepared,
 )
 from scio_recorder.tensors.processes import for_each
 
@@ -96,9 +96,10 @@ class Chunk:
 
     @property
     def said(self) -> dict[str, JSON]:
-        """Its facts about its samples, as in its file."""
+        """Its facts about its samples, as in its file and the manifest."""
         rows = None if self._description.rows is None else self.num_rows
-        return said_of(ids_to_json(self.ids), rows, self.batches, self.state)
+        ids = ids_to_json(self.ids)
+        return {"ids": ids, "rows": rows, "batches": self.batches, "state": self.state}
 
     @property
     def file(self) -> TensorFile:
@@ -112,10 +113,9 @@ class Chunk:
             self._file = file
         return self._file
 
-    def distrust(self) -> None:
-        """Forget which blocks were verified: each is verified again at its next read."""
-        if self._file is not None:
-            self._file.distrust()
+    def reopen(self, medium: Medium) -> None:
+        """Open its file anew when data is read: each block is verified again then."""
+        self._medium, self._file = medium, None
 
     def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
         file = TensorFile(self._medium, self.name)
@@ -156,11 +156,6 @@ class Chunk:
             raise ValueError("a part of what is kept of batches is missing")
 
 
-def said_of(ids: JSON, rows: JSON, batches: JSON, state: JSON) -> dict[str, JSON]:
-    """Return a commit's facts about its samples, as in its file and the manifest."""
-    return {"ids": ids, "rows": rows, "batches": batches, "state": state}
-
-
 @dataclass
 class Run:
     """A recording: its description, and the ranks that were read."""
@@ -191,10 +186,11 @@ class Run:
         return ids
 
     def manifest(self, rank: int) -> dict[str, JSON]:
-        """Return the list of commits for the manifest of a rank."""
+        """Return the content of the manifest of a rank."""
         chunks = self.chunks[rank]
         samples = sum([len(chunk.ids) for chunk in chunks])
-        return self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
+        manifest = self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
+        return {**manifest, "commits": [chunk.said for chunk in chunks]}
 
     def last_state(self, rank: int) -> Any:
         """Return the last state that a rank committed; None if there is none."""
@@ -206,7 +202,7 @@ class Run:
         return None if last is None or last["file"] is None else state_name(rank, last["file"])
 
 
-def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = True) -> Run:
+def scan(medium: Medium, rank: int | None = None) -> Run:
     """Read everything about a recording, or one rank's part, except the data.
 
     Parameters
@@ -215,9 +211,6 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
         Where it is.
     rank : int, optional
         The rank whose part to read.
-    looks_into_chunks : bool, default True
-        Whether to compare manifests with the chunks now, if there is no index, rather than when
-        data is read.
 
     Raises
     ------
@@ -225,20 +218,20 @@ def scan(medium: Medium, rank: int | None = None, *, looks_into_chunks: bool = T
         If anything does not fit, naming the file.
     """
     run = Run(read_description(medium))
-    has_index = rank is None and medium.has(INDEX_NAME)
+    if rank is None and medium.has(INDEX_NAME):
+        # It suffices, and is compared with the commits when their data is read.
+        _read_index(medium, run)
+        return run
     if rank is not None:
         # Without listing names, since there can be hundreds of thousands.
         _read_rank(medium, run, rank, None)
-    elif has_index:
-        _read_index(medium, run)
     else:
         with accessing(medium.path):
             names = set(medium.names())
         counts = _counted(medium, run.description, names)
         for owner in range(run.description.world_size):
             _read_rank(medium, run, owner, names, counts.get(owner, 0))
-    if looks_into_chunks and not has_index:
-        for_each(attrgetter("file"), list(run.all_chunks()), medium.num_readers)
+    for_each(attrgetter("file"), list(run.all_chunks()), medium.num_readers)
     return run
 
 
@@ -282,7 +275,7 @@ def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
     for number, one in enumerate(stated):
         chunks.append(Chunk(medium, run.description, rank, number, before, one))
         before += len(chunks[-1].ids)
-    found = run.manifest(rank)
+    found = run.description.manifest(rank, before, [chunk.checksum for chunk in chunks])
     if {key: said[key] for key in found} != found:
         raise ValueError("it does not match the chunks")
 
@@ -317,7 +310,7 @@ def put_together(medium: Medium, before_commit: Callable[[], object]) -> None:
     RecordingError
         A part is damaged.
     """
-    run = scan(medium, looks_into_chunks=False)
+    run = scan(medium)
     repeated = run.sample_ids().repeated()
     if repeated is not None:
         parts = [
@@ -337,9 +330,6 @@ def put_together(medium: Medium, before_commit: Callable[[], object]) -> None:
 
 
 def _written(run: Run) -> Callable[[WriteAt], str]:
-    manifests: list[JSON] = [
-        {**run.manifest(rank), "commits": [chunk.said for chunk in chunks]}
-        for rank, chunks in run.chunks.items()
-    ]
+    manifests = [run.manifest(rank) for rank in run.chunks]
     text = torch.frombuffer(bytearray(dump(manifests)), dtype=torch.uint8)
-    return prepared({MANIFESTS: text}, {"run": run.description.run})
+    return file_writer({MANIFESTS: text}, {"run": run.description.run})

@@ -248,7 +248,7 @@ def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
     return layout, blocks, content
 
 
-def prepared(
+def file_writer(
     tensors: Mapping[str, Tensor], content: Mapping[str, JSON]
 ) -> Callable[[WriteAt], str]:
     """Return a function that writes a file and returns the checksum of its header.
@@ -357,13 +357,9 @@ class TensorFile:
         self.copy_into(data.numpy(), name, 0)
         return data.view(spec.dtype).view(spec.shape)
 
-    def distrust(self) -> None:
-        """Forget which blocks were verified: data on a disk can go bad between two reads."""
-        self._verified = bytearray(len(self._verified))
-
     def verify(self) -> int:
         """Check every block, even if checked before; return the length of the file."""
-        self.distrust()
+        self._verified = bytearray(len(self._verified))
         step = self._medium.span_bytes
         scratch = numpy.empty(step, numpy.uint8)
         with accessing(self.path):

@@ -29,13 +29,13 @@ from scio_recorder.stores.disk_format.description import (
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
 from scio_recorder.stores.disk_format.reader import KeptBatches, Packed
-from scio_recorder.stores.disk_format.run import Run, said_of, scan
+from scio_recorder.stores.disk_format.run import Chunk, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,
     dump,
+    file_writer,
     parse,
-    prepared,
     table_of,
     table_to_json,
 )
@@ -48,15 +48,14 @@ class WriteRight(NamedTuple):
 
     Parameters
     ----------
-    before_commit, after_commit : callable
-        Called before and after each file is put in place. They raise `RecordingError` once the
-        right is lost: then nothing is written, and nothing that was is reported as durable.
+    check : callable
+        Called before and after each file is put in place. It raises `RecordingError` once the right
+        is lost: then nothing is written, and nothing that was is reported as durable.
     is_inherited : bool, default False
         Whether an earlier holder may have left files.
     """
 
-    before_commit: Callable[[], object]
-    after_commit: Callable[[], object]
+    check: Callable[[], object]
     is_inherited: bool = False
 
 
@@ -68,14 +67,17 @@ class RunWriter:
 
     Attributes
     ----------
+    run : Run
+        What is durable of this rank, commits of earlier writers included.
     sample_ids : SampleIds
-        The ids of this rank's durable samples, those of earlier writers included.
+        The ids of its samples.
     """
 
     def __init__(
         self, path: str, rank: int, new: Description | None, right: WriteRight | None = None
     ) -> None:
         self._right = right
+        self._check_right = right.check if right is not None else lambda: None
         if new is not None:
             new.check_rank(path, rank)
         self._medium = medium_at(path, makes_it=new is not None and right is None)
@@ -84,9 +86,9 @@ class RunWriter:
                 self._begin(rank, new)
             except BaseException as error:
                 self.abort()
-                if right is not None and isinstance(error, Exception):
+                if isinstance(error, Exception):
                     # Samples of another writer are in the way of one that has lost its right.
-                    right.after_commit()
+                    self._check_right()
                 raise
 
     def _begin(self, rank: int, new: Description | None) -> None:
@@ -96,27 +98,27 @@ class RunWriter:
             read_description(medium).check_rank(medium.path, rank)
         if self._right is None:
             medium.lock(f"lock-{rank:05d}")
-        # Without a lock, another writer may be active that has lost its right, or never had any.
-        self._is_alone = self._right is None and medium.has_locks
         if new is None:
-            run = scan(medium, rank)
+            self.run = scan(medium, rank)
         else:
-            run = begun(medium, new, rank, is_in_parts=self._right is not None)
-        if new is None and run.is_complete:
+            self.run = begun(medium, new, rank, is_in_parts=self._right is not None)
+        if new is None and self.run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
-        self._description = run.description
-        # The checksum of each commit, and its facts about its samples.
-        self._commits = [(chunk.checksum, chunk.said) for chunk in run.all_chunks()]
-        self.sample_ids = run.sample_ids()
+        self.sample_ids = self.run.sample_ids()
         self._is_finishing = False
         # The files with the tensors of the last states; only the last one counts.
-        self._states = list(filter(None, [run.state_file(rank)]))
-        # Obsolete files of other writers, unless one of them still commits.
-        self._orphans: list[str] = []
-        if self._right is None or self._right.is_inherited or self._commits:
+        self._states = list(filter(None, [self.run.state_file(rank)]))
+        # Whether this rank may have files that never counted or no longer do.
+        self._has_remains = (
+            self._right is None or self._right.is_inherited or bool(self.run.chunks[rank])
+        )
+        if self._has_remains:
             # Found files need not be durable: their writer may have been killed before that.
             medium.sync()
-            self._clear()
+            # Without a lock, another writer may be active that has lost its right, or never had
+            # any, and be about to commit and to refer to a state. It can't after our next commit.
+            if self._right is None and medium.has_locks:
+                self._clear()
 
     @classmethod
     def create(
@@ -166,7 +168,7 @@ class RunWriter:
             # Values that JSON converted to its own types now equal those that will be read back.
             said = parse(dump(description.to_json()))
             description = Description.from_json(said)
-            prepared({}, said)
+            file_writer({}, said)
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
         return cls(os.fspath(path), rank, description, right)
@@ -246,25 +248,24 @@ class RunWriter:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             content = self._content(ids, rows, state, token, kept)
-            name = chunk_name(self._rank, len(self._commits))
-            files = [(name, prepared(held, content))]
+            chunks = self.run.chunks[self._rank]
+            files = [(chunk_name(self._rank, len(chunks)), file_writer(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
-                place = self._description.state_place(self._rank, token)
-                files.insert(0, (state_name(self._rank, token), prepared(named, place)))
-                # It stayed for readers that had just found it.
-                self._remove(self._states[:-1])
-                del self._states[:-1]
+                place = self.run.description.state_place(self._rank, token)
+                files.insert(0, (state_name(self._rank, token), file_writer(named, place)))
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
         for name, write in files:
-            checksum = self._put(name, write)
-        said = said_of(content["ids"], content["rows"], content["batches"], content["state"])
-        self._commits.append((checksum, said))
+            stated = self._put(name, write), content
+        description, number = self.run.description, len(chunks)
+        chunks.append(Chunk(self._medium, description, self._rank, number, self.durable, stated))
         self.sample_ids.add(ids)
         if token is not None:
-            self._states.append(state_name(self._rank, token))
-        self._remove_orphans()
+            # The last but one stays for readers that have just found it.
+            self._remove(self._states[:-1])
+            self._states = [*self._states[-1:], state_name(self._rank, token)]
+        self._clear()
 
     def finish(self) -> None:
         """Declare this rank's part complete; the recording is complete when all parts are.
@@ -273,36 +274,31 @@ class RunWriter:
         """
         self.check_usable()
         self._is_finishing = True
-        with accessing(self._medium.path):
-            if self._right is None:
-                self._clear()
-        checksums = [checksum for checksum, _ in self._commits]
-        content = self._description.manifest(self._rank, self.durable, checksums)
+        manifest = self.run.manifest(self._rank)
         try:
-            write = prepared({}, {**content, "commits": [said for _, said in self._commits]})
+            write = file_writer({}, manifest)
         except ValueError:
             # This is too large for a header, so readers open the commits.
-            write = prepared({}, {**content, "commits": None})
+            write = file_writer({}, {**manifest, "commits": None})
         self._put(manifest_name(self._rank), write)
+        self.run.closed.add(self._rank)
         self._remove(self._states[:-1])
-        self._remove_orphans()
+        self._clear()
         self.abort()
 
     def _put(self, name: str, write: Callable[[WriteAt], str]) -> str:
         """Put a file in place, unless the right to do so is lost by then."""
-        right = self._right
         with accessing(self._medium.path):
-            if right is not None:
-                right.before_commit()
+            self._check_right()
             try:
                 written = self._medium.put(name, f"{self._rank:05d}", write)
             except OSError:
+                # It can leave a state to which no commit refers.
+                self._has_remains = True
                 # The writer that has the right now has removed the unfinished file.
-                if right is not None:
-                    right.after_commit()
+                self._check_right()
                 raise
-            if right is not None:
-                right.after_commit()
+            self._check_right()
             return written
 
     def abort(self) -> None:
@@ -332,12 +328,12 @@ class RunWriter:
         self, tensors: Mapping[str, Tensor], samples: int, rows: int | None
     ) -> dict[str, Tensor]:
         """Return the tensors in the order of the layers; `ValueError` if they don't fit."""
-        if (rows is None) != (self._description.rows is None):
+        if (rows is None) != (self.run.description.rows is None):
             raise ValueError(
                 f"rows={rows}, but the recording was created with other rows or without"
             )
         number = samples if rows is None else rows
-        wanted = {name: spec.of(number) for name, spec in self._description.table.items()}
+        wanted = {name: spec.of(number) for name, spec in self.run.description.table.items()}
         found = table_of(tensors)
         for name in wanted | found:
             if wanted.get(name) != found.get(name):
@@ -365,7 +361,9 @@ class RunWriter:
         # Read at once, as readers will do: values that are nested too deeply are refused.
         parse(dump({"state": saved}))
         return {
-            **self._description.place(self._rank, len(self._commits), self.durable),
+            **self.run.description.place(
+                self._rank, len(self.run.chunks[self._rank]), self.durable
+            ),
             "ids": ids_to_json(ids),
             "rows": rows,
             "batches": None if kept is None else list(kept.rows),
@@ -373,19 +371,12 @@ class RunWriter:
         }
 
     def _clear(self) -> None:
-        """Remove this rank's files that never counted or no longer do."""
-        kept = self._states[-1:]
-        found = self._medium.names(state_name(self._rank, "").partition(".")[0])
-        self._orphans = [name for name in found if _STATE.fullmatch(name) and name not in kept]
-        self._remove(self._medium.unfinished(f"{self._rank:05d}"))
-        # Another writer may be about to commit and to refer to a state, which is impossible after a
-        # commit or the end of ours.
-        if self._is_alone:
-            self._remove_orphans()
-
-    def _remove_orphans(self) -> None:
-        self._remove(self._orphans)
-        self._orphans = []
+        """Remove this rank's files that never counted or no longer do, if there may be any."""
+        if self._has_remains:
+            self._has_remains = False
+            states = self._medium.names(state_name(self._rank, "").partition(".")[0])
+            self._remove(one for one in states if _STATE.fullmatch(one) and one not in self._states)
+            self._remove(self._medium.unfinished(f"{self._rank:05d}"))
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -413,7 +404,7 @@ def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: b
     if not folder.has(DESCRIPTION_NAME):
         check_empty(folder, is_in_parts=is_in_parts)
         with suppress(FileExistsError):
-            folder.put(DESCRIPTION_NAME, f"{rank:05d}", prepared({}, description.to_json()))
+            folder.put(DESCRIPTION_NAME, f"{rank:05d}", file_writer({}, description.to_json()))
             return Run(description, {rank: []})
     run = scan(folder, rank)
     if run.description.run != description.run:

@@ -298,12 +298,12 @@ def test_rows_cost_their_bytes_and_two_requests(traffic, place):
         writer.finish()
     with RunReader(f"s3://{place}") as reader:
         for first, last, most in ((3, 11, 1), (15, 25, 2), (0, 40, 4)):
-            reader.distrust()
+            reader.forget_verified()
             traffic.clear()
             assert torch.equal(reader.read("a", first, last), data["a"][first:last])
             assert len(traffic.requests) <= most
             assert sum(one.received for one in traffic.requests) == (last - first) * MIB
-        reader.distrust()
+        reader.forget_verified()
         traffic.clear()
         reader.read("b", 7, 9)
         assert Counter(one.method for one in traffic.requests) == {"GET": 1}

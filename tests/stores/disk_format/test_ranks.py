@@ -139,7 +139,7 @@ def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, 
             header={},
             world_size=2,
             rank=1,
-            right=WriteRight(lease.check, lease.check, lease.is_inherited),
+            right=WriteRight(lease.check, lease.is_inherited),
         )
 
     first = taken(0)
@@ -226,19 +226,20 @@ def test_of_two_who_create_at_once_the_second_joins(tmp_path):
 
 @pytest.mark.parametrize("lost", ["before", "after"])
 def test_a_writer_that_has_lost_its_right_writes_or_reports_nothing(tmp_path, lost):
-    calls: list[str] = []
+    calls = 0
 
-    def called(when: str) -> None:
-        calls.append(when)
-        if has_lost and when == lost:
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == lost_at:
             raise RecordingError("the right is lost")
 
-    has_lost = False
-    right = WriteRight(lambda: called("before"), lambda: called("after"))
-    with RunWriter.create(tmp_path, layers=LAYERS, header={}, right=right) as writer:
+    lost_at = 0
+    with RunWriter.create(tmp_path, layers=LAYERS, header={}, right=WriteRight(check)) as writer:
         writer.append({"x": torch.tensor([0])}, [0])
-        assert calls == ["before", "after"]
-        has_lost = True
+        # Before and after each file.
+        assert calls == 2
+        lost_at = 3 if lost == "before" else 4
         with pytest.raises(RecordingError, match="the right is lost"):
             writer.append({"x": torch.tensor([1])}, [1])
         assert writer.durable == 1
