@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scio_recorder.command_line.command_arguments import parsed_from
+
 __all__ = ["main"]
 
 
@@ -27,10 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Traceback (most recent call last):
     SystemExit: 2
     """
+    parsed = parsed_from(arguments)
     try:
         # This import takes seconds, most of them in torch.
-        from scio_recorder.command_line.commands import parsed_from, run
+        from scio_recorder.command_line.commands import run
     except KeyboardInterrupt:
         # An interrupted import would print a long traceback.
         return 130
-    return run(parsed_from(arguments))
+    return run(parsed)

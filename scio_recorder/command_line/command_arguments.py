@@ -1,130 +1,152 @@
-"""Read arguments of the command line: things to import, shapes, dtypes and numbers."""
+"""The arguments of all commands. PyTorch is not imported here, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-from torch import nn
-
-from scio_recorder.nets.architecture import closest, closest_are
-from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
-from scio_recorder.stores.disk_format.medium import is_url
-from scio_recorder.tensors.copies import DTYPES
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from inspect import getdoc
 
 
-class UsageError(Exception):
-    """An argument is wrong; this text is all that the user sees."""
+def parsed_from(arguments: Sequence[str] | None) -> Namespace:
+    """Return the parsed arguments, or exit the program if they can't be parsed."""
+    # Without a word, the commands are listed.
+    words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    parser = ArgumentParser(
+        prog="scio-recorder",
+        description="Record and change what happens inside a PyTorch network.",
+    )
+    with suppress(PackageNotFoundError):
+        parser.add_argument("--version", action="version", version=version("scio-recorder"))
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
+    for add in (summary, collect, status, inspect, verify, report, compare, demo):
+        # Python's option -OO removes docstrings.
+        text = getdoc(add) or add.__name__
+        short = text.partition("\n")[0].rstrip(".")
+        about = f"{short[0].lower()}{short[1:]}"
+        command = commands.add_parser(add.__name__, help=about, description=text)
+        command.add_argument("--traceback", action="store_true", help="show an error's origin")
+        add(command)
+    return parser.parse_args(words)
 
 
-class FailureError(Exception):
-    """A command was understood and failed; this text is all that the user sees."""
+def summary(command: ArgumentParser) -> None:
+    """Print the labelled architecture of a net.
+
+    MODULE is imported, from the current folder if it is there; NAME is a net, or a class or
+    function that makes one when called without arguments.
+    """
+    command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
+    given = command.add_mutually_exclusive_group(required=True)
+    what = "shape of an input, batch first, such as 1,3,32,32; once for each input"
+    given.add_argument("--input-size", type=size, action="append", metavar="N,C,...", help=what)
+    what = "the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it"
+    given.add_argument("--input-data", metavar="MODULE:NAME", help=what)
+    what = "dtype of the inputs of --input-size, such as int64; once for all or once for each"
+    command.add_argument("--dtype", action="append", default=[], help=what)
+    _add_flow(command)
 
 
-class BrokenOffError(FailureError):
-    """A collection failed midway, so the user should also be told how to continue."""
+def collect(command: ArgumentParser) -> None:
+    """Record layers of a net over a dataset, and write them to a folder.
+
+    --resume continues an interrupted recording. With --parts any number of these commands, on any
+    machines that see the folder, share the work, and continue what others have left.
+    """
+    summary(command)
+    _add_run(command)
+    add, number = command.add_argument, whole_from(1)
+    what = "the batches: an iterable such as a DataLoader, or a function that makes one"
+    add("--data", metavar="MODULE:NAME", required=True, help=what)
+    what = "fill the folder together with others that run this command; --data is then a function "
+    add("--parts", type=number, metavar="N", help=f"{what}of the part, from 0 to N - 1")
+    what = "labels such as 1-3, qualified names, or globs over names such as 'layer4.*'"
+    add("--layers", nargs="+", required=True, metavar="LAYER", help=what)
+    what = "the folder to write, or a place in a bucket such as s3://bucket/run"
+    add("--out", "--store", dest="out", required=True, metavar="PATH", help=what)
+    add("--every", type=number, metavar="N", default=1, help="take every n-th batch (1)")
+    add("--keep-dtype", metavar="DTYPE", help="kept dtype, such as bfloat16")
+    add("--resume", action="store_true", help="continue an interrupted recording")
 
 
-def add_flow(command: argparse.ArgumentParser) -> None:
-    """Add the option that lets nets of dynamic flow be labelled."""
-    text = "label nets although their control flow depends on the data"
-    command.add_argument("--allow-dynamic-flow", action="store_true", help=text)
+def status(command: ArgumentParser) -> None:
+    """Show the progress of a recording that processes fill in parts.
+
+    The rate is the one that the processes report. The time left is an estimate for as many
+    processes as there are now.
+    """
+    inspect(command)
 
 
-def add_run(command: argparse.ArgumentParser) -> None:
-    """Add the options that say how nets run over batches."""
+def inspect(command: ArgumentParser) -> None:
+    """Show what a recording on disk holds."""
+    what = "the recording: a folder, or a URL such as s3://bucket/run"
+    command.add_argument("path", metavar="PATH", help=what)
+
+
+def verify(command: ArgumentParser) -> None:
+    """Read a whole recording, compare its checksums, and look for ids that are there twice."""
+    inspect(command)
+
+
+def report(command: ArgumentParser) -> None:
+    """Write an HTML page that shows a recording.
+
+    The page is one file: statistics, histograms, dead and saturated units, the architecture.
+    """
+    inspect(command)
+    command.add_argument("--output", metavar="FILE", help="the page to write (PATH.html)")
+    command.add_argument("--title", help="its heading; by default the type of the net")
+
+
+def compare(command: ArgumentParser) -> None:
+    """Find the layers in which two runs differ, and the one that makes the difference.
+
+    Runs are recordings, or nets that run over --data. The exit status is 0 if nothing differs, 1
+    if something does, and 2 for any error.
+    """
+    add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
+    add("reference", metavar="REFERENCE", help=what)
+    add("candidate", metavar="CANDIDATE", help=what)
+    add("--floor", metavar="RUN", help="a third run, whose differences from REFERENCE are noise")
+    what = "the batches, if nets run: an iterable, or a function that makes one"
+    add("--data", metavar="MODULE:NAME", help=what)
+    what = "the layers to compare, if REFERENCE is a net, as for collect; by default all"
+    add("--layers", nargs="+", metavar="LAYER", help=what)
+    what = "names or globs of the reference and their names in the candidate"
+    add("--match", nargs="+", action="extend", default=[], metavar="NAME=NAME", help=what)
+    add("--rtol", type=float, default=0.0, help="relative tolerance (0: bit for bit)")
+    add("--atol", type=float, default=0.0, help="absolute tolerance (0: bit for bit)")
+    add("--report", metavar="FILE", help="write a page that shows the differences")
+    _add_run(command)
+    _add_flow(command)
+
+
+def _add_run(command: ArgumentParser) -> None:
     add = command.add_argument
     add("--max-batches", type=whole_from(1), metavar="N", help="stop after so many taken batches")
     add("--rows", metavar="ROWS", help="a row, if not a sample: tokens, nodes, or MODULE:NAME")
     add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
 
 
-def load(target: str) -> Any:
-    """Import the object that ``MODULE:NAME`` names."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise UsageError(f"{target!r} is not of the form MODULE:NAME, such as mynets:build")
-    if module_name.endswith(".py"):
-        module = module_name.removesuffix(".py").strip("./").replace("/", ".")
-        raise UsageError(f"{module_name!r} is a file, not a module: write {module}:{name}")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"can't load {target}: {one_line(error)}") from error
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except Exception as error:
-            near = _nearest(part, dir(found))
-            raise UsageError(f"can't load {target}: {one_line(error)}{near}") from error
-    return found
+def _add_flow(command: ArgumentParser) -> None:
+    text = "label nets although their control flow depends on the data"
+    command.add_argument("--allow-dynamic-flow", action="store_true", help=text)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """Return the closest names, as the end of a message; empty if there are none."""
-    near = closest(name, sorted(names))
-    return f"; {closest_are(near)}" if near else ""
+def demo(command: ArgumentParser) -> None:
+    """Train a small net on handwritten digits and detect unknown ones.
 
-
-def made(target: str) -> Any:
-    """Return the object that ``MODULE:NAME`` names, or its result if it is a function."""
-    found = load(target)
-    if isinstance(found, nn.Module) or not callable(found):
-        return found
-    try:
-        return found()
-    except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"{target}, called without arguments, failed: {one_line(error)}"
-        ) from error
-
-
-def net_of(target: str, *, is_eval: bool) -> nn.Module:
-    """Return the net that ``MODULE:NAME`` names or makes."""
-    net = made(target)
-    if not isinstance(net, nn.Module):
-        raise UsageError(f"{target} gives {kind_of(net)}, not a torch.nn.Module")
-    return net.eval() if is_eval else net
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error in one line."""
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r})"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def kind_of(thing: Any) -> str:
-    """Return the type of a thing with its article."""
-    name = type(thing).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def recording_at(path: str, *, other: str = "") -> str:
-    """Return the place of a recording, which is there and no file.
-
-    Parameters
-    ----------
-    path : str
-        A folder, or a URL, of which only opening it tells more.
-    other : str, optional
-        What else might have been given, for messages.
+    The net is trained on the digits 0 to 6. Scores that look inside it should notice the digits 7
+    to 9. The demo needs scikit-learn, but no internet connection.
     """
-    if is_url(path):
-        return path
-    if not os.path.exists(path):
-        raise UsageError(f"{path!r}: there is no such folder{other}")
-    if not os.path.isdir(path):
-        folder = os.path.dirname(path) or "."
-        is_part = os.path.exists(os.path.join(folder, DESCRIPTION_NAME))
-        such = f", such as {folder!r}" if is_part else ""
-        raise UsageError(f"{path!r} is a file: give the folder that holds the recording{such}")
-    return path
+    add = command.add_argument
+    add("--seed", type=whole_from(0), default=0, help="decides everything random (0)")
+    add("--epochs", type=whole_from(1), default=15, help="length of the training (15)")
 
 
 def size(text: str) -> tuple[int, ...]:
@@ -134,19 +156,8 @@ def size(text: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 1,3,32,32")
+        raise ArgumentTypeError(f"{text!r} is not a shape; write it like 1,3,32,32")
     return shape
-
-
-def dtype_of(text: str) -> torch.dtype:
-    """Read a dtype."""
-    dtype = DTYPES.get(text.removeprefix("torch."))
-    if dtype is None:
-        near = _nearest(text, DTYPES)
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a dtype; write it like float32 or int64{near}"
-        )
-    return dtype
 
 
 def whole_from(least: int) -> Callable[[str], int]:
@@ -154,20 +165,7 @@ def whole_from(least: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+            raise ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
         return int(text)
 
     return read
-
-
-def rows_of(text: str) -> Any:
-    """Return the rows that a word names or ``MODULE:NAME`` makes."""
-    # Imported here so that --help and wrong use answer at once.
-    from scio_recorder import Nodes, Tokens
-
-    known = {"tokens": Tokens, "nodes": Nodes}
-    if text in known:
-        return known[text]()
-    if ":" not in text:
-        raise UsageError(f"--rows {text!r}: write tokens, nodes, or MODULE:NAME for Tokens(...)")
-    return made(text)

@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.markup import escape
 
-from scio_recorder.display.outline import Listing, full_name, visible
+from scio_recorder.display.outline import Listing, full_name
 from scio_recorder.errors import CollectWarning
+from scio_recorder.recorder.recorder import Recorder
 
 FAILED = 1
 # The status with which diff and cmp report a difference.
@@ -70,9 +70,6 @@ def command_message(text: str) -> str:
     >>> command_message("the shapes differ: pad them by transform=")
     'the shapes differ: ... In Python, write Recorder(net, ...).collect(batches, transform=...)'
     """
-    # Imported here so that --help and wrong use answer at once.
-    from scio_recorder.recorder.recorder import Recorder
-
     # A value follows an equals sign.
     keyword = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=(.?))")
     text = keyword.sub(lambda f: _OPTIONS[f[1]] + ("" if f[2] in " ,;:.)" else "="), text)
@@ -122,11 +119,6 @@ def layer_table(recording: Any, title: str) -> Listing:
 def print_line(console: Console, text: str) -> None:
     """Print a text as it is, in one line of any length."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def plain(text: str) -> str:
-    """Return a text, perhaps from an untrusted recording, without control characters."""
-    return escape(visible(text))
 
 
 def _figure(name: str, value: float | None) -> str:
