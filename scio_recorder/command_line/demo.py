@@ -7,21 +7,19 @@ computed in float64.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.command_output import print_line
-from scio_recorder.display.progress import progress_bar
+from scio_recorder.display.outline import Listing
 from scio_recorder.errors import needing
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance
-from scio_recorder.reductions.covariance import CovarianceResult
 from scio_recorder.tensors.processes import one_thread
 
 # Digits below this one are known.
@@ -85,22 +83,16 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
         torch.manual_seed(seed)
         digits, net = load_digits(), digit_net(KNOWN)
         train(net, digits.train, epochs)
-    # Two columns of torchinfo's fit a terminal of 80 characters.
-    columns = ("output_size", "num_params")
-    rnet = Recorder(net, input_size=(1, 1, 8, 8), col_names=columns, col_width=18)
+    rnet = Recorder(net, input_size=(1, 1, 8, 8))
     rnet.record(*FEATURE_LAYERS, LOGITS_LAYER)
     seen = recorded(rnet, digits.test)
     right = (seen[LOGITS_LAYER].argmax(dim=1) == digits.test.labels).double().mean().item()
     negative = (seen["embed"] < 0).double().mean().item()
-    layers = [rnet.architecture[label] for label in seen]
-    labels = ", ".join(f"{layer.name} ({layer.label})" for layer in layers)
-    print_line(
-        console,
-        f"Trained on {len(digits.train.labels)} images of the digits 0 to {KNOWN - 1}. "
-        f"Accuracy: {right:.1%} of the test images.\n\n{rnet}\n\n"
-        f"Recorded: {labels}. An in-place ReLU overwrites what embed returns; "
-        f"{negative:.0%} of the recorded values are negative, as embed returned them.\n",
-    )
+    trained = f"Trained on {len(digits.train.labels)} images of the digits 0 to {KNOWN - 1}. "
+    print_line(console, f"{trained}Accuracy: {right:.1%} of the test images.\n")
+    console.print(rnet)
+    kept = f"{negative:.0%} of the recorded values are negative, as embed returned them.\n"
+    print_line(console, f"\nAn in-place ReLU overwrites what embed returns; {kept}")
     results = detect(rnet, digits)
     console.print(_table(results, len(digits.test.labels), len(digits.unknown.labels)))
     return results
@@ -155,20 +147,18 @@ def train(net: nn.Module, split: Split, epochs: int) -> None:
     """Train with Adam, and leave the net in evaluation mode."""
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     net.train()
-    with progress_bar("training", epochs) as advance:
-        for _ in range(epochs):
-            for batch in torch.split(torch.randperm(len(split.labels)), BATCH_SIZE):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(net(split.images[batch]), split.labels[batch])
-                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
-                optimizer.step()
-            advance(len(split.labels), 0)
+    for _ in range(epochs):
+        for batch in torch.split(torch.randperm(len(split.labels)), BATCH_SIZE):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(split.images[batch]), split.labels[batch])
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+            optimizer.step()
     net.eval()
 
 
-def recorded(rnet: Recorder, split: Split) -> Recording:
+def recorded(rnet: Recorder, split: Split, **options: Any) -> Recording:
     """Return features ``[samples, features]`` by layer; feature maps are averaged."""
-    return rnet.collect([split], store="host", transform=_pooled, progress=False)
+    return rnet.collect([split], store="host", transform=_pooled, progress=False, **options)
 
 
 def _pooled(activation: Tensor, batch: Split) -> Tensor:
@@ -177,10 +167,9 @@ def _pooled(activation: Tensor, batch: Split) -> Tensor:
 
 def detect(rnet: Recorder, digits: Digits) -> list[Result]:
     """Score test images and unknown ones, by statistics of the training images alone."""
-    reference = recorded(rnet, digits.train)
-    statistics = {
-        name: within_classes(reference[name], digits.train.labels) for name in FEATURE_LAYERS
-    }
+    # The mean of each class, and the covariance that all classes share.
+    within = Covariance(by=lambda batch: batch.labels)
+    statistics = recorded(rnet, digits.train, reduce=dict.fromkeys(FEATURE_LAYERS, within))
 
     def scores_of(split: Split) -> dict[tuple[str, str], Tensor]:
         seen = recorded(rnet, split)
@@ -197,14 +186,6 @@ def detect(rnet: Recorder, digits: Digits) -> list[Result]:
 def energy(logits: Tensor) -> Tensor:
     """Return the negative free energy, ``log(sum(exp(logits)))`` (Liu et al., NeurIPS 2020)."""
     return torch.logsumexp(logits.double(), dim=1)
-
-
-def within_classes(features: Tensor, labels: Tensor) -> CovarianceResult:
-    """Return the mean of each class and the covariance that all classes share."""
-    covariance = Covariance(by=lambda labels: labels)
-    covariance.update(features.double(), labels)
-    statistics: CovarianceResult = covariance.compute()
-    return statistics
 
 
 def quality(known: Tensor, unknown: Tensor) -> tuple[float, float]:
@@ -224,11 +205,7 @@ def quality(known: Tensor, unknown: Tensor) -> tuple[float, float]:
     return float(metrics.roc_auc_score(labels, scores)), float(passed_unknown[at])
 
 
-def _table(results: list[Result], known: int, unknown: int) -> Table:
+def _table(results: list[Result], known: int, unknown: int) -> Listing:
     title = f"{known} known test images against {unknown} of unknown digits"
-    table = Table("score", "looks at", title=title, title_justify="left")
-    table.add_column("AUROC", justify="right")
-    table.add_column("FPR at 95 % TPR", justify="right")
-    for row in results:
-        table.add_row(row.score, row.layer, f"{row.auroc:.3f}", f"{row.fpr_at_95_tpr:.3f}")
-    return table
+    rows = [[*row[:2], *(f"{figure:.3f}" for figure in row[2:])] for row in results]
+    return Listing(title, ("score", "looks at"), ("AUROC", "FPR at 95 % TPR"), rows)
