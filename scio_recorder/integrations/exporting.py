@@ -23,13 +23,12 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,7 +79,16 @@ class ExportedColumn:
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Return some samples, in rows without gaps."""
-        return np.ascontiguousarray(to_array(self.samples[start:stop]))
+        try:
+            return np.ascontiguousarray(to_array(self.samples[start:stop]))
+        except (TypeError, NotImplementedError) as error:
+            raise ArgumentError(
+                f"{self} has dtype {dtype_name(self.samples.dtype)}, which no array can hold: "
+                "convert it in collect(...), layers with transform="
+            ) from error
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}" if self.layer else f"column {self.name}"
 
 
 def columns_of(recording: Readable) -> list[ExportedColumn]:
@@ -108,29 +116,20 @@ def columns_of(recording: Readable) -> list[ExportedColumn]:
             "collect it under another name"
         )
     for column in columns:
-        try:
-            empty = torch.zeros(16, dtype=torch.uint8, device="cpu")
-            to_array(empty.view(column.samples.dtype))
-        except (TypeError, RuntimeError) as error:
-            name = dtype_name(column.samples.dtype)
-            raise ArgumentError(
-                f"{'layer ' if column.layer else ''}{column.layer or column.name} has dtype "
-                f"{name}, which no array can hold: convert it in collect(...), layers with "
-                "transform="
-            ) from error
+        if not column.samples.shape[1:].numel():
+            raise ArgumentError(f"{column} has no values, so it can't be exported: leave it out")
     return columns
 
 
-def about(recording: Readable, columns: dict[str, ExportedColumn]) -> dict[str, Any]:
+def about(recording: Readable, columns: Sequence[ExportedColumn]) -> dict[str, Any]:
     """Return the descriptions of columns by name, as JSON, for readers without this library."""
-    items = columns.items()
     said: dict[str, Any] = {
         "complete": recording.complete,
         "fingerprint": recording.architecture.fingerprint,
-        "layers": {name: column.about for name, column in items if column.layer is not None},
+        "layers": {one.name: one.about for one in columns if one.layer is not None},
     }
     if recording.has_rows:
-        said["rows"] = {name: column.about for name, column in items if column.layer is None}
+        said["rows"] = {one.name: one.about for one in columns if one.layer is None}
     return said
 
 
@@ -142,9 +141,10 @@ def ids_of_rows(recording: Readable, start: int, stop: int) -> Sequence[int | st
     return [ids[sample] for sample in recording.rows["sample"][start:stop].tolist()]
 
 
-def has_texts(recording: Readable) -> bool:
-    """Whether samples are named by strings."""
-    return bool(recording.num_samples) and isinstance(recording.sample_ids[0], str)
+def type_of_ids(recording: Readable) -> str:
+    """Return the name of the type of sample ids."""
+    is_text = recording.num_samples and isinstance(recording.sample_ids[0], str)
+    return "string" if is_text else "int64"
 
 
 def plain(array: NDArray[Any]) -> NDArray[Any]:
@@ -162,44 +162,32 @@ def arrow_type(pa: Any, array: NDArray[Any]) -> pa.DataType:
     return pa.fixed_shape_tensor(value, array.shape[1:]) if array.ndim > 1 else value
 
 
-def record_batches(
-    pa: Any, schema: pa.Schema, recording: Readable, columns: Sequence[ExportedColumn]
-) -> Iterator[pa.RecordBatch]:
-    """Yield all rows in parts, without keeping any of them."""
-    num_rows = recording.num_rows
+def parts_of(recording: Readable, columns: Sequence[ExportedColumn]) -> Iterator[tuple[int, int]]:
+    """Yield where parts of a bounded size begin and end."""
     row_bytes = ID_BYTES + sum(
         column.read(0, 0).itemsize * column.samples.shape[1:].numel() for column in columns
     )
     step = max(1, PART_BYTES // row_bytes)
-    id_type, *types = schema.types
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        yield pa.RecordBatch.from_arrays(
-            [
-                pa.array(ids_of_rows(recording, start, stop), id_type),
-                *(
-                    _arrow_array(pa, kind, plain(column.read(start, stop)))
-                    for kind, column in zip(types, columns, strict=True)
-                ),
-            ],
-            schema=schema,
-        )
+    for start in range(0, recording.num_rows, step):
+        yield start, min(start + step, recording.num_rows)
 
 
-def _arrow_array(pa: Any, kind: pa.DataType, array: NDArray[Any]) -> pa.Array:
-    """Return rows as an Arrow array of a type that has their shape."""
-    if isinstance(kind, pa.FixedShapeTensorType):
-        array = array.reshape(len(array), math.prod(array.shape[1:]))
-    if isinstance(kind, pa.BaseExtensionType):
-        return pa.ExtensionArray.from_storage(kind, _arrow_array(pa, kind.storage_type, array))
-    if not pa.types.is_nested(kind):
-        return pa.array(array, kind)
-    rows, length = array.shape[:2]
-    values = _arrow_array(pa, kind.value_type, array.reshape(rows * length, *array.shape[2:]))
-    if pa.types.is_fixed_size_list(kind):
-        # FixedSizeListArray.from_arrays refuses empty rows.
-        return pa.Array.from_buffers(kind, rows, [None], children=[values])
-    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1) * length, pa.int32()), values)
+def values_of(
+    recording: Readable, columns: Sequence[ExportedColumn], part: tuple[int, int]
+) -> dict[str, Any]:
+    """Return the ids and values of a part by the names of columns."""
+    ids = ids_of_rows(recording, *part)
+    return {SAMPLE_ID: ids} | {one.name: plain(one.read(*part)) for one in columns}
+
+
+def _record_batch(pa: Any, schema: pa.Schema, values: dict[str, Any]) -> pa.RecordBatch:
+    arrays = [
+        pa.FixedShapeTensorArray.from_numpy_ndarray(one)
+        if isinstance(one, np.ndarray) and one.ndim > 1
+        else pa.array(one, kind)
+        for one, kind in zip(values.values(), schema.types, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def to_arrow(recording: Readable) -> pa.RecordBatchReader:
@@ -208,36 +196,36 @@ def to_arrow(recording: Readable) -> pa.RecordBatchReader:
     columns = columns_of(recording)
     schema = pa.schema(
         [
-            (SAMPLE_ID, pa.string() if has_texts(recording) else pa.int64()),
+            (SAMPLE_ID, type_of_ids(recording)),
             *((column.name, arrow_type(pa, plain(column.read(0, 0)))) for column in columns),
         ],
-        {_KEY: json.dumps(about(recording, {column.name: column for column in columns}))},
+        {_KEY: json.dumps(about(recording, columns))},
     )
-    return pa.RecordBatchReader.from_batches(schema, record_batches(pa, schema, recording, columns))
+    batches = (
+        _record_batch(pa, schema, values_of(recording, columns, part))
+        for part in parts_of(recording, columns)
+    )
+    return pa.RecordBatchReader.from_batches(schema, batches)
 
 
 def to_datasets(recording: Readable, path: str | os.PathLike[str]) -> datasets.Dataset:
     """Do what ``Recording.to_datasets`` says."""
     library = _imported("datasets", "datasets")
-    pa = _imported("pyarrow", "datasets")
-    columns = {column.name: column for column in columns_of(recording)}
-    features = {SAMPLE_ID: library.Value("string" if has_texts(recording) else "int64")}
-    for name, column in columns.items():
-        features[name] = _feature(library, plain(column.read(0, 0)))
-    info = library.DatasetInfo(
-        description=json.dumps(about(recording, columns)), features=library.Features(features)
-    )
-    schema = info.features.arrow_schema
+    columns = columns_of(recording)
+    features = library.Features({SAMPLE_ID: library.Value(type_of_ids(recording))})
+    for column in columns:
+        features[column.name] = _feature(library, plain(column.read(0, 0)))
+    info = library.DatasetInfo(description=json.dumps(about(recording, columns)), features=features)
     with _new_folder(path) as folder:
         data = folder / "data-00000-of-00001.arrow"
-        with pa.OSFile(str(data), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for batch in record_batches(pa, schema, recording, list(columns.values())):
-                writer.write_batch(batch)
-                del batch  # otherwise two of them would be in memory while the next one is read
+        with library.arrow_writer.ArrowWriter(features=features, path=str(data)) as writer:
+            for part in parts_of(recording, columns):
+                writer.write_batch(values_of(recording, columns, part))
+            writer.finalize()
         info.write_to_directory(str(folder))
         (folder / "state.json").write_text(json.dumps(_state(data.name)), encoding="utf-8")
-        # The library's `save_to_disk` would write everything a second time, in larger parts.
-        # This shows whether it can read the folder, before anybody else does.
+        # The library's `save_to_disk` would write everything a second time. This shows whether it
+        # can read the folder, before anybody else does.
         if len(library.load_from_disk(str(folder))) != recording.num_rows:
             raise RecordingError("this version of datasets reads another number of rows")
     return library.load_from_disk(os.fspath(path))
@@ -246,19 +234,19 @@ def to_datasets(recording: Readable, path: str | os.PathLike[str]) -> datasets.D
 def to_zarr(recording: Readable, path: str | os.PathLike[str]) -> zarr.Group:
     """Do what ``Recording.to_zarr`` says."""
     library = _imported("zarr", "zarr")
-    columns = {quote(column.name, safe=""): column for column in columns_of(recording)}
-    id_type = "object" if has_texts(recording) else "int64"
+    columns = [replace(one, name=quote(one.name, safe="")) for one in columns_of(recording)]
+    id_type = type_of_ids(recording)
     line = "row" if recording.has_rows else "sample"
     with _new_folder(path) as folder:
         group = library.create_group(str(folder), attributes={_KEY: about(recording, columns)})
         layout = _layout(SAMPLE_ID, (recording.num_rows,), id_type, line)
         _fill(
             group.create_array(SAMPLE_ID, **layout),
-            lambda start, stop: np.array(ids_of_rows(recording, start, stop), dtype=id_type),
+            lambda start, stop: np.array(ids_of_rows(recording, start, stop)),
         )
-        for name, column in columns.items():
-            layout = _layout(name, column.samples.shape, column.read(0, 0).dtype, line)
-            _fill(group.create_array(name, **layout), column.read)
+        for column in columns:
+            layout = _layout(column.name, column.samples.shape, column.read(0, 0).dtype, line)
+            _fill(group.create_array(column.name, **layout), column.read)
     written: zarr.Group = library.open_group(os.fspath(path), mode="r")
     return written
 
@@ -290,7 +278,7 @@ def _state(name: str) -> dict[str, Any]:
 
 def _layout(name: str, shape: Sequence[int], dtype: Any, line: str) -> dict[str, Any]:
     """Return the layout of a Zarr array: files of whole rows."""
-    is_text = dtype == "object"
+    is_text = dtype == "string"
     item_bytes = ID_BYTES if is_text else np.dtype(dtype).itemsize
     rows = min(shape[0], CHUNK_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
     return {
