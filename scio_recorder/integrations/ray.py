@@ -10,14 +10,7 @@ import torch
 from torch import nn
 
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import (
-    CollectError,
-    CollectWarning,
-    RecordingError,
-    caught_as,
-    needing,
-    warn,
-)
+from scio_recorder.errors import CollectError, RecordingError, needing
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
 from scio_recorder.recording.options import CollectOptions, Reduce, Transforms
@@ -33,8 +26,6 @@ with needing("ray", "a collection by actors"):
 __all__ = ["collect_parts"]
 
 _SECONDS_BETWEEN_LOOKS = 5.0
-# Resources with keywords of their own in Ray; all others are the user's.
-_NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
 def collect_parts(
@@ -97,15 +88,14 @@ def collect_parts(
     ------
     CollectError
         As ``collect_parts`` raises it; what an actor raises is raised here, and ends the others. Or
-        ``make_recorder`` doesn't return a recorder, which is also a TypeError.
+        ``make_recorder`` doesn't return a recorder.
     RecordingError
         As ``collect_parts`` raises it; or all actors have died more often than ``max_restarts``.
         Durable data stays, and the same call continues.
 
-    Warns
+    Notes
     -----
-    CollectWarning
-        No machine of the cluster has ``resources``: actors wait for one that has.
+    If no machine of the cluster has ``resources``, Ray says so, and actors wait for one that has.
 
     Examples
     --------
@@ -125,24 +115,27 @@ def collect_parts(
     ...     )
     """
     number = whole("num_parts", num_parts, 1)
-    _check_maker(make_recorder)
+    if _is_recorder(make_recorder) or not callable(make_recorder):
+        raise CollectError(
+            f"make_recorder is a {type(make_recorder).__name__}: give a function without "
+            "arguments that makes a Recorder and chooses its layers, which each actor calls"
+        )
     check_make_batches(make_batches)
     seen = seen_by_others(as_store(store))
     # With a path that means the same to all processes.
     where = Disk(for_others(seen.path), seen.chunk_bytes)
     asked = CollectOptions.among({**locals(), "store": where})
-    needs = resources or {"CPU": 1}
-    named = {_NAMED.get(name, name): value for name, value in needs.items()}
-    own = {name: value for name, value in named.items() if name not in _NAMED.values()}
+    needs = dict(resources or {"CPU": 1})
+    # Resources with keywords of their own in Ray; all others are the user's.
+    named = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
     kind: Any = ray.remote(_Worker).options(
-        **{name: value for name, value in named.items() if name not in own},
-        resources=own,
+        **{keyword: needs.pop(name, None) for keyword, name in named.items()},
+        resources=needs,
         max_restarts=whole("max_restarts", max_restarts, 0),
         max_task_retries=max_restarts,
     )
     functions = ray.put((make_recorder, make_batches))
     workers = [kind.remote() for _ in range(whole("num_workers", num_workers, 1))]
-    _advise_resources(needs)
     try:
         tasks = [worker.collect.remote(functions, number, asked) for worker in workers]
         _wait(tasks, where.path, number, progress=progress)
@@ -161,40 +154,13 @@ class _Worker:
         make_recorder, make_batches = functions
         rnet = make_recorder()
         if not _is_recorder(rnet):
-            raise _wrong(f"make_recorder returned a {type(rnet).__name__}: return a Recorder")
+            raise CollectError(f"make_recorder returned a {type(rnet).__name__}: return a Recorder")
         options = {name: value for name, value in vars(asked).items() if name != "resume"}
         rnet.collect_parts(make_batches, num_parts, **options, progress=False)
 
 
 def _is_recorder(given: Any) -> bool:
     return isinstance(given, nn.Module) and hasattr(given, "collect_parts")
-
-
-def _wrong(text: str) -> Exception:
-    return caught_as(CollectError, TypeError(text), text)
-
-
-def _check_maker(make_recorder: Any) -> None:
-    if _is_recorder(make_recorder) or not callable(make_recorder):
-        raise _wrong(
-            f"make_recorder is a {type(make_recorder).__name__}: give a function without "
-            "arguments that makes a Recorder and chooses its layers, which each actor calls"
-        )
-
-
-def _advise_resources(needs: Mapping[str, float]) -> None:
-    """Warn if no machine of the cluster can run an actor, since Ray would wait silently."""
-    # Ray's functions have no types here.
-    cluster: Any = ray
-    machines = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
-    if any(all(has.get(name, 0) >= needs[name] for name in needs) for has in machines):
-        return
-    warn(
-        f"no machine of the Ray cluster has {dict(needs)} for an actor, and actors wait until "
-        f"there is one that has: in all, the cluster has {cluster.cluster_resources()}. Write "
-        "resources= with names and numbers of these, unless the cluster is about to grow",
-        CollectWarning,
-    )
 
 
 def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> None:

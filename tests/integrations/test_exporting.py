@@ -151,7 +151,7 @@ def test_every_shape(shape, form, dtype, rows, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_without_values_are_refused(form, tmp_path):
-    with pytest.raises(ArgumentError, match="layer 1-1 0 .*has no values"):
+    with pytest.raises(ArgumentError, match=r"layer 1-1 0 .*has no values"):
         export(recorded(torch.ones(5, 2, 0)), form, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
