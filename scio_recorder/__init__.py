@@ -3,24 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.errors import (
-    CollectError,
-    ComparisonError,
-    FlowError,
-    LabellingError,
-    LayerNotFoundError,
-    MissingInputError,
-    MissingPackageError,
-    MutationError,
-    NonFiniteError,
-    PostprocessorError,
-    RecomputeError,
-    RecorderError,
-    RecordingError,
-    SelectorTypeError,
-    UnsupportedNetError,
-    UnsupportedTorchError,
-)
+from scio_recorder import errors
+from scio_recorder.errors import *  # noqa: F403 - the whole tree, as `errors.__all__` names it
 from scio_recorder.former_names import find_former_names
 
 if TYPE_CHECKING:
@@ -38,34 +22,19 @@ __all__ = [
     "ActivationCheckpointer",
     "Architecture",
     "CheckpointConfig",
-    "CollectError",
-    "ComparisonError",
     "DepthIdx",
-    "FlowError",
-    "LabellingError",
     "Layer",
-    "LayerNotFoundError",
-    "MissingInputError",
-    "MissingPackageError",
-    "MutationError",
     "Nodes",
-    "NonFiniteError",
-    "PostprocessorError",
-    "RecomputeError",
     "Recorder",
-    "RecorderError",
     "Recording",
-    "RecordingError",
-    "SelectorTypeError",
     "Tokens",
     "Tracker",
-    "UnsupportedNetError",
-    "UnsupportedTorchError",
     "compare",
     "open_recording",
     "similarity",
     "track",
 ]
+__all__ += errors.__all__
 
 # Imported at their first use: a program that only reads a recording does not wait for the modules
 # that record one. Type checkers and editors read the imports above.
