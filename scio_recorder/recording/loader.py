@@ -36,20 +36,15 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, checksum, dump, memory
+from scio_recorder.stores.disk_format.tensor_file import checksum, dump, memory
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.processes import Place, this_process
 
 BUFFER_BYTES = 256 << 20
-# The number of rows that identify a recording without checksums.
-_FINGERPRINT_ROWS = 64
 # The largest number of bytes read in one go, and the least number of runs in the buffer.
-_RUN_BYTES = 4 << 20
-_LEAST_RUNS = 64
-# If runs end inside blocks, these are read twice, so fewer and longer runs are better.
-_ALIGNED_BYTES, _LEAST_ALIGNED_RUNS = 16 << 20, 16
+_RUN_BYTES, _LEAST_RUNS = 16 << 20, 16
 # Besides its bytes, a row costs two numbers: its own, and its place in the buffer.
 _NUMBERS_BYTES = 16
 
@@ -138,17 +133,13 @@ def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: 
     Returns
     -------
     str
-        In hexadecimal. All data counts, by its checksums; without any, some rows do.
+        In hexadecimal. All data counts, by its checksums; without any, the outer rows do.
     """
     contents: list[Any] = [architecture]
     for key, samples in columns:
         name = key if isinstance(key, str) else text_of(key)
         content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
-        if not content:
-            last = max(0, len(samples) - 1)
-            number = min(len(samples), _FINGERPRINT_ROWS)
-            some = torch.linspace(0, last, number, device="cpu").round().long().tolist()
-            content = digest_of([samples[row : row + 1] for row in some])
+        content = content or digest_of([samples[:32], samples[-32:]])
         contents.append([name, list(samples.shape), str(samples.dtype), content])
     return checksum(dump(contents))
 
@@ -410,17 +401,11 @@ def _sizes_of(
     buffer_bytes : int
         The limit for everything together.
     """
-    row_bytes = max(1, sum(map(bytes_of_row, [*layers, *rows])))
+    columns = [*layers, *rows]
+    row_bytes = max(1, sum(map(bytes_of_row, columns)))
     room = max(0, buffer_bytes - 2 * batch_size * row_bytes)
     run = min(_RUN_BYTES, room // _LEAST_RUNS) // row_bytes
-    # A block of every layer begins after each such number of rows. Blocks of narrower columns are
-    # longer.
-    each = [BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, bytes_of_row(one))) for one in layers]
-    aligned = max(each)
-    if aligned * row_bytes <= min(_ALIGNED_BYTES, room // _LEAST_ALIGNED_RUNS):
-        run = max(1, run // aligned) * aligned
-    on_disk = [one for one in [*layers, *rows] if isinstance(one, DiskTensor)]
-    buffered = sum(map(bytes_of_row, on_disk))
+    buffered = sum(bytes_of_row(one) for one in columns if isinstance(one, DiskTensor))
     return max(1, run), max(1, room // (buffered + _NUMBERS_BYTES))
 
 
@@ -501,46 +486,42 @@ def _batches_of(
     """
     # No batch has rows of two fillings.
     size = len(own) if len(own) <= room else max(1, room // batch_size) * batch_size
-    buffers: list[Tensor | None] = []
-    for column in columns:
-        if isinstance(column, DiskTensor):
-            column.reader.forget_verified()
-            buffers.append(memory(min(size, len(own)) * bytes_of_row(column)))
-        else:
-            buffers.append(None)
+    buffers = [_buffer_for(column, min(size, len(own))) for column in columns]
     for start in range(begun - begun % size, len(own), size):
         span = own[start : start + size]
         pieces = list(order.rows(span))
         slots = order.permutation(len(span), span.start)
         rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
-        held = [
-            None if buffer is None else _read(column, pieces, buffer)
+        sources = [
+            (column, rows) if buffer is None else (_read(column, pieces, buffer), slots)
             for column, buffer in zip(columns, buffers, strict=True)
         ]
         for at in range(max(0, begun - start), len(span), batch_size):
             some = slice(at, at + batch_size)
-            values = [
-                _gathered(column, rows[some]) if read is None else _gathered(read, slots[some])
-                for column, read in zip(columns, held, strict=True)
-            ]
+            values = [_gathered(source, index[some]) for source, index in sources]
             yield _Batch(rows[some].clone(), values)
             # The caller may have dropped them.
             del values
 
 
+def _buffer_for(column: Tensor, count: int) -> Tensor | None:
+    """Return memory for rows of a column on disk; None for one in memory."""
+    if not isinstance(column, DiskTensor):
+        return None
+    column.reader.forget_verified()
+    data = memory(count * bytes_of_row(column))
+    return data.view(column.dtype).view(count, *column.shape[1:])
+
+
 def _read(column: Tensor, pieces: Sequence[range], buffer: Tensor) -> Tensor:
     """Read rows of a column on disk into a buffer, one after the other."""
     assert isinstance(column, DiskTensor)
-    row_bytes, count, out = bytes_of_row(column), sum(map(len, pieces)), buffer.numpy()
-    shape = (count, *column.shape[1:])
-    if not row_bytes:
-        return torch.empty(shape, dtype=column.dtype, device="cpu")
     slot = 0
     for piece in pieces:
-        end = slot + len(piece) * row_bytes
-        column.reader.read_into(out[slot:end], column.layer, piece.start)
-        slot = end
-    return buffer[:slot].view(column.dtype).view(shape)
+        part = buffer[slot : slot + len(piece)]
+        column.reader.read_into(_bytes_of(part).reshape(-1), column.layer, piece.start)
+        slot += len(piece)
+    return buffer[:slot]
 
 
 def _gathered(values: Tensor, rows: Tensor) -> Tensor:
