@@ -34,15 +34,13 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
 
 if TYPE_CHECKING:
-    from scio_recorder.capture.gradients import Gradients, Place
+    from scio_recorder.capture.gradients import CallKey, Gradients
     from scio_recorder.capture.program import Program
     from scio_recorder.layer import DepthIdx
 
 
-# The label of a call, None if it is not recorded, and the call's number if a label stands for all.
-_Place: TypeAlias = "tuple[DepthIdx | None, int]"
-# The index of a called module, and the place of the call.
-_Event: TypeAlias = "tuple[int, _Place]"
+# The index of a called module, and which of its calls it was.
+_Event: TypeAlias = "tuple[int, CallKey]"
 _ATTRIBUTE = "_scio_recorder_marks"
 # The functions that begin a backward pass: it does not run again what is around them.
 _BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
@@ -151,7 +149,7 @@ class _Mark:
 
     def __init__(self, rerun: Rerun, root: int | None = None) -> None:
         self.rerun = rerun
-        # The module and place of each call: by returns, and by starts, which come in another order
+        # The calls of modules: by returns, and by starts, which come in another order
         # if modules call themselves, and of which some are of calls that fail.
         self.events: tuple[list[_Event], list[_Event]] = ([], [])
         # The backward pass in which the mark was made, if any: checkpointing in a re-run region.
@@ -188,7 +186,7 @@ class Rerun:
         self._program = weakref.ref(program)
         self._gradients = None if gradients is None else weakref.ref(gradients)
 
-    def note(self, index: int, place: _Place, *, starts: bool = False) -> None:
+    def note(self, index: int, call: CallKey, *, starts: bool = False) -> None:
         """Mark the regions around the return, or the start, of a module's call in the first run."""
         owner = self._owner()
         assert owner is not None, "the hooks that bring events hold it"
@@ -196,14 +194,14 @@ class Rerun:
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))
-            mark.events[starts].append((index, place))
+            mark.events[starts].append((index, call))
 
-    def again(self, place: Place, output: Any, task: int) -> Any:
+    def again(self, call: CallKey, output: Any, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
-            gradients.attach(place, *flatten(output), task)
-        label, _ = place
+            gradients.attach(call, *flatten(output), task)
+        label: Any = call.label  # those of calls without one are never marked
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
 
@@ -221,16 +219,16 @@ class Reruns(Marks):
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""
-        mark, place, _ = self._next_event(index, starts=True)
-        return None if mark is None else mark.rerun.inputs_again(place[0], args, kwargs)
+        mark, call, _ = self._next_event(index, starts=True)
+        return None if mark is None else mark.rerun.inputs_again(call.label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None leaves it as it is."""
-        mark, place, task = self._next_event(index, starts=False)
-        return None if mark is None else mark.rerun.again(place, output, task)
+        mark, call, task = self._next_event(index, starts=False)
+        return None if mark is None else mark.rerun.again(call, output, task)
 
     def _next_event(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
-        """Return the mark of the nearest re-run region, and the place of the call that comes next.
+        """Return the mark of the nearest re-run region, and the call that comes next.
 
         The last item is the backward pass that the call belongs to.
         """
@@ -248,6 +246,6 @@ class Reruns(Marks):
                 # Checkpointing inside a checkpointed region: its own re-run comes later.
                 own = self.on(around) or self.put(around, _Mark(mark.rerun, task))
                 own.events[starts].append(event)
-            _, place = event
-            return (None if place[0] is None else mark), place, task
+            _, call = event
+            return (None if call.label is None else mark), call, task
         return None, None, -1

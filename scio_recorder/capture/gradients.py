@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
@@ -23,8 +23,13 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
-# A layer, and the number of its call in the pass if a label stands for any number of calls.
-Place: TypeAlias = tuple[DepthIdx, int]
+
+
+class CallKey(NamedTuple):
+    """One call of a module in a pass."""
+
+    label: DepthIdx | None  # None if it is not recorded
+    number: int = 0  # among the calls of the pass, if a label stands for all of them
 
 
 class Gradients:
@@ -47,7 +52,7 @@ class Gradients:
             handle.remove()
 
     def attach(
-        self, place: Place, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
+        self, call: CallKey, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
     ) -> None:
         """Receive the gradients of a call's output from now on, before anything can change it.
 
@@ -55,13 +60,13 @@ class Gradients:
         checkpointing runs backward passes inside the backward pass.
         """
         delivery = self._delivery
-        delivery.templates[place] = len(tensors), rebuild
+        delivery.templates[call] = len(tensors), rebuild
         if task is not None and task == private.backward_pass():
             delivery.expect(task)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 # Otherwise, saving the network's output would warn of the hook.
-                listener = unserializable_hook(partial(delivery.receive, place, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
+                listener = unserializable_hook(partial(delivery.receive, call, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
                 handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
                 if tensor.is_leaf:
                     self._lasting.append(handle)
@@ -73,8 +78,8 @@ class Gradients:
     def records(self, architecture: Architecture) -> Records:
         """Return the gradients so far; a layer that received none is absent."""
 
-        def summed(place: Place, count: int, rebuild: Rebuild) -> Recorded:
-            passes = [arrived.calls.get(place) or [None] * count for arrived in self._arrived]
+        def summed(call: CallKey, count: int, rebuild: Rebuild) -> Recorded:
+            passes = [arrived.calls.get(call) or [None] * count for arrived in self._arrived]
             sums = [
                 Recorded([part for part in parts if part], _sum)
                 for parts in zip(*passes, strict=True)
@@ -93,7 +98,7 @@ class _Arrived:
     __slots__ = ("__weakref__", "calls")
 
     def __init__(self) -> None:
-        self.calls: dict[Place, list[HeldTensor | None]] = {}
+        self.calls: dict[CallKey, list[HeldTensor | None]] = {}
 
 
 class _Delivery:
@@ -115,20 +120,20 @@ class _Delivery:
         self._counts_calls = counts_calls
         self._arrived: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
         # In the order in which calls returned.
-        self.templates: dict[Place, tuple[int, Rebuild]] = {}
+        self.templates: dict[CallKey, tuple[int, Rebuild]] = {}
 
     def by_layer(
         self,
         arrived: Sequence[_Arrived],
-        value_of: Callable[[Place, int, Rebuild], Any],
+        value_of: Callable[[CallKey, int, Rebuild], Any],
         join: Callable[[list[Any]], Any],
     ) -> dict[DepthIdx, Any]:
         """Return the value of the only call of each layer that was reached, or all joined."""
-        reached = {label for one in arrived for label, _ in one.calls}
-        found: dict[DepthIdx, list[Any]] = {}
-        for place, template in self.templates.items():
-            if place[0] in reached:
-                found.setdefault(place[0], []).append(value_of(place, *template))
+        reached = {call.label for one in arrived for call in one.calls}
+        found: dict[Any, list[Any]] = {}
+        for call, template in self.templates.items():
+            if call.label in reached:
+                found.setdefault(call.label, []).append(value_of(call, *template))
         return {
             label: calls[0] if self._counts_calls else join(calls) for label, calls in found.items()
         }
@@ -142,7 +147,7 @@ class _Delivery:
                 private.call_at_end_of_backward(partial(self._deliver, arrived))
         return arrived
 
-    def receive(self, place: Place, index: int, task: int | None, gradient: Tensor | None) -> None:
+    def receive(self, call: CallKey, index: int, task: int | None, gradient: Tensor | None) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""
         if gradient is None:
             # Another output of the same node got one.
@@ -151,12 +156,12 @@ class _Delivery:
         owner = self._owner()
         if owner is not None and not arrived.calls:
             owner.begin(arrived)
-        count, _ = self.templates[place]
-        arrived.calls.setdefault(place, [None] * count)[index] = HeldTensor(gradient)
+        count, _ = self.templates[call]
+        arrived.calls.setdefault(call, [None] * count)[index] = HeldTensor(gradient)
 
     def _deliver(self, arrived: _Arrived) -> None:
-        def built(place: Place, count: int, rebuild: Rebuild) -> Any:
-            parts = arrived.calls.get(place) or [None] * count
+        def built(call: CallKey, count: int, rebuild: Rebuild) -> Any:
+            parts = arrived.calls.get(call) or [None] * count
             return rebuild([None if part is None else part.peek() for part in parts])
 
         hooks = self._hooks and self._hooks()

@@ -355,7 +355,7 @@ class _ObservingHook(Uncopied):
         self, function: Any, name: str, num_values: int, compiled: dict[str, bool]
     ) -> None:
         self._is_weak = inspect.ismethod(function)
-        self._function = weakref.WeakMethod(function) if self._is_weak else function
+        self._function: Any = weakref.WeakMethod(function) if self._is_weak else function
         self._name = name
         self._num_values = num_values
         self._compiled = compiled
@@ -365,7 +365,7 @@ class _ObservingHook(Uncopied):
         if torch.compiler.is_dynamo_compiling():
             self._compiled[self._name] = True
             return None
-        function = self._function() if self._is_weak else self._function
+        function: Any = self._function() if self._is_weak else self._function
         # The keyword arguments are missing if another thread is just adding or removing the hook.
         if function is None or len(call) != self._num_values:
             return None

@@ -182,7 +182,7 @@ NOTHING = KeptValue([], lambda leaves: None, is_tensor=False)
 def keep(
     value: Any, kind: int, copied: dict[int, KeptTensor], onward: Any = None
 ) -> tuple[KeptValue, list[Tensor]]:
-    """Keep an input or output, and return it with the tensors that have its place on the graph.
+    """Keep an input or output, and return it with the tensors that stand for it on the graph.
 
     ``copied`` holds what the pass has kept, by the ids of tensors: modules often return what an
     inner module returned, and one copy serves both. ``onward`` is what the network goes on with
@@ -197,8 +197,8 @@ def keep(
         kind = COPY if any(private.memory_of(leaf) in memory for leaf in leaves) else kind
     kept = [_keep_tensor(leaf, kind, copied, is_output) for leaf in leaves]
     pairs = zip(kept, leaves, strict=True)
-    places = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
-    return KeptValue(kept, rebuild, isinstance(value, Tensor)), places
+    on_graph = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
+    return KeptValue(kept, rebuild, isinstance(value, Tensor)), on_graph
 
 
 def _keep_tensor(
@@ -257,9 +257,11 @@ def _may_read_flag(module: nn.Module) -> bool:
     this is mistaken, verification still fails, so no record is wrong.
     """
     own = module.__dict__
+    kind: Any = type(module)
     # A scripted part keeps its flag elsewhere.
-    is_patched = "forward" in own or any(private.forward_hooks(module))
-    return "training" in own and (is_patched or _mentions_flag(type(module)))
+    return "training" in own and (
+        "forward" in own or any(private.forward_hooks(module)) or _mentions_flag(kind)
+    )
 
 
 @cache

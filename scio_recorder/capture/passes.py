@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
-from scio_recorder.capture.gradients import Gradients, Place
+from scio_recorder.capture.gradients import CallKey, Gradients
 from scio_recorder.capture.keeping import (
     COPY,
     INPUT,
@@ -122,13 +122,13 @@ class Pass:
         if count < len(positions):
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
-                self.rerun.note(index, (label, number))
+                self.rerun.note(index, CallKey(label, number))
             self._assign_inputs(index, args, positions[count], label)
         if label is None:
             self.log += index, NOTHING, 0
             return None
         handed = self.posts.after(label, output, self.program.architecture[label])
-        self.log += index, self._keep(positions[count], (label, number), output, handed), 0
+        self.log += index, self._keep(positions[count], CallKey(label, number), output, handed), 0
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
@@ -143,7 +143,7 @@ class Pass:
             self._starts[index] = count + 1
             label = starts[min(count, len(starts) - 1)]
             if self.rerun is not None:
-                self.rerun.note(index, (label, 0), starts=True)
+                self.rerun.note(index, CallKey(label), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
@@ -195,8 +195,8 @@ class Pass:
         self.gradients = None
         self.rerun = None
 
-    def _keep(self, position: int, place: Place, output: Any, handed: Any) -> Any:
-        label, _ = place
+    def _keep(self, position: int, call: CallKey, output: Any, handed: Any) -> Any:
+        label: Any = call.label
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
         options = self.program.options
@@ -204,16 +204,16 @@ class Pass:
         if not self._keeps_outputs or options.offload:
             # Gradients are received whether anything is kept here or not.
             kept = offload(output) if self._keeps_outputs else NOTHING
-            places, rebuild = flatten(output)
+            on_graph, rebuild = flatten(output)
         else:
             _refuse_unkeepable(output, self.program.architecture[label])
             # A value that a sink receives at the end of the pass must not have changed by then.
             kind = COPY if self._sink is not None else self.keeping.kinds[OUTPUT][position]
-            kept, places = keep(output, kind, self._copied, handed)
+            kept, on_graph = keep(output, kind, self._copied, handed)
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
-            self.gradients.attach(place, places, rebuild)
+            self.gradients.attach(call, on_graph, rebuild)
         return kept
 
     def finish(self) -> tuple[Records, Records | None]:

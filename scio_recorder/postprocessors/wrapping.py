@@ -60,8 +60,8 @@ class _OnPart(FloatingMap):
     def _checked(self, part: Tensor, result: Any) -> Tensor:
         if result is None:
             return part
-        kind = getattr(result, "dtype", None), getattr(result, "shape", None)
-        if kind != (part.dtype, part.shape):
+        kind = part.dtype, part.shape
+        if not isinstance(result, Tensor) or (result.dtype, result.shape) != kind:
             raise PostprocessorError(
                 f"{self!r} gave its post-processor {describe(part)} and got {describe(result)}. "
                 "Return a tensor of the same shape and dtype, or None after working in place."

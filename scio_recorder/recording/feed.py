@@ -18,7 +18,7 @@ from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.rows import advice_on_lists
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.tensors.processes import Place, this_process
+from scio_recorder.tensors.processes import ProcessRank, this_process
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (
@@ -52,7 +52,7 @@ class Share:
 
     Parameters
     ----------
-    place : Place
+    place : ProcessRank
         The rank of this process, and the number of processes.
     batches : callable, optional
         Makes an iterator over the samples of each batch; None if samples have no indices.
@@ -66,7 +66,7 @@ class Share:
         Whether all processes have equally many batches.
     """
 
-    place: Place
+    place: ProcessRank
     batches: Callable[[], Iterator[ChosenSamples]] | None = None
     num_repeats: int = 0
     settings: dict[str, Any] = field(default_factory=dict)

@@ -40,7 +40,7 @@ from scio_recorder.stores.disk_format.tensor_file import checksum, dump, memory
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of
-from scio_recorder.tensors.processes import Place, this_process
+from scio_recorder.tensors.processes import ProcessRank, this_process
 
 BUFFER_BYTES = 256 << 20
 # The largest number of bytes read in one go, and the least number of runs in the buffer.
@@ -81,7 +81,7 @@ class Arguments:
         return {name: value for name, value in asdict(self).items() if name not in others}
 
 
-def place_of(rank: int | None, world_size: int | None) -> Place:
+def place_of(rank: int | None, world_size: int | None) -> ProcessRank:
     """Return the given rank and world size, or those of this process."""
     if (rank is None) != (world_size is None):
         raise ArgumentError(
@@ -90,7 +90,7 @@ def place_of(rank: int | None, world_size: int | None) -> Place:
         )
     if rank is None:
         return this_process()
-    return Place.checked(rank, world_size, ArgumentError)
+    return ProcessRank.checked(rank, world_size, ArgumentError)
 
 
 def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, Tensor]:

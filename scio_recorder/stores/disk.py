@@ -46,7 +46,7 @@ from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
 from scio_recorder.stores.kept_inputs import KeptCalls, pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.processes import Place, this_process
+from scio_recorder.tensors.processes import ProcessRank, this_process
 
 CHUNK_BYTES = 64 << 20
 # The most seconds of work that a slow net, or one with only reduced layers, can lose.
@@ -112,18 +112,18 @@ class Disk(Store):
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
         self._is_placed = world_size is not None
         given = (0 if rank is None else rank), (1 if world_size is None else world_size)
-        self.rank, self.world_size = Place.checked(*given, CollectError)
+        self.rank, self.world_size = ProcessRank.checked(*given, CollectError)
         self.is_shared = self.world_size > 1
         # Whether processes take parts of a recording, and their right to write this one.
         self.is_part = False
         self.right: WriteRight | None = None
 
-    def placed(self, place: Place, problem: str | None) -> Disk | None:
+    def placed(self, place: ProcessRank, problem: str | None) -> Disk | None:
         """Return the store of one of several processes, unless rank and world size were given.
 
         Parameters
         ----------
-        place : Place
+        place : ProcessRank
             The place of this process.
         problem : str or None
             Why its samples are not known.

@@ -15,7 +15,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
-from scio_recorder.tensors.processes import Place
+from scio_recorder.tensors.processes import ProcessRank
 
 State: TypeAlias = dict[str, Any]
 
@@ -239,12 +239,12 @@ class Store(abc.ABC):
     # Whether other processes fill it too, with samples of their own.
     is_shared = False
 
-    def placed(self, place: Place, problem: str | None) -> Store | None:
+    def placed(self, place: ProcessRank, problem: str | None) -> Store | None:
         """Return the store in which one of several processes keeps its share of a dataset.
 
         Parameters
         ----------
-        place : Place
+        place : ProcessRank
             The place of this process, according to the sampler that splits the dataset.
         problem : str or None
             Why the samples of each process are not known.

@@ -94,7 +94,7 @@ def sample_digests(samples: Tensor) -> Tensor:
             own = own.masked_fill(own.isnan(), math.nan)
         # By address: an array of torch's would prevent resizing the storage from then on.
         memory = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
-        rows = np.ndarray((len(own), sample_bytes), np.uint8, memory)
+        rows = np.ndarray((len(own), sample_bytes), np.uint8, memoryview(memory))
         found.extend(xxhash.xxh3_64_intdigest(row.data, seed) for row in rows)
     # The same bits, as torch has hardly any operation for unsigned ones.
     return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))

@@ -167,7 +167,7 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
         vars(copy).update(vars(tensor))
     if node is not None:
         # Hooks are neither copied nor saved with a tensor, as attributes are.
-        copy.register_hook(_Place(tensor, node))  # type: ignore[no-untyped-call]  # torch leaves it without types
+        copy.register_hook(_LeafNode(tensor, node))  # type: ignore[no-untyped-call]  # torch leaves it without types
     return copy
 
 
@@ -274,7 +274,7 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
         return sys.getrefcount(held.tensor), _holders(held.tensor)
 
 
-class _Place:
+class _LeafNode:
     """A hook on the copy of a leaf, never called, that holds the node of both.
 
     Up to torch 2.9, the node drops the hooks of the leaf when the copy goes. Then the copy drops

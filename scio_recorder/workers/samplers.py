@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.feed import ChosenSamples, Share
-from scio_recorder.tensors.processes import Place, this_process
+from scio_recorder.tensors.processes import ProcessRank, this_process
 
 # Attributes that, besides the dataset, decide the indices that a sampler gives.
 _SETTINGS = ("shuffle", "seed", "epoch", "drop_last")
@@ -70,7 +70,7 @@ def refuse_split(loader: Any, part: int) -> None:
 
 def _share_of_sampler(loader: Any, dataset: Any, chain: list[Any], *, has_ids: bool) -> Share:
     source, sampler = chain[0], chain[-1]
-    place = Place(sampler.rank, sampler.num_replicas)
+    place = ProcessRank(sampler.rank, sampler.num_replicas)
     size = len(getattr(sampler, "dataset", dataset))
     # A sampler that drops nothing may repeat samples, unless it says otherwise.
     most = size if getattr(sampler, "drop_last", False) is True else size + 1
@@ -90,7 +90,7 @@ def _share_of_sampler(loader: Any, dataset: Any, chain: list[Any], *, has_ids: b
 
 
 def _problem_of(
-    loader: Any, place: Place, unknown: list[Any] | None, repeats: int, *, has_ids: bool
+    loader: Any, place: ProcessRank, unknown: list[Any] | None, repeats: int, *, has_ids: bool
 ) -> str | None:
     """Return why the share can't be known, and what to write."""
     here = this_process()
